@@ -1,0 +1,38 @@
+"""jaxpar: parallel training in JAX. Any Flax model, any mesh, one declaration.
+
+    import jaxpar as jp
+
+Names are resolved when they are first used, so that importing jaxpar costs nothing.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "JaxparError": "jaxpar.errors",
+    "simulate": "jaxpar.mesh.devices",
+    "Parallel": "jaxpar.parallel.declare",
+    "Layout": "jaxpar.parallel.layout",
+    "compose": "jaxpar.parallel.compose",
+    "linen": "jaxpar.parallel.compose",
+    "constrain": "jaxpar.models.layers",
+    "create": "jaxpar.train.state",
+    "State": "jaxpar.train.state",
+    "build": "jaxpar.train.step:build",
+    "next_token": "jaxpar.train.losses",
+    "classify": "jaxpar.train.losses",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(module), attribute or name)
+
+
+def __dir__():
+    return __all__

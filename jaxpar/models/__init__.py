@@ -1,0 +1,1 @@
+"""Reference models. They know names of dims, never of meshes."""

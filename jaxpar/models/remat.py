@@ -1,0 +1,41 @@
+"""What the backward pass keeps, by name; what it does not keep it computes again.
+
+A module with an attribute `remat` (NNX) or a field `remat` (Linen) is told the name and
+places it itself, around each layer; around any other model the step places it as a whole.
+"""
+
+from collections.abc import Callable
+
+import jax
+
+from jaxpar.errors import nearest, refuse
+
+POLICIES = {
+    "none": "keeps all that the backward pass reads",
+    "dots": "keeps the results of matrix products with a weight (no batch dims), recomputes the rest",
+    "all_dots": "keeps the results of all matrix products, attention scores too",
+    "full": "keeps the input of each layer, recomputes everything inside it",
+}
+
+
+def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callable:
+    """Returns the function with that policy for what its backward pass keeps.
+
+    Args:
+      function: A pure function of arrays.
+      name: One of `POLICIES`.
+      prevent_cse: False inside `lax.scan`, where XLA cannot merge the two computations anyway.
+
+    Raises:
+      JaxparError: If there is no such policy.
+    """
+    if name not in POLICIES:
+        raise refuse(f"remat={name!r}", rule="a remat policy has a name", fix=nearest(name, POLICIES))
+    if name == "none":
+        return function
+    policy = {
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "all_dots": jax.checkpoint_policies.dots_saveable,
+        "full": None,
+    }[name]
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)

@@ -1,0 +1,1 @@
+"""What the user declares, and what follows from it."""

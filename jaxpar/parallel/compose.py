@@ -1,0 +1,208 @@
+"""Model, declaration and devices become a `Layout`, or every problem at once."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.mesh.axes import AXES, infer_sizes
+from jaxpar.mesh.build import build
+from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.layout import Layout, Placement
+from jaxpar.parallel.zero import add_axis, without_axis
+from jaxpar.sharding import linen_model, nnx_model
+from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.place import shard_bytes
+from jaxpar.sharding.rules import NAMES, resolve, spec_of
+from jaxpar.units import show_bytes
+
+
+def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
+    """Returns a Flax Linen module as a model for `compose`.
+
+    Args:
+      module: The module.
+      *args: What to call it with to create its parameters: arrays, or anything with shape and dtype.
+      **kwargs: Likewise; what is no array is passed as it is (`train=False`).
+    """
+
+    def made(value):
+        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+        return jax.numpy.zeros(value.shape, value.dtype) if is_array else value
+
+    def call(model):
+        return model(*jax.tree.map(made, args), **{key: jax.tree.map(made, value) for key, value in kwargs.items()})
+
+    return linen_model.blueprint(module, call, name=type(module).__name__)
+
+
+def as_blueprint(model: Any) -> Blueprint:
+    """Returns the blueprint of whatever the user calls a model.
+
+    Raises:
+      JaxparError: If it is an instance where a factory is needed, or no model at all.
+    """
+    if isinstance(model, Blueprint):
+        return model
+    from flax import linen as nn
+    from flax import nnx
+
+    if isinstance(model, nn.Module):
+        raise JaxparError(
+            Problem(
+                f"a Linen module ({type(model).__name__}) on its own",
+                "Linen creates parameters from inputs, so it needs an example of them",
+                f"jp.linen({type(model).__name__}(...), jnp.zeros([1, ...]))",
+            )
+        )
+    if isinstance(model, nnx.Module) or not callable(model):
+        raise JaxparError(
+            Problem(
+                f"a {type(model).__name__} that is built already" if isinstance(model, nnx.Module) else f"model={model!r}",
+                "a model is given as a function of `rngs`, so that no device ever holds all of it",
+                f"lambda rngs: {type(model).__name__ if isinstance(model, nnx.Module) else 'MyNet'}(..., rngs=rngs)",
+            )
+        )
+    inner = model
+    while isinstance(inner, partial):
+        inner = inner.func
+    return nnx_model.blueprint(model, name=getattr(inner, "__name__", type(inner).__name__))
+
+
+def compose(
+    model: Callable | Blueprint, parallel: Parallel, devices: Sequence[jax.Device] | int | None = None
+) -> Layout:
+    """Returns where every array of a training job lives.
+
+    Args:
+      model: A function of `rngs` that returns an `nnx.Module`, or `jp.linen(module, inputs)`.
+      parallel: The declaration.
+      devices: The devices to use, all visible ones by default; a number stands for devices that
+        are not there, and gives a layout that can be explained but not trained.
+
+    Raises:
+      JaxparError: With every problem at once: sizes that do not multiply to the devices, dims
+        that do not divide, rules that match nothing, axes that nothing uses, parameters left whole.
+    """
+    if not isinstance(parallel, Parallel):
+        raise JaxparError(Problem(f"parallel={parallel!r}", "the declaration is a Parallel", "jp.Parallel(data=8)"))
+    problems = parallel.problems()
+    mesh = None
+    if isinstance(devices, int):
+        sizes = infer_sizes(parallel.sizes, devices)
+    else:
+        mesh = build(parallel.sizes, devices)
+        sizes = dict(mesh.shape)
+    parallel = replace(parallel, **sizes)
+    blueprint = as_blueprint(model)
+    names = _names(parallel)
+    problems += _rule_problems(parallel, blueprint)
+    placements = {}
+    for path, leaf in blueprint.leaves.items():
+        choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
+        problems += wrong
+        used = spec_of(without_axis(choice))
+        sharded = spec_of(add_axis(choice, leaf, sizes))
+        placements[path] = Placement(
+            leaf=leaf,
+            names=choice.names,
+            stored=sharded if parallel.stage == 3 else used,
+            used=used,
+            sharded=sharded,
+            why=choice.why + _fsdp_reason(parallel, used, sharded),
+        )
+    layout = Layout(parallel=parallel, blueprint=blueprint, placements=placements, names=names, mesh=mesh)
+    problems += _idle_axes(layout) + _left_whole(layout)
+    if problems:
+        raise JaxparError(*problems)
+    return layout
+
+
+def _names(parallel: Parallel) -> dict[str, Axes]:
+    names = {**NAMES, "seq": "tensor" if parallel.sequence else None}
+    user = dict(parallel.rules)
+    return {**user, **{name: axes for name, axes in names.items() if name not in user}}
+
+
+def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
+    if parallel.stage == 0:
+        return ""
+    return "; fsdp: no dim divides, whole" if used == sharded else "; fsdp on the largest dim"
+
+
+def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
+    """Returns rules for axes that do not exist, and rules that match nothing."""
+    known = {name for leaf in blueprint.leaves.values() for name in leaf.names or () if isinstance(name, str)}
+    known |= {name for names in parallel.paths.values() for name in names if name}
+    problems = []
+    for name, axes in parallel.rules.items():
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            if axis not in AXES:
+                problems.append(Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", nearest(axis, AXES)))
+        if name not in known and name not in NAMES:
+            problems.append(
+                Problem(
+                    f"rule {name!r} matches nothing: no dim of {blueprint.name} has that name",
+                    "every rule matches at least one dim",
+                    nearest(name, known | set(NAMES)),
+                )
+            )
+    for pattern in parallel.paths:
+        try:
+            hit = any(re.search(rf"(^|/){pattern}$", path) for path in blueprint.leaves)
+        except re.error as error:
+            problems.append(
+                Problem(f"path rule {pattern!r}: {error}", "a path rule is a regular expression", "escape it")
+            )
+            continue
+        if not hit:
+            problems.append(
+                Problem(
+                    f"path rule {pattern!r} matches no parameter of {blueprint.name}",
+                    "every rule matches the end of at least one path",
+                    nearest(pattern, blueprint.leaves) if len(blueprint.leaves) < 20 else "see `jaxpar check --explain`",
+                )
+            )
+    return problems
+
+
+def _idle_axes(layout: Layout) -> list[Problem]:
+    used = {axis for place in layout.placements.values() for entry in place.sharded for axis in _flat(entry)}
+    problems = []
+    for axis in ("tensor", "fsdp"):
+        if layout.sizes[axis] > 1 and axis not in used and not (axis == "fsdp" and layout.parallel.stage == 0):
+            problems.append(
+                Problem(
+                    f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
+                    f"an axis is there to be used; `{axis}` splits dims "
+                    + ("named heads, mlp, vocab (or by your rules)" if axis == "tensor" else "that it divides"),
+                    f"{axis}=1 and a larger data, or rules that name dims of this model",
+                )
+            )
+    return problems
+
+
+def _left_whole(layout: Layout) -> list[Problem]:
+    """Returns the parameters that should be sharded, are not, and are too big to be silent about."""
+    limit = layout.parallel.replicate_above
+    problems = []
+    for path, place in layout.placements.items():
+        own = shard_bytes(place.leaf, place.sharded, layout.sizes)
+        if layout.parallel.stage and place.used == place.sharded and own > limit:
+            ways = layout.sizes["fsdp"]
+            problems.append(
+                Problem(
+                    f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} devices of fsdp",
+                    f"a parameter above {show_bytes(limit)} is sharded by zero={layout.parallel.stage}",
+                    f"a dim that {ways} divides, another fsdp, or replicate_above = {own}",
+                )
+            )
+    return problems
+
+
+def _flat(entry) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,86 @@
+"""What the user declares: sizes of axes, and what the `fsdp` axis shards."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from jaxpar.errors import Problem
+
+Axes = str | tuple[str, ...] | None
+
+ZERO_SHARDS = (
+    "nothing",
+    "optimizer state",
+    "optimizer state and gradients",
+    "optimizer state, gradients and parameters",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """How a training job is spread over devices. Sizes multiply to the number of devices.
+
+    Attributes:
+      data: Replicas of the training state, each with other examples (DDP; with `fsdp`, HSDP).
+      fsdp: Devices that share one training state, each with other examples.
+      tensor: Devices that share every large matrix (Megatron tensor parallelism).
+      zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+        (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1.
+      sequence: Whether the activations between the matrices are split along `seq` over `tensor`
+        (Korthikanti et al. 2022, arXiv:2205.05198).
+      rules: Name of a dim to mesh axis (or axes, or None), before jaxpar's own names.
+      paths: End of a parameter's path (regular expression) to the names of its trailing dims.
+      replicate_above: Bytes up to which a parameter may be whole on every device of the axis
+        that should shard it; a larger one is refused.
+
+    One size may be -1: it becomes what the others leave over.
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero: int | None = None
+    sequence: bool = False
+    rules: Mapping[str, Axes] = field(default_factory=dict)
+    paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    replicate_above: int = 4 * 2**20
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis to size, as declared."""
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+    @property
+    def stage(self) -> int:
+        """What `fsdp` shards, as a ZeRO stage; 0 where there is no such axis."""
+        if self.fsdp == 1:
+            return 0
+        return 3 if self.zero is None else self.zero
+
+    def problems(self) -> list[Problem]:
+        """Returns what is wrong with the declaration on its own, before any model or device."""
+        found = []
+        if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
+            found.append(
+                Problem(
+                    f"zero={self.zero!r}",
+                    "zero is 0 (nothing), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
+                    "zero=3",
+                )
+            )
+        elif self.zero and self.fsdp == 1:
+            found.append(
+                Problem(
+                    f"zero={self.zero} with fsdp=1 shards nothing",
+                    f"zero={self.zero} shards {ZERO_SHARDS[self.zero]} over the axis `fsdp`",
+                    "fsdp=2 or more (fsdp=-1 takes what is left), or leave zero out",
+                )
+            )
+        if self.sequence and self.tensor == 1:
+            found.append(
+                Problem(
+                    "sequence=True with tensor=1 does nothing",
+                    "sequence parallelism splits activations over the axis `tensor`",
+                    "tensor=2 or more, or sequence=False",
+                )
+            )
+        return found

@@ -1,0 +1,210 @@
+"""A layout is a value: where every array of a training job lives, and why."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.errors import refuse
+from jaxpar.parallel.declare import Parallel
+from jaxpar.sharding.names import Blueprint, Leaf, Tree, nest, path_of
+from jaxpar.sharding.place import shard_bytes
+from jaxpar.sharding.rules import Axes
+from jaxpar.units import show_bytes, show_count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """Where one parameter lives.
+
+    Attributes:
+      leaf: Its shape, dtype and the names of its dims.
+      names: Names of the dims, given or found by path.
+      stored: Spec of the parameter between steps.
+      used: Spec where the model reads it.
+      sharded: Spec with the `fsdp` axis, that gradients and optimizer state take by stage.
+      why: The rule that placed it.
+    """
+
+    leaf: Leaf
+    names: tuple[str | None, ...]
+    stored: PartitionSpec
+    used: PartitionSpec
+    sharded: PartitionSpec
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What follows from a `Parallel`, a model and a mesh.
+
+    Attributes:
+      parallel: The declaration, its sizes inferred.
+      blueprint: The model.
+      placements: Path of a parameter to where it lives.
+      names: Names of activation dims to mesh axes, earlier first.
+      mesh: The mesh, or None where the devices are not there (`jaxpar check` on a laptop).
+    """
+
+    parallel: Parallel
+    blueprint: Blueprint
+    placements: Mapping[str, Placement]
+    names: Mapping[str, Axes]
+    mesh: Mesh | None = field(default=None, repr=False)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Mesh axis to size."""
+        return self.parallel.sizes
+
+    @property
+    def devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def replicas(self) -> int:
+        """Ways the batch is split."""
+        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
+    def sharding(self, spec: PartitionSpec, *, memory: str | None = None) -> NamedSharding:
+        """Returns the sharding of a spec on this layout's mesh.
+
+        Raises:
+          JaxparError: If the layout was composed without devices.
+        """
+        if self.mesh is None:
+            raise refuse(
+                "a layout composed without devices cannot hold arrays",
+                rule="arrays live on a mesh",
+                fix="compose(model, parallel) on real or simulated devices",
+            )
+        return NamedSharding(self.mesh, spec, memory_kind=memory)
+
+    @cached_property
+    def params(self) -> Tree:
+        """The parameters, as abstract arrays."""
+        return self._tree(lambda place: jax.ShapeDtypeStruct(place.leaf.shape, place.leaf.dtype))
+
+    @cached_property
+    def stored(self) -> Tree:
+        """Specs of the parameters between steps."""
+        return self._tree(lambda place: place.stored)
+
+    @cached_property
+    def sharded(self) -> Tree:
+        """Specs of what the `fsdp` axis may shard."""
+        return self._tree(lambda place: place.sharded)
+
+    @cached_property
+    def gradients(self) -> Tree:
+        """Specs of the gradients and their accumulator: sharded from stage 2 on."""
+        return self.sharded if self.parallel.stage >= 2 else self._tree(lambda place: place.used)
+
+    @cached_property
+    def updated(self) -> Tree:
+        """Specs in which the optimizer works: sharded from stage 1 on."""
+        return self.sharded if self.parallel.stage >= 1 else self._tree(lambda place: place.used)
+
+    def optimizer_specs(self, state: Tree) -> Tree:
+        """Returns a spec for every array of any optax state.
+
+        A leaf belongs to the parameter whose path ends its own path. With the parameter's shape
+        it takes the parameter's spec; with another shape (Adafactor's row and column
+        statistics) the `fsdp` axis on its largest dim that divides; scalars stay whole.
+        """
+        updated = {path: spec for path, spec in _flat(self.updated)}
+        axis = self.sizes["fsdp"] if self.parallel.stage >= 1 else 1
+
+        def spec(keys, leaf) -> PartitionSpec:
+            words = path_of(keys).split("/")
+            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in updated), None)
+            if owner and tuple(leaf.shape) == self.placements[owner].leaf.shape:
+                return updated[owner]
+            dims = [dim for dim, size in enumerate(leaf.shape) if size and size % axis == 0]
+            if axis == 1 or not dims or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                return PartitionSpec()
+            best = max(dims, key=lambda dim: leaf.shape[dim])
+            return PartitionSpec(*(None,) * best, "fsdp")
+
+        return jax.tree_util.tree_map_with_path(spec, state)
+
+    def batch_spec(self, shape) -> PartitionSpec:
+        """Returns where a batch array goes: examples over `data` and `fsdp`, tokens over `tensor` if sequence."""
+        if not shape:
+            return PartitionSpec()
+        if self.parallel.sequence and len(shape) == 2 and shape[1] % self.sizes["tensor"] == 0:
+            return PartitionSpec(BATCH_AXES, "tensor")
+        return PartitionSpec(BATCH_AXES)
+
+    def use(self, path: str, value: jax.Array, dtype=None) -> jax.Array:
+        """Returns a parameter as the model reads it: cast to `dtype`, then gathered over `fsdp`.
+
+        Casting first halves what a bfloat16 gather moves. Inside a scan over stacked layers
+        the value is one layer's slice.
+        """
+        if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
+            value = value.astype(dtype)
+        place = self.placements[path]
+        if self.parallel.stage < 3 or place.stored == place.used or self.mesh is None:
+            return value
+        scanned = len(place.leaf.shape) - value.ndim
+        if any(axes is not None for axes in tuple(place.stored)[:scanned]):
+            raise refuse(
+                f"{self.describe(path)}: the model scans over dim 0, which `fsdp` or `tensor` splits",
+                rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
+                fix=f'name it: paths {{"{path}": ["layers", ...]}}, or annotate it with "layers" in the model',
+            )
+        return jax.lax.with_sharding_constraint(value, self.sharding(PartitionSpec(*tuple(place.used)[scanned:])))
+
+    def describe(self, path: str) -> str:
+        """Returns `f32[embed/fsdp, mlp/tensor]` for one parameter."""
+        place = self.placements[path]
+        dims = []
+        for dim, (size, name) in enumerate(zip(place.leaf.shape, place.names, strict=True)):
+            axes = place.stored[dim] if dim < len(place.stored) else None
+            axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            dims.append("/".join([str(name or size), *(axis for axis in axes if self.sizes[axis] > 1)]))
+        return f"{_short(place.leaf.dtype)}[{', '.join(dims)}]"
+
+    def explain(self) -> str:
+        """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it."""
+        rows = [("parameter", "placed as", "shape", "per device", "because")]
+        for path, place in self.placements.items():
+            own = shard_bytes(place.leaf, place.stored, self.sizes)
+            shape = " x ".join(map(str, place.leaf.shape)) or "scalar"
+            rows.append((path, self.describe(path), shape, show_bytes(own), place.why))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
+        return "\n".join([self.summary(), "", *lines])
+
+    def summary(self) -> str:
+        """Returns one line: the mesh, the stage, and the parameters' size whole and per device."""
+        leaves = [place.leaf for place in self.placements.values()]
+        per_device = sum(shard_bytes(place.leaf, place.stored, self.sizes) for place in self.placements.values())
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        stage = f", ZeRO-{self.parallel.stage}" if self.sizes["fsdp"] > 1 else ""
+        total = sum(leaf.bytes for leaf in leaves)
+        count = sum(leaf.size for leaf in leaves)
+        return (
+            f"{self.blueprint.name} on {axes}{stage}{', sequence' if self.parallel.sequence else ''}: "
+            f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device"
+        )
+
+    def _tree(self, value) -> Tree:
+        return nest({tuple(path.split("/")): value(place) for path, place in self.placements.items()})
+
+
+def _flat(tree: Tree):
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return [(path_of(keys), value) for keys, value in flat]
+
+
+def _short(dtype) -> str:
+    name = jnp.dtype(dtype).name
+    return name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "s")

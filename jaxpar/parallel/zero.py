@@ -1,0 +1,48 @@
+"""ZeRO: which copy of the training state carries the axis `fsdp`.
+
+    stage         parameters    gradients     optimizer state
+    0  DDP        whole         whole         whole
+    1             whole         whole         / fsdp
+    2             whole         / fsdp        / fsdp
+    3  FSDP       / fsdp        / fsdp        / fsdp
+
+"Whole" still means split over `tensor` where the names say so. Source: Rajbhandari et al.
+2020, arXiv:1910.02054, figure 1. JAX does not pad arrays where they enter or leave a
+program, so a parameter none of whose dims the axis divides stays whole, is counted whole
+and is listed; the largest such one is bounded by `Parallel.replicate_above`.
+"""
+
+from collections.abc import Mapping
+
+from jaxpar.sharding.names import Leaf
+from jaxpar.sharding.rules import Choice
+
+
+def add_axis(choice: Choice, leaf: Leaf, sizes: Mapping[str, int], axis: str = "fsdp") -> tuple[tuple[str, ...], ...]:
+    """Returns the per-dim axes with `axis` added to one dim, or unchanged where no dim divides.
+
+    The dim is the largest that still divides, one that nothing splits yet before one that
+    `tensor` splits already; never a dim of stacked layers, which the model scans over.
+    """
+    if sizes.get(axis, 1) == 1 or any(axis in on for on in choice.axes):
+        return choice.axes  # no such axis, or the model itself says which dim it is
+    ways = {dim: sizes[axis] * _ways(on, sizes) for dim, on in enumerate(choice.axes)}
+    fitting = [
+        dim for dim, size in enumerate(leaf.shape) if size and size % ways[dim] == 0 and choice.names[dim] != "layers"
+    ]
+    if not fitting:
+        return choice.axes
+    best = max(fitting, key=lambda dim: (not choice.axes[dim], leaf.shape[dim], dim))
+    return tuple((*on, axis) if dim == best else on for dim, on in enumerate(choice.axes))
+
+
+def without_axis(choice: Choice, axis: str = "fsdp") -> tuple[tuple[str, ...], ...]:
+    """Returns the per-dim axes with `axis` taken away: where the model itself named it."""
+    return tuple(tuple(other for other in on if other != axis) for on in choice.axes)
+
+
+def _ways(axes, sizes) -> int:
+    ways = 1
+    for axis in axes:
+        ways *= sizes[axis]
+    return ways

@@ -1,0 +1,106 @@
+"""What jaxpar needs to know of a model, whichever Flax wrote it.
+
+    factory or module ──► Blueprint ──► params (shape, dtype, names of dims)
+                                   ├──► init(key)  -> params, rest        inside jit
+                                   ├──► bind(params, rest) -> model       inside jit
+                                   └──► collect(model) -> rest            inside jit
+
+Parameters and the rest of the state (BatchNorm statistics, dropout keys) are
+nested dicts with string keys: the core of jaxpar is pytrees, Flax is at the edge.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+Tree = Any  # a nested dict of arrays, or of what stands for them
+Use = Callable[[str, jax.Array], jax.Array]  # what happens to a parameter where the model reads it
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One parameter as the model declares it.
+
+    Attributes:
+      shape: Global shape.
+      dtype: As stored, usually float32.
+      names: The name of each dim, or None where the model gives none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    names: tuple[str | None, ...] | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        size = 1
+        for dim in self.shape:
+            size *= dim
+        return size
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return self.size * jax.numpy.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """How a model computes, as opposed to what it computes.
+
+    Attributes:
+      train: Whether dropout drops and BatchNorm uses the batch.
+      dtype: What matrix products run in, or None for what the model says.
+      remat: Name of the policy for what the backward pass keeps (`REMAT` in `train/step.py`).
+    """
+
+    train: bool = True
+    dtype: Any = None
+    remat: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blueprint:
+    """A model before any of its arrays exist.
+
+    Attributes:
+      name: What the user calls the model, for messages.
+      leaves: Every parameter by its path, such as `blocks/attention/query`.
+      init: Key to (params, rest); pure, traced inside jit.
+      bind: (params, rest, use, compute) to the callable a loss function sees.
+      collect: A bound model to its `rest` after the call.
+      takes_remat: Whether the model places rematerialization itself.
+    """
+
+    name: str
+    leaves: Mapping[str, Leaf]
+    init: Callable[[jax.Array], tuple[Tree, Tree]]
+    bind: Callable[[Tree, Tree, Use, Compute], Any]
+    collect: Callable[[Any], Tree]
+    takes_remat: bool = False
+
+
+def path_of(keys) -> str:
+    """Returns `blocks/attention/query` for a key path of `jax.tree_util`."""
+    return "/".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in keys)
+
+
+def nest(flat: Mapping[tuple[str, ...], Any]) -> Tree:
+    """Returns the nested dict whose leaves stand at those paths."""
+    tree: dict = {}
+    for path, value in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+    return tree
+
+
+def pick(tree: Tree, path: tuple[str, ...]) -> Any:
+    """Returns the leaf at a path of a nested dict."""
+    for key in path:
+        tree = tree[key]
+    return tree

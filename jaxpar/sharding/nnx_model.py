@@ -1,0 +1,132 @@
+"""Flax NNX at the edge: a factory of modules becomes a `Blueprint`.
+
+A parameter is gathered and cast where the model reads it, through the hook that
+NNX variables have for this (`on_get_value`): inside the user's own scan and remat,
+in a module nobody edited.
+"""
+
+import inspect
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from jaxpar.errors import refuse
+from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, nest, pick
+
+
+def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
+    """Returns what jaxpar needs to know of the module that `factory(rngs)` builds.
+
+    Nothing is allocated: the module is built abstractly.
+
+    Raises:
+      JaxparError: If the factory cannot be called with `rngs`, or returns no NNX module.
+    """
+
+    def build(key) -> nnx.Module:
+        with nnx.use_eager_sharding(False):  # names stay metadata; jaxpar resolves them
+            return _call(factory, nnx.Rngs(key), name)
+
+    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
+    if not isinstance(abstract, nnx.Module):
+        raise refuse(
+            f"{name} returned {type(abstract).__name__}",
+            rule="a model is a function of `rngs` that returns an nnx.Module, or a Linen module in jp.linen",
+            fix="lambda rngs: MyNet(..., rngs=rngs)",
+        )
+    graph, params, rest = nnx.split(abstract, nnx.Param, ...)
+
+    def init(key) -> tuple[Tree, Tree]:
+        _, made, other = nnx.split(build(key), nnx.Param, ...)
+        return _values(made), _values(other)
+
+    def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
+        def hooked(path, variable):
+            fresh = variable.replace(pick(values, _words(path)))
+            label = "/".join(_words(path))
+            fresh.set_metadata(on_get_value=(lambda _, value: use(label, value),))
+            return fresh
+
+        model = nnx.merge(
+            graph,
+            nnx.from_flat_state([(path, hooked(path, v)) for path, v in nnx.to_flat_state(params)]),
+            nnx.from_flat_state([(path, v.replace(pick(state, _words(path)))) for path, v in nnx.to_flat_state(rest)]),
+        )
+        return _configure(model, compute)
+
+    return Blueprint(
+        name=name,
+        leaves={"/".join(_words(path)): _leaf(path, variable) for path, variable in nnx.to_flat_state(params)},
+        init=init,
+        bind=bind,
+        collect=lambda model: _values(nnx.state(model, nnx.Not(nnx.Param))),
+        takes_remat=any(hasattr(module, "remat") for _, module in nnx.iter_modules(abstract)),
+    )
+
+
+def _call(factory, rngs: nnx.Rngs, name: str):
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # a builtin without one: let it be called by position
+        return factory(rngs)
+    parameters = signature.parameters
+    if "rngs" in parameters:
+        missing = [
+            key
+            for key, p in parameters.items()
+            if key != "rngs" and p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        if not missing:
+            return factory(rngs=rngs)
+    else:
+        missing = [key for key, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+        if not missing and parameters:
+            return factory(rngs)
+    raise refuse(
+        f"{name}{signature} cannot be called with `rngs` alone"
+        + (f": {', '.join(missing)} would be missing" if missing else ""),
+        rule="an NNX model is given as a function of `rngs`, so that its parameters are born sharded",
+        fix="lambda rngs: MyNet(..., rngs=rngs)",
+    )
+
+
+def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
+    """Sets on every submodule what belongs to the computation rather than to the model."""
+    model.train() if compute.train else model.eval()
+    for _, module in nnx.iter_modules(model):
+        if hasattr(module, "remat"):
+            module.remat = compute.remat
+        # nnx.Embed freezes dtype to that of its float32 table, which would keep every later product in float32
+        frozen = isinstance(module, nnx.Embed) and module.dtype == module.param_dtype
+        if compute.dtype is not None and hasattr(module, "dtype") and (module.dtype is None or frozen):
+            module.dtype = compute.dtype
+    return model
+
+
+def _words(path) -> tuple[str, ...]:
+    return tuple(str(key) for key in path)
+
+
+def _values(state: nnx.State) -> Tree:
+    return nest({_words(path): _array(path, variable) for path, variable in nnx.to_flat_state(state)})
+
+
+def _array(path, variable):
+    value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    if not hasattr(value, "shape"):
+        raise refuse(
+            f"{'/'.join(_words(path))} holds {type(value).__name__}",
+            rule="every variable of a model holds one array",
+            fix="store each array in an nnx.Param or nnx.Variable of its own",
+        )
+    return value
+
+
+def _leaf(path, variable) -> Leaf:
+    value = _array(path, variable)
+    metadata = variable.get_metadata()
+    names = metadata.get("out_sharding") or None
+    if names is not None:
+        names = tuple(getattr(names, "spec", names))  # a NamedSharding, a PartitionSpec or a plain tuple
+    return Leaf(tuple(value.shape), value.dtype, names)

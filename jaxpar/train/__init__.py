@@ -1,0 +1,1 @@
+"""Data, state, step, loop, checkpoints, metrics."""

@@ -1,0 +1,100 @@
+"""The training state, born sharded: no device and no host buffer ever holds all of it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import refuse
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Everything that training changes.
+
+    Attributes:
+      step: Updates made so far. Shape [], int32.
+      params: The parameters, float32 unless the model says otherwise.
+      optimizer: The state of the optax chain.
+      rest: BatchNorm statistics, dropout keys and their kin.
+    """
+
+    step: jax.Array
+    params: Tree
+    optimizer: Any
+    rest: Tree
+
+
+def create(layout: Layout, optimizer: optax.GradientTransformation, *, seed: int = 0, offload: bool = False) -> State:
+    """Returns the state at step 0, every array made on the devices that keep it.
+
+    The numbers depend on the seed alone, never on the layout.
+
+    Args:
+      layout: Where arrays go.
+      optimizer: Any optax chain.
+      seed: Of the initial parameters and of dropout.
+      offload: Keep the optimizer state in host memory.
+
+    Raises:
+      JaxparError: If the layout has no devices, or offload is asked where the backend has no host memory.
+    """
+    init = initializer(layout, optimizer)
+    placed = shardings(layout, jax.eval_shape(init, jax.random.key(0)), offload=offload)
+    return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
+
+
+def initializer(layout: Layout, optimizer: optax.GradientTransformation):
+    """Returns the pure function of a key that makes the state."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise refuse(f"optimizer={optimizer!r}", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
+
+    def init(key) -> State:
+        params, rest = layout.blueprint.init(key)
+        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), rest)
+
+    return init
+
+
+def abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
+    """Returns the state as shapes and dtypes."""
+    return jax.eval_shape(initializer(layout, optimizer), jax.random.key(0))
+
+
+def specs(layout: Layout, state: State) -> State:
+    """Returns a `PartitionSpec` for every array of a state."""
+    return State(
+        step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
+        params=layout.stored,
+        optimizer=layout.optimizer_specs(state.optimizer),
+        rest=jax.tree.map(lambda _: PartitionSpec(), state.rest),
+    )
+
+
+def shardings(layout: Layout, state: State, *, offload: bool = False) -> State:
+    """Returns a sharding for every array of a state; with `offload`, the optimizer's in host memory.
+
+    Raises:
+      JaxparError: If the backend has no host memory of its own.
+    """
+    placed = jax.tree.map(layout.sharding, specs(layout, state), is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if not offload:
+        return placed
+    device = layout.sharding(PartitionSpec()).mesh.devices.flat[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if "pinned_host" not in kinds:
+        raise refuse(
+            f"offload on {device.device_kind}, whose memories are {', '.join(sorted(kinds))}",
+            rule="optimizer state is offloaded to pinned host memory, where the backend has it",
+            fix="offload = false; zero=1 or higher shards the optimizer state instead",
+        )
+    hosted = jax.tree.map(
+        lambda leaf, on: on.with_memory_kind("pinned_host") if leaf.ndim else on, state.optimizer, placed.optimizer
+    )
+    return dataclasses.replace(placed, optimizer=hosted)

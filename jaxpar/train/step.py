@@ -1,0 +1,237 @@
+"""One training step: one compiled program.
+
+    batch ─► microbatches ─► loss sums, gradients ─► accumulated ─► divided once ─► optimizer ─► state
+                 └──────────────── scan ─────────────────┘
+
+The specs of the layout say where each piece lives; XLA compiles the collectives.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.errors import nearest, refuse
+from jaxpar.models.remat import POLICIES, remat
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.constrain import activation_names
+from jaxpar.sharding.names import Compute, Tree
+from jaxpar.train import precision as check
+from jaxpar.train import state as states
+from jaxpar.train.losses import Sums, as_sums
+from jaxpar.train.state import State
+
+Batch = Mapping[str, Any]
+Loss = Callable[[Any, Batch], Any]
+PRECISIONS = {"fp32": None, "bf16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """How a step computes, which changes its speed and memory and not what it means.
+
+    Attributes:
+      accumulate: Microbatches per step; their gradients are summed before the update.
+      precision: `fp32`, or `bf16`: products in bfloat16, parameters and optimizer in float32.
+      remat: What the backward pass keeps, one of `jaxpar.models.remat.POLICIES`.
+      offload: Keep the optimizer state in host memory between steps.
+    """
+
+    accumulate: int = 1
+    precision: str = "fp32"
+    remat: str = "none"
+    offload: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise refuse(f"accumulate={self.accumulate!r}", rule="a positive whole number", fix="accumulate=1")
+        for key, known in (("precision", PRECISIONS), ("remat", POLICIES)):
+            if getattr(self, key) not in known:
+                raise refuse(
+                    f"{key}={getattr(self, key)!r}",
+                    rule=f"{key} is one of {', '.join(known)}",
+                    fix=nearest(str(getattr(self, key)), known),
+                )
+
+
+class Step:
+    """A compiled training step: `state, metrics = step(state, batch)`.
+
+    Compiled once per shape of batch, at the first call. The state that goes in is given up.
+
+    Attributes:
+      layout: Where arrays live.
+      products: After the first call with bf16, what the matrix products really run in.
+    """
+
+    def __init__(self, layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, numerics: Numerics):
+        self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
+        self.products: check.Products | None = None
+        self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
+        self._compiled: dict[Any, Any] = {}
+        self._train = jax.jit(self._update, donate_argnums=0, out_shardings=(self.placed, None))
+        self._eval = jax.jit(self._measure)
+
+    def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        """Makes one update.
+
+        Args:
+          state: As made by `create` or by the step before; its buffers are reused.
+          batch: Name to array; every array's first dim is the global batch.
+
+        Returns:
+          The new state, and scalars: each entry of the loss function divided by its count,
+          `tokens` (the count of `loss`) and `grad_norm` (global, before clipping).
+        """
+        batch = self.put(batch)
+        key = _signature("train", batch)
+        if key not in self._compiled:
+            self._compiled[key] = self.lower(state, batch).compile()
+        return self._compiled[key](state, batch)
+
+    def evaluate(self, state: State, batch: Batch) -> Sums:
+        """Returns the sums and counts of one batch, without dropout and without an update."""
+        batch = self.put(batch)
+        key = _signature("eval", batch)
+        if key not in self._compiled:
+            with self._traced():
+                self._compiled[key] = self._eval.lower(state.params, state.rest, batch).compile()
+        return self._compiled[key](state.params, state.rest, batch)
+
+    def lower(self, state: State, batch: Batch):
+        """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
+        self._check_batch(batch)
+        with self._traced():
+            lowered = self._train.lower(state, batch)
+        if self.numerics.precision == "bf16":
+            self.products = check.products(lowered.as_text())
+            check.check_bf16(self.products)
+        return lowered
+
+    def put(self, batch: Batch) -> dict[str, jax.Array]:
+        """Returns the batch on its devices; arrays that are there already are left alone."""
+        return {name: self._put(value) for name, value in batch.items()}
+
+    def _put(self, value) -> jax.Array:
+        if isinstance(value, jax.Array) and len(value.sharding.device_set) == self.layout.devices:
+            return value
+        value = np.asarray(value)
+        self._check_batch({"batch": value})
+        return jax.device_put(value, self.layout.sharding(self.layout.batch_spec(value.shape)))
+
+    def _check_batch(self, batch: Batch) -> None:
+        ways = self.layout.replicas * self.numerics.accumulate
+        for name, value in batch.items():
+            if not value.shape or value.shape[0] % ways:
+                shown = " x ".join(
+                    [f"{a}={s}" for a, s in self.layout.sizes.items() if a in ("data", "fsdp") and s > 1]
+                    + ([f"accumulate={self.numerics.accumulate}"] if self.numerics.accumulate > 1 else [])
+                )
+                rows = value.shape[0] if value.shape else 0
+                raise refuse(
+                    f"{name} of shape {list(value.shape)}: {rows} examples, {shown} need a multiple of {ways}",
+                    rule="data x fsdp x accumulate divides the global batch",
+                    fix=f"a global batch of {max(1, round(rows / ways)) * ways}",
+                )
+
+    @contextmanager
+    def _traced(self):
+        with jax.set_mesh(self.layout.sharding(jax.P()).mesh), activation_names(self.layout.names, self.layout.sizes):
+            yield
+
+    def _forward(self, params: Tree, rest: Tree, batch: Batch, *, train: bool) -> tuple[Sums, Tree]:
+        dtype = PRECISIONS[self.numerics.precision]
+        compute = Compute(train=train, dtype=dtype, remat=self.numerics.remat)
+        blueprint = self.layout.blueprint
+        model = blueprint.bind(params, rest, lambda path, value: self.layout.use(path, value, dtype), compute)
+        sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
+        return sums, blueprint.collect(model)
+
+    def _gradients(self, params: Tree, rest: Tree, batch: Batch, *, mean: bool):
+        """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch."""
+
+        def objective(params):
+            sums, after = self._forward(params, rest, batch, train=True)
+            total, count = sums["loss"]
+            return (total / jax.lax.stop_gradient(count) if mean else total), (sums, after)
+
+        if not self.layout.blueprint.takes_remat:
+            objective = remat(objective, self.numerics.remat)
+        gradients, (sums, after) = jax.grad(objective, has_aux=True)(params)
+        return self._constrain(gradients, self.layout.gradients), sums, after
+
+    def _accumulated(self, params: Tree, rest: Tree, batch: Batch):
+        """Returns gradients of the mean loss over all microbatches, the sums, and the rest."""
+        count = self.numerics.accumulate
+        if count == 1:
+            return self._gradients(params, rest, batch, mean=True)
+        # rows i, i + count, ... make microbatch i: each device splits its own rows, nothing moves
+        micro = {
+            name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
+            for name, value in batch.items()
+        }
+
+        def body(carry, batch):
+            gradients, sums, rest = carry
+            more, new, rest = self._gradients(params, rest, batch, mean=False)
+            gradients = self._constrain(jax.tree.map(jnp.add, gradients, more), self.layout.gradients)
+            return (gradients, jax.tree.map(jnp.add, sums, new), rest), None
+
+        first = jax.tree.map(lambda value: value[0], micro)
+        shapes = jax.eval_shape(partial(self._gradients, mean=False), params, rest, first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
+        zeros = (self._constrain(zeros[0], self.layout.gradients), zeros[1])
+        (gradients, sums, rest), _ = jax.lax.scan(body, (*zeros, rest), micro)
+        tokens = sums["loss"][1]
+        return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, rest
+
+    def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        gradients, sums, rest = self._accumulated(state.params, state.rest, batch)
+        gradients = self._constrain(gradients, self.layout.updated)
+        params = self._constrain(state.params, self.layout.updated)
+        optimizer = state.optimizer
+        if self.numerics.offload:
+            optimizer = jax.tree.map(lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer)
+        updates, optimizer = self.optimizer.update(gradients, optimizer, params)
+        params = optax.apply_updates(params, updates)
+        metrics = {name: total / count for name, (total, count) in sums.items()}
+        metrics |= {"tokens": sums["loss"][1], "grad_norm": optax.tree.norm(gradients)}
+        return State(state.step + 1, params, optimizer, rest), metrics
+
+    def _measure(self, params: Tree, rest: Tree, batch: Batch) -> Sums:
+        return self._forward(params, rest, batch, train=False)[0]
+
+    def _constrain(self, tree: Tree, specs: Tree) -> Tree:
+        if self.layout.parallel.stage == 0 and self.layout.sizes["tensor"] == 1:
+            return tree
+        return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, self.layout.sharding(spec)), tree, specs)
+
+
+
+def _signature(kind: str, batch: Batch):
+    return kind, tuple(sorted((name, value.shape, str(value.dtype)) for name, value in batch.items()))
+
+
+def build(layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, **numerics: Any) -> Step:
+    """Returns the training step of a layout.
+
+    Args:
+      layout: As made by `compose`.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      optimizer: The optax chain that `create` was given.
+      **numerics: `accumulate`, `precision`, `remat`, `offload`: see `Numerics`.
+
+    Raises:
+      JaxparError: If a setting has no such value.
+    """
+    known = [field.name for field in dataclasses.fields(Numerics)]
+    for key in numerics:
+        if key not in known:
+            raise refuse(f"{key}={numerics[key]!r}", rule=f"a step takes {', '.join(known)}", fix=nearest(key, known))
+    return Step(layout, loss, optimizer, Numerics(**numerics))

@@ -1,0 +1,66 @@
+"""The only place that parses and prints bytes, counts, FLOP and seconds. GiB = 2^30, GB = 10^9."""
+
+import re
+
+from jaxpar.errors import refuse
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+_DECIMAL = ("B", "kB", "MB", "GB", "TB")
+
+
+def show_bytes(count: float) -> str:
+    """Returns a size in binary units.
+
+    >>> show_bytes(1536)
+    '1.5 KiB'
+    """
+    power = 0
+    while abs(count) >= 1024 and power < len(_BINARY) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.4g} {_BINARY[power]}"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Returns the bytes that a text such as `64 MiB`, `2GB` or `512` says.
+
+    Raises:
+      JaxparError: If the text is no size.
+
+    >>> parse_bytes("1.5 KiB")
+    1536
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
+    scale = {unit: 1024**i for i, unit in enumerate(_BINARY)} | {unit: 1000**i for i, unit in enumerate(_DECIMAL)}
+    if not match or (match[2] or "B") not in scale:
+        raise refuse(
+            f"{text!r} is no size", rule=f"a number and one of {', '.join(scale)}", fix='write it as "64 MiB"'
+        )
+    return int(float(match[1]) * scale[match[2] or "B"])
+
+
+def show_count(count: float) -> str:
+    """Returns a count with a decimal prefix.
+
+    >>> show_count(1_234_567)
+    '1.23 M'
+    """
+    for prefix in ("", " k", " M", " G", " T"):
+        if abs(count) < 1000:
+            return f"{count:.3g}{prefix}"
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def show_seconds(seconds: float) -> str:
+    """Returns a duration as a person reads it.
+
+    >>> show_seconds(3725)
+    '1:02:05'
+    """
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
