@@ -6,7 +6,8 @@ in a module nobody edited.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import jax
 from flax import nnx
@@ -65,30 +66,29 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
     )
 
 
-def _call(factory, rngs: nnx.Rngs, name: str):
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # a builtin without one: let it be called by position
+def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.Module:
+    """Calls the factory with `rngs`, by keyword where it has one of that name."""
+    parameters = _parameters(factory)
+    needed = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if "rngs" in parameters and needed in (["rngs"], []):
+        return factory(rngs=rngs)
+    if "rngs" not in parameters and parameters and len(needed) <= 1 and parameters[next(iter(parameters))].kind != inspect.Parameter.KEYWORD_ONLY:
         return factory(rngs)
-    parameters = signature.parameters
-    if "rngs" in parameters:
-        missing = [
-            key
-            for key, p in parameters.items()
-            if key != "rngs" and p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        ]
-        if not missing:
-            return factory(rngs=rngs)
-    else:
-        missing = [key for key, p in parameters.items() if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
-        if not missing and parameters:
-            return factory(rngs)
+    missing = ", ".join(key for key in needed if key != "rngs")
     raise refuse(
-        f"{name}{signature} cannot be called with `rngs` alone"
-        + (f": {', '.join(missing)} would be missing" if missing else ""),
+        f"{name}({', '.join(parameters)}) cannot be called with `rngs` alone" + (f": it also needs {missing}" if missing else ""),
         rule="an NNX model is given as a function of `rngs`, so that its parameters are born sharded",
-        fix="lambda rngs: MyNet(..., rngs=rngs)",
+        fix=f"lambda rngs: {name if name != '<lambda>' else 'MyNet'}(..., rngs=rngs)",
     )
+
+
+def _parameters(factory) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters still open: NNX classes hide theirs behind a metaclass."""
+    bound = factory if isinstance(factory, partial) else partial(factory)
+    if inspect.isclass(bound.func):
+        bound = partial(bound.func.__init__, None, *bound.args, **bound.keywords)
+    open_ = inspect.signature(bound).parameters
+    return {key: parameter for key, parameter in open_.items() if key not in bound.keywords}
 
 
 def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:

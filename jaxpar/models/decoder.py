@@ -1,0 +1,135 @@
+"""A decoder that is GPT-2 or Llama by settings.
+
+                     position  norm   gated  use_bias  tied
+    Llama (default)  rotary    rms    yes    no        no
+    GPT-2            learned   layer  no     yes       yes
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.errors import refuse
+from jaxpar.models.layers import Attend, Block, Norm, attend, constrain, dropout, run_stack, stack, weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSettings:
+    """Shape and kind of a decoder.
+
+    Attributes:
+      vocab: Tokens there are.
+      seq: Longest sequence; the number of learned positions.
+      layers: Blocks.
+      dim: Width of the stream between blocks.
+      heads: Attention heads; head_dim is dim / heads.
+      kv_heads: Heads of keys and values; 0 means as many as heads.
+      hidden: Width of the feed-forward; 0 means 4 dim, or 8/3 dim rounded up to 64 where gated.
+      position: rotary or learned.
+      norm: rms or layer.
+      gated: SwiGLU in the feed-forward.
+      use_bias: Biases on every matrix.
+      tied: The embedding is also the output matrix.
+      rope_base: Base of the rotary frequencies.
+      dropout: Rate, in training only.
+      scan: One compiled block run over stacked layers, instead of one copy per layer.
+    """
+
+    vocab: int = 256
+    seq: int = 256
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 0
+    hidden: int = 0
+    position: Literal["rotary", "learned"] = "rotary"
+    norm: Literal["rms", "layer"] = "rms"
+    gated: bool = True
+    use_bias: bool = False
+    tied: bool = False
+    rope_base: float = 10_000.0
+    dropout: float = 0.0
+    scan: bool = True
+
+    def __post_init__(self):
+        kv = self.kv_heads or self.heads
+        for name in ("vocab", "seq", "layers", "dim", "heads"):
+            if getattr(self, name) < 1:
+                raise refuse(f"{name} = {getattr(self, name)}", rule=f"{name} is at least 1", fix=f"{name} = 1")
+        if self.dim % self.heads:
+            raise refuse(
+                f"dim = {self.dim}, heads = {self.heads}",
+                rule="heads divide dim",
+                fix=f"dim = {-(-self.dim // self.heads) * self.heads}",
+            )
+        if self.heads % kv:
+            raise refuse(
+                f"heads = {self.heads}, kv_heads = {kv}",
+                rule="each head of keys and values serves a whole number of query heads",
+                fix=f"kv_heads = {max(n for n in range(1, kv + 1) if self.heads % n == 0)}",
+            )
+        if self.position == "rotary" and (self.dim // self.heads) % 2:
+            raise refuse(
+                f"head_dim = {self.dim // self.heads} with rotary positions",
+                rule="rotary positions turn pairs, so head_dim is even",
+                fix="position = 'learned', or other heads",
+            )
+        if not 0 <= self.dropout < 1:
+            raise refuse(f"dropout = {self.dropout}", rule="a rate is within 0..1", fix="dropout = 0.1")
+
+    @property
+    def width(self) -> int:
+        """Width of the feed-forward."""
+        gated = -(-8 * self.dim // 3 // 64) * 64 if self.dim >= 64 else 4 * self.dim
+        return self.hidden or (gated if self.gated else 4 * self.dim)
+
+
+class Decoder(nnx.Module):
+    """Tokens to logits of the next token.
+
+    Args:
+      settings: Shape and kind.
+      attend: How attention is computed; context parallelism hands in its own.
+      rngs: Streams `params` and `dropout`.
+    """
+
+    remat: str = "none"
+
+    def __init__(self, settings: DecoderSettings, *, attend: Attend = attend, rngs: nnx.Rngs):
+        s = self.settings = settings
+        self.remat = "none"
+        self.deterministic = False
+        self.embed = weight(rngs, (s.vocab, s.dim), ("vocab", "embed"), 1.0 if not s.tied else s.dim**-0.5)
+        self.positions = weight(rngs, (s.seq, s.dim), ("seq_table", "embed"), 0.02) if s.position == "learned" else None
+
+        def block(rngs):
+            return Block(
+                s.dim, s.heads, kv_heads=s.kv_heads or s.heads, hidden=s.width, norm=s.norm, gated=s.gated,
+                use_bias=s.use_bias, rope=s.rope_base if s.position == "rotary" else None, causal=True,
+                rate=s.dropout, out_scale=(2 * s.layers) ** -0.5, attend=attend, rngs=rngs,
+            )  # fmt: skip
+
+        self.blocks = stack(block, s.layers, rngs)
+        self.norm = Norm(s.dim, kind=s.norm)
+        self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
+        self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
+
+    def __call__(self, tokens_bs: jax.Array) -> jax.Array:
+        """Returns logits [batch, seq, vocab] for tokens [batch, seq], int32."""
+        s = self.settings
+        table = self.embed[...]
+        x = jnp.take(table, tokens_bs, axis=0)
+        if self.positions is not None:
+            x = x + self.positions[...][: tokens_bs.shape[1]]
+        x = constrain(x, "batch", "seq", "embed")
+        keys = None
+        if self.rngs is not None and not self.deterministic:
+            first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
+            x, keys = dropout(x, s.dropout, first), keys[1:]
+        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, count=s.layers)
+        x = self.norm(x)
+        head = table.T if self.head is None else self.head[...]
+        return constrain(jnp.einsum("bsd,dv->bsv", x, head), "batch", "seq", "vocab")

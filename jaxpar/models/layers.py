@@ -1,0 +1,213 @@
+"""Layers of the reference transformers: named dims, no mesh.
+
+Suffixes of arrays: b batch, s seq, d embed, h heads, g kv_heads, k head_dim, f mlp, v vocab.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.core.spmd import get_logical_axis_rules
+from jax.sharding import PartitionSpec
+
+from jaxpar.models.remat import remat
+
+Attend = Callable[..., jax.Array]  # (q_bshk, k_bsgk, v_bsgk, *, is_causal) -> bshk
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Returns `x` split as the names of its dims say, where a training step gives them a meaning.
+
+    Names that come first among the rules win where two dims ask for one mesh axis. Outside of a
+    step this does nothing.
+
+    Args:
+      x: An activation.
+      *names: One name, or None, for every dim.
+    """
+    rules = get_logical_axis_rules()
+    if not rules:
+        return x
+    dims: list = [None] * len(names)
+    taken: set[str] = set()
+    for name, axes in rules:
+        if name in names and axes is not None:
+            wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+            if not taken.intersection(wanted):
+                dims[names.index(name)] = axes
+                taken.update(wanted)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str, ...], scale: float) -> nnx.Param:
+    """Returns a normally distributed parameter with named dims; `scale` is its standard deviation."""
+    return nnx.Param(scale * jax.random.normal(rngs.params(), shape), out_sharding=names)
+
+
+def bias(use: bool, shape: tuple[int, ...], names: tuple[str, ...]) -> nnx.Param | None:
+    """Returns a parameter of zeros, or None where the model has no biases."""
+    return nnx.Param(jnp.zeros(shape), out_sharding=names) if use else None
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Returns `x` with entries dropped at that rate and the others scaled up; unchanged without a key."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+class Norm(nnx.Module):
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm, in float32."""
+
+    def __init__(self, dim: int, *, kind: Literal["rms", "layer"]):
+        self.kind = kind
+        self.scale = nnx.Param(jnp.ones((dim,)), out_sharding=("embed",))
+        self.bias = bias(kind == "layer", (dim,), ("embed",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-5)
+        y = y.astype(x.dtype) * self.scale[...]
+        return y if self.bias is None else y + self.bias[...]
+
+
+def rotate(x_bshk: jax.Array, base: float) -> jax.Array:
+    """Returns queries or keys turned by their position (RoPE, Su et al. 2021, arXiv:2104.09864).
+
+    Pairs are (i, i + head_dim / 2), as in the released Llama weights.
+    """
+    half = x_bshk.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x_bshk.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x_bshk.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bshk.dtype)
+
+
+def attend(q_bshk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array, *, is_causal: bool) -> jax.Array:
+    """Returns softmax(q k / sqrt(head_dim)) v; with cuDNN's fused kernel on NVIDIA GPUs in 16 bits."""
+    low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
+    fused = "cudnn" if low and jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q_bshk, k_bsgk, v_bsgk, is_causal=is_causal, implementation=fused)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention, grouped-query where `kv_heads` < `heads` (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, *, use_bias: bool, rope: float | None, causal: bool, out_scale: float,
+        attend: Attend = attend, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        head_dim = dim // heads
+        scale = 1 / math.sqrt(dim)
+        self.rope, self.causal, self.attend = rope, causal, attend
+        self.query = weight(rngs, (dim, heads, head_dim), ("embed", "heads", "head_dim"), scale)
+        self.key = weight(rngs, (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
+        self.value = weight(rngs, (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
+        self.out = weight(rngs, (heads, head_dim, dim), ("heads", "head_dim", "embed"), scale * out_scale)
+        self.query_bias = bias(use_bias, (heads, head_dim), ("heads", "head_dim"))
+        self.key_bias = bias(use_bias, (kv_heads, head_dim), ("kv_heads", "head_dim"))
+        self.value_bias = bias(use_bias, (kv_heads, head_dim), ("kv_heads", "head_dim"))
+        self.out_bias = bias(use_bias, (dim,), ("embed",))
+
+    def __call__(self, x_bsd: jax.Array) -> jax.Array:
+        q = _plus(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), self.query_bias)
+        k = _plus(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), self.key_bias)
+        v = _plus(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), self.value_bias)
+        if self.rope is not None:
+            q, k = rotate(q, self.rope), rotate(k, self.rope)
+        q = constrain(q, "batch", "seq", "heads", "head_dim")
+        k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
+        v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
+        y = self.attend(q, k, v, is_causal=self.causal)
+        return _plus(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
+
+
+class FeedForward(nnx.Module):
+    """Two matrices with GELU between them, or three with SiLU gating (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, hidden: int, *, gated: bool, use_bias: bool, out_scale: float, rngs: nnx.Rngs):
+        self.up = weight(rngs, (dim, hidden), ("embed", "mlp"), 1 / math.sqrt(dim))
+        self.gate = weight(rngs, (dim, hidden), ("embed", "mlp"), 1 / math.sqrt(dim)) if gated else None
+        self.down = weight(rngs, (hidden, dim), ("mlp", "embed"), out_scale / math.sqrt(hidden))
+        self.up_bias = bias(use_bias, (hidden,), ("mlp",))
+        self.down_bias = bias(use_bias, (dim,), ("embed",))
+
+    def __call__(self, x_bsd: jax.Array) -> jax.Array:
+        h = _plus(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), self.up_bias)
+        if self.gate is None:
+            h = jax.nn.gelu(h)
+        else:
+            h = jax.nn.silu(jnp.einsum("bsd,df->bsf", x_bsd, self.gate[...])) * h
+        h = constrain(h, "batch", "seq", "mlp")
+        return _plus(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
+
+
+class Block(nnx.Module):
+    """A pre-norm transformer layer: attention, then the feed-forward, each added to the stream."""
+
+    def __init__(
+        self, dim: int, heads: int, *, kv_heads: int, hidden: int, norm: Literal["rms", "layer"], gated: bool, use_bias: bool,
+        rope: float | None, causal: bool, rate: float, out_scale: float, attend: Attend = attend, rngs: nnx.Rngs,
+    ):  # fmt: skip
+        self.rate = rate
+        self.norm_attention = Norm(dim, kind=norm)
+        self.attention = Attention(
+            dim, heads, kv_heads, use_bias=use_bias, rope=rope, causal=causal, out_scale=out_scale, attend=attend, rngs=rngs
+        )
+        self.norm_mlp = Norm(dim, kind=norm)
+        self.mlp = FeedForward(dim, hidden, gated=gated, use_bias=use_bias, out_scale=out_scale, rngs=rngs)
+
+    def __call__(self, x_bsd: jax.Array, key: jax.Array | None) -> jax.Array:
+        keys = (None, None) if key is None else jax.random.split(key)
+        x_bsd = x_bsd + dropout(self.attention(self.norm_attention(x_bsd)), self.rate, keys[0])
+        x_bsd = constrain(x_bsd, "batch", "seq", "embed")
+        x_bsd = x_bsd + dropout(self.mlp(self.norm_mlp(x_bsd)), self.rate, keys[1])
+        return constrain(x_bsd, "batch", "seq", "embed")
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """Returns `count` modules as one, every parameter with a leading dim named `layers`."""
+
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def made(rngs):
+        return make(rngs)
+
+    return made(rngs)
+
+
+def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, policy: str, scan: bool, count: int) -> jax.Array:
+    """Returns `x` after all blocks of a stack.
+
+    Args:
+      blocks: As made by `stack`.
+      x: Shape [batch, seq, embed].
+      keys: One dropout key per block, or None.
+      policy: What the backward pass keeps of each block.
+      scan: One compiled body for all blocks; or one copy per block, which compiles longer and
+        lets XLA fuse across them.
+      count: How many blocks.
+    """
+    graph, params = nnx.split(blocks)
+
+    def layer(x, params_and_key):
+        params, key = params_and_key
+        return nnx.merge(graph, params)(x, key), None
+
+    layer = remat(layer, policy, prevent_cse=not scan)
+    if scan:
+        return jax.lax.scan(layer, x, (params, keys))[0]
+    for i in range(count):
+        x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)))
+    return x
+
+
+def _plus(x: jax.Array, offset: nnx.Param | None) -> jax.Array:
+    return x if offset is None else x + offset[...]

@@ -1,0 +1,48 @@
+"""A multilayer perceptron: the smallest model that shows a column and row pair."""
+
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from jaxpar.models.layers import bias, constrain, weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSettings:
+    """Shape of a multilayer perceptron.
+
+    Attributes:
+      inputs: Numbers per example, after flattening.
+      classes: Outputs.
+      layers: Pairs of matrices (dim to hidden, hidden to dim).
+      dim: Width between pairs.
+      hidden: Width inside a pair.
+    """
+
+    inputs: int = 64
+    classes: int = 10
+    layers: int = 2
+    dim: int = 64
+    hidden: int = 256
+
+
+class MLP(nnx.Module):
+    """Arrays to logits of classes."""
+
+    def __init__(self, settings: MLPSettings, *, rngs: nnx.Rngs):
+        s = self.settings = settings
+        self.first = weight(rngs, (s.inputs, s.dim), ("inputs", "embed"), s.inputs**-0.5)
+        self.up = nnx.List([weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), s.dim**-0.5) for _ in range(s.layers)])
+        self.down = nnx.List([weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.hidden**-0.5) for _ in range(s.layers)])
+        self.head = weight(rngs, (s.dim, s.classes), ("embed", "classes"), s.dim**-0.5)
+        self.head_bias = bias(True, (s.classes,), ("classes",))
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns logits [batch, classes] for inputs [batch, ...]."""
+        first = self.first[...]
+        x = inputs.reshape(inputs.shape[0], -1).astype(first.dtype) @ first
+        for up, down in zip(self.up, self.down, strict=True):
+            hidden = constrain(jax.nn.relu(x @ up[...]), "batch", "mlp")
+            x = x + hidden @ down[...]
+        return x @ self.head[...] + self.head_bias[...]

@@ -1,0 +1,65 @@
+"""A residual network (He et al. 2015, arXiv:1512.03385) with BatchNorm, from Flax's own layers."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetSettings:
+    """Shape of a residual network.
+
+    Attributes:
+      channels: Of an image; 1 also for images without a channel dim.
+      classes: Outputs.
+      blocks: Residual blocks in each stage; every stage after the first halves the image.
+      width: Channels of the first stage; each stage doubles them.
+    """
+
+    channels: int = 1
+    classes: int = 10
+    blocks: tuple[int, ...] = (1, 1, 1)
+    width: int = 16
+
+
+class ResidualBlock(nnx.Module):
+    """Two 3x3 convolutions and a shortcut; BatchNorm's statistics are those of the global batch."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int, rngs: nnx.Rngs):
+        self.conv1 = nnx.Conv(inputs, outputs, (3, 3), strides=stride, use_bias=False, rngs=rngs)
+        self.norm1 = nnx.BatchNorm(outputs, rngs=rngs)
+        self.conv2 = nnx.Conv(outputs, outputs, (3, 3), use_bias=False, rngs=rngs)
+        self.norm2 = nnx.BatchNorm(outputs, rngs=rngs)
+        shape_changes = stride != 1 or inputs != outputs
+        self.short = nnx.Conv(inputs, outputs, (1, 1), strides=stride, use_bias=False, rngs=rngs) if shape_changes else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.norm2(self.conv2(nnx.relu(self.norm1(self.conv1(x)))))
+        return nnx.relu(y + (x if self.short is None else self.short(x)))
+
+
+class ResNet(nnx.Module):
+    """Images to logits of classes."""
+
+    def __init__(self, settings: ResNetSettings, *, rngs: nnx.Rngs):
+        s = self.settings = settings
+        self.first = nnx.Conv(s.channels, s.width, (3, 3), use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(s.width, rngs=rngs)
+        blocks, inputs = [], s.width
+        for stage, count in enumerate(s.blocks):
+            for i in range(count):
+                outputs, stride = s.width * 2**stage, 2 if stage and not i else 1
+                blocks.append(ResidualBlock(inputs, outputs, stride=stride, rngs=rngs))
+                inputs = outputs
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(inputs, s.classes, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Returns logits [batch, classes] for images [batch, height, width] or [batch, height, width, channels]."""
+        x = images if images.ndim == 4 else images[..., None]
+        x = nnx.relu(self.norm(self.first(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(jnp.mean(x, axis=(1, 2)))

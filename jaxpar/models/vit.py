@@ -1,0 +1,94 @@
+"""A vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929), with the mean of all patches as the image."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxpar.errors import refuse
+from jaxpar.models.layers import Block, Norm, bias, constrain, dropout, run_stack, stack, weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViTSettings:
+    """Shape of a vision transformer.
+
+    Attributes:
+      size: Height and width of an image, in pixels.
+      channels: Of an image; 1 also for images without a channel dim.
+      patch: Height and width of a patch, in pixels.
+      classes: Outputs.
+      layers: Blocks.
+      dim: Width of the stream between blocks.
+      heads: Attention heads.
+      hidden: Width of the feed-forward; 0 means 4 dim.
+      dropout: Rate, in training only.
+      scan: One compiled block run over stacked layers, instead of one copy per layer.
+    """
+
+    size: int = 8
+    channels: int = 1
+    patch: int = 2
+    classes: int = 10
+    layers: int = 4
+    dim: int = 64
+    heads: int = 4
+    hidden: int = 0
+    dropout: float = 0.0
+    scan: bool = True
+
+    def __post_init__(self):
+        if self.size % self.patch:
+            raise refuse(
+                f"size = {self.size}, patch = {self.patch}",
+                rule="patches tile the image",
+                fix=f"patch = {max(n for n in range(1, self.patch + 1) if self.size % n == 0)}",
+            )
+        if self.dim % self.heads:
+            raise refuse(
+                f"dim = {self.dim}, heads = {self.heads}",
+                rule="heads divide dim",
+                fix=f"dim = {-(-self.dim // self.heads) * self.heads}",
+            )
+
+
+class ViT(nnx.Module):
+    """Images to logits of classes."""
+
+    def __init__(self, settings: ViTSettings, *, rngs: nnx.Rngs):
+        s = self.settings = settings
+        self.remat = "none"
+        self.deterministic = False
+        pixels, patches = s.patch * s.patch * s.channels, (s.size // s.patch) ** 2
+        self.patch = weight(rngs, (pixels, s.dim), ("pixels", "embed"), pixels**-0.5)
+        self.patch_bias = bias(True, (s.dim,), ("embed",))
+        self.positions = weight(rngs, (patches, s.dim), ("patches", "embed"), 0.02)
+
+        def block(rngs):
+            return Block(
+                s.dim, s.heads, kv_heads=s.heads, hidden=s.hidden or 4 * s.dim, norm="layer", gated=False, use_bias=True,
+                rope=None, causal=False, rate=s.dropout, out_scale=(2 * s.layers) ** -0.5, rngs=rngs,
+            )  # fmt: skip
+
+        self.blocks = stack(block, s.layers, rngs)
+        self.norm = Norm(s.dim, kind="layer")
+        self.head = weight(rngs, (s.dim, s.classes), ("embed", "classes"), s.dim**-0.5)
+        self.head_bias = bias(True, (s.classes,), ("classes",))
+        self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Returns logits [batch, classes] for images [batch, height, width] or [batch, height, width, channels]."""
+        s = self.settings
+        n = s.size // s.patch
+        x = images.reshape(images.shape[0], n, s.patch, n, s.patch, s.channels)
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(images.shape[0], n * n, -1)
+        table = self.patch[...]
+        x = jnp.einsum("bsp,pd->bsd", x.astype(table.dtype), table) + self.patch_bias[...] + self.positions[...]
+        x = constrain(x, "batch", "seq", "embed")
+        keys = None
+        if self.rngs is not None and not self.deterministic:
+            keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
+            x, keys = dropout(x, s.dropout, keys[0]), keys[1:]
+        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, count=s.layers)
+        return jnp.mean(self.norm(x), axis=1) @ self.head[...] + self.head_bias[...]

@@ -1,0 +1,291 @@
+"""Models as their users write them, after Flax's published examples, and small. None knows of jaxpar.
+
+    MnistCNN   nnx     convolutions, BatchNorm, dropout, a flattened head
+    Gemma      nnx     grouped-query attention, rotary positions, gated MLP, tied embedding
+    VAE        linen   draws its own noise; loss of two terms
+    Seq2seq    linen   LSTM encoder and decoder, scanned; masked tokens
+    ResNet     linen   layers handed down as partials; `train` as an argument
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+token_losses = optax.softmax_cross_entropy_with_integer_labels
+
+
+class MnistCNN(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.conv1 = nnx.Conv(1, 8, kernel_size=(3, 3), rngs=rngs)
+        self.norm1 = nnx.BatchNorm(8, rngs=rngs)
+        self.drop1 = nnx.Dropout(0.1, rngs=rngs)
+        self.conv2 = nnx.Conv(8, 16, kernel_size=(3, 3), rngs=rngs)
+        self.norm2 = nnx.BatchNorm(16, rngs=rngs)
+        self.pool = partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
+        self.linear1 = nnx.Linear(64, 32, rngs=rngs)
+        self.drop2 = nnx.Dropout(0.1, rngs=rngs)
+        self.linear2 = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, image):
+        x = self.pool(nnx.relu(self.norm1(self.drop1(self.conv1(image)))))
+        x = self.pool(nnx.relu(self.norm2(self.conv2(x))))
+        x = x.reshape(x.shape[0], -1)
+        return self.linear2(nnx.relu(self.drop2(self.linear1(x))))
+
+
+class RMSNorm(nnx.Module):
+    def __init__(self, size: int):
+        self.scale = nnx.Param(jnp.zeros(size))  # an offset from 1
+
+    def __call__(self, x):
+        variance = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+        return x * jax.lax.rsqrt(variance + 1e-6) * (1 + self.scale)
+
+
+class Einsum(nnx.Module):
+    def __init__(self, equation: str, shape: tuple[int, ...], *, rngs: nnx.Rngs):
+        self.equation = equation
+        self.w = nnx.Param(0.1 * jax.random.normal(rngs.params(), shape))
+
+    def __call__(self, x):
+        return jnp.einsum(self.equation, x, self.w)
+
+
+def rotate(x, positions):
+    """Rotates pairs of channels of [batch, seq, heads, head_dim] by angles that grow with the position."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] / 10_000 ** (jnp.arange(half) / half)
+    sin, cos = jnp.sin(angles)[:, None, :].astype(x.dtype), jnp.cos(angles)[:, None, :].astype(x.dtype)
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+class Attention(nnx.Module):
+    def __init__(self, embed: int, heads: int, kv_heads: int, head_dim: int, *, rngs: nnx.Rngs):
+        self.groups = heads // kv_heads
+        self.q_einsum = Einsum("btd,ndh->btnh", (heads, embed, head_dim), rngs=rngs)
+        self.kv_einsum = Einsum("bsd,ckdh->cbskh", (2, kv_heads, embed, head_dim), rngs=rngs)
+        self.out_einsum = Einsum("btnh,nhd->btd", (heads, head_dim, embed), rngs=rngs)
+
+    def __call__(self, x):
+        batch, length, _ = x.shape
+        positions = jnp.arange(length)
+        keys, values = self.kv_einsum(x)
+        queries, keys = rotate(self.q_einsum(x), positions), rotate(keys, positions)
+        queries = queries.reshape(batch, length, -1, self.groups, queries.shape[-1]) * queries.shape[-1] ** -0.5
+        scores = jnp.einsum("btkgh,bskh->bkgts", queries, keys)
+        causal = positions[:, None] >= positions
+        weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
+        mixed = jnp.einsum("bkgts,bskh->btkgh", weights, values)
+        return self.out_einsum(mixed.reshape(batch, length, -1, mixed.shape[-1]))
+
+
+class GatedMLP(nnx.Module):
+    def __init__(self, embed: int, hidden: int, *, rngs: nnx.Rngs):
+        linear = partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.gate_proj, self.up_proj = linear(embed, hidden), linear(embed, hidden)
+        self.down_proj = linear(hidden, embed)
+
+    def __call__(self, x):
+        return self.down_proj(nnx.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nnx.Module):
+    def __init__(self, embed: int, *, rngs: nnx.Rngs):
+        self.before_attention, self.before_mlp = RMSNorm(embed), RMSNorm(embed)
+        self.attention = Attention(embed, heads=4, kv_heads=2, head_dim=8, rngs=rngs)
+        self.mlp = GatedMLP(embed, 2 * embed, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.before_attention(x))
+        return x + self.mlp(self.before_mlp(x))
+
+
+class Gemma(nnx.Module):
+    def __init__(self, vocab: int = 32, embed: int = 16, layers: int = 2, softcap: float = 30.0, *, rngs: nnx.Rngs):
+        self.softcap = softcap
+        self.input_embedding = nnx.Param(jax.random.normal(rngs.params(), (vocab, embed)))
+        self.blocks = nnx.List([Block(embed, rngs=rngs) for _ in range(layers)])
+        self.final_norm = RMSNorm(embed)
+
+    def __call__(self, tokens):
+        x = self.input_embedding[tokens]
+        x = x * jnp.sqrt(x.shape[-1]).astype(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        logits = jnp.dot(self.final_norm(x), self.input_embedding.T)  # the same table reads and writes
+        return self.softcap * jnp.tanh(logits / self.softcap)
+
+
+class VAE(nn.Module):
+    latents: int = 8
+
+    def setup(self):
+        self.hidden = nn.Dense(32)
+        self.mean, self.log_variance = nn.Dense(self.latents), nn.Dense(self.latents)
+        self.decoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(64)])
+
+    def __call__(self, image):
+        hidden = nn.relu(self.hidden(image))
+        mean, log_variance = self.mean(hidden), self.log_variance(hidden)
+        noise = jax.random.normal(self.make_rng("noise"), mean.shape, mean.dtype)
+        return self.decoder(mean + jnp.exp(log_variance / 2) * noise), mean, log_variance
+
+    def generate(self, latent):
+        return nn.sigmoid(self.decoder(latent))
+
+
+class DecoderCell(nn.RNNCellBase):
+    features: int
+    vocab: int
+
+    @nn.compact
+    def __call__(self, carry, x):
+        carry, y = nn.OptimizedLSTMCell(self.features)(carry, x)
+        logits = nn.Dense(self.vocab)(y)
+        return carry, (logits, jax.random.categorical(self.make_rng("sample"), logits))
+
+    @property
+    def num_feature_axes(self) -> int:
+        return 1
+
+
+class Seq2seq(nn.Module):
+    vocab: int = 16
+    features: int = 32
+
+    @nn.compact
+    def __call__(self, source, target, lengths):
+        embed = nn.Embed(self.vocab, self.features)
+        encoder = nn.RNN(nn.LSTMCell(self.features), return_carry=True, name="encoder")
+        decoder = nn.RNN(
+            DecoderCell(self.features, self.vocab), split_rngs={"params": False, "sample": True}, name="decoder"
+        )
+        carry, _ = encoder(embed(source), seq_lengths=lengths)
+        return decoder(embed(target), initial_carry=carry)  # logits, and a token drawn from each
+
+
+class ResNetBlock(nn.Module):
+    filters: int
+    conv: Any
+    norm: Any
+    strides: tuple[int, int] = (1, 1)
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(self.norm()(self.conv(self.filters, (3, 3), self.strides)(x)))
+        y = self.norm(scale_init=nn.initializers.zeros)(self.conv(self.filters, (3, 3))(y))
+        if x.shape != y.shape:
+            x = self.norm(name="norm_proj")(self.conv(self.filters, (1, 1), self.strides, name="conv_proj")(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    stages: tuple[int, ...] = (1, 1)
+    filters: int = 8
+    classes: int = 10
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        x = nn.relu(norm(name="norm_init")(conv(self.filters, (3, 3), name="conv_init")(x)))
+        x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        for i, blocks in enumerate(self.stages):
+            for j in range(blocks):
+                strides = (2, 2) if i > 0 and j == 0 else (1, 1)
+                x = ResNetBlock(self.filters * 2**i, conv=conv, norm=norm, strides=strides)(x)
+        return nn.Dense(self.classes, dtype=self.dtype)(jnp.mean(x, axis=(1, 2))).astype(self.dtype)
+
+
+def digit_loss(model, batch):
+    logits = model(batch["image"])
+    hits = jnp.argmax(logits, axis=-1) == batch["label"]
+    return {"loss": (token_losses(logits, batch["label"]).sum(), hits.size), "accuracy": (hits.sum(), hits.size)}
+
+
+def language_loss(model, batch):
+    losses = token_losses(model(batch["tokens"][:, :-1]), batch["tokens"][:, 1:])
+    return losses.sum(), losses.size
+
+
+def vae_loss(model, batch):
+    pixels = batch["image"].reshape(len(batch["image"]), -1)
+    logits, mean, log_variance = model(pixels)
+    rebuilt = optax.sigmoid_binary_cross_entropy(logits, pixels).sum()
+    divergence = -0.5 * jnp.sum(1 + log_variance - mean**2 - jnp.exp(log_variance))
+    return {name: (x, len(pixels)) for name, x in [("loss", rebuilt + divergence), ("kl", divergence)]}
+
+
+def translation_loss(model, batch):
+    target = batch["target"]
+    logits, _ = model(batch["source"], target[:, :-1], batch["length"])
+    mask = target[:, 1:] != 0
+    return (token_losses(logits, target[:, 1:]) * mask).sum(), mask.sum()
+
+
+def image_loss(model, batch):
+    logits = model(batch["image"], train=model.training)
+    return token_losses(logits, batch["label"]).sum(), len(logits)
+
+
+def make_batch(size: int = 16) -> dict[str, np.ndarray]:
+    """Returns noise of every kind that the models read."""
+    rng = np.random.default_rng(0)
+    target = rng.integers(1, 16, (size, 7)) * (np.arange(7) < rng.integers(3, 8, (size, 1)))
+    drawn = {
+        "tokens": rng.integers(0, 32, (size, 9)),
+        "label": rng.integers(0, 10, size),
+        "source": rng.integers(1, 16, (size, 6)),
+        "length": rng.integers(1, 7, size),
+        "target": target,
+    }
+    return {"image": rng.random((size, 8, 8, 1), np.float32), **{k: v.astype(np.int32) for k, v in drawn.items()}}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model with the loss and the optimizer that its example trains it with.
+
+    Attributes:
+      model: A factory (NNX) or a module (Linen).
+      keys: What the loss reads of a batch.
+      inputs: What a Linen module is made with.
+    """
+
+    model: Callable | nn.Module
+    loss: Callable
+    optimizer: optax.GradientTransformation
+    keys: tuple[str, ...]
+    inputs: tuple[jax.ShapeDtypeStruct, ...] = ()
+
+    def batch(self) -> dict[str, np.ndarray]:
+        """Returns 16 examples."""
+        return {key: value for key, value in make_batch().items() if key in self.keys}
+
+
+def _shaped(dtype, *shapes):
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes)
+
+
+EXAMPLES = {
+    # not Adam: conv2's bias vanishes in norm2, and Adam divides the rounding error of its zero gradient by itself
+    "mnist": Example(MnistCNN, digit_loss, optax.sgd(0.05, 0.9), ("image", "label")),
+    "gemma": Example(Gemma, language_loss, optax.adamw(5e-3), ("tokens",)),
+    "vae": Example(VAE(), vae_loss, optax.adam(1e-2), ("image",), _shaped(jnp.float32, (1, 64))),
+    "seq2seq": Example(
+        Seq2seq(), translation_loss, optax.adam(3e-3), ("source", "target", "length"), _shaped(jnp.int32, (1, 6), (1, 6), (1,))
+    ),
+    "resnet": Example(
+        ResNet(), image_loss, optax.sgd(0.1, 0.9, nesterov=True), ("image", "label"), _shaped(jnp.float32, (1, 8, 8, 1))
+    ),
+}
