@@ -28,7 +28,7 @@ class Problem:
         return f"{self.got}\n  rule: {self.rule}\n  fix:  {self.fix}"
 
 
-class JaxparError(Exception):
+class JaxparError(ValueError):
     """The one error jaxpar raises for input it refuses; carries every problem found at once."""
 
     def __init__(self, *problems: Problem):

@@ -1,0 +1,7 @@
+"""`python -m jaxpar` is the command `jaxpar`."""
+
+import sys
+
+from jaxpar.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measurements that remember where they were taken."""

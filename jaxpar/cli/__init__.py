@@ -1,0 +1,1 @@
+"""Verbs, one file each: parse, call one room, print."""

@@ -1,0 +1,31 @@
+"""`jaxpar bench NAME`: measurements that remember where they were taken."""
+
+import argparse
+from typing import Any
+
+from jaxpar.cli.options import add_json, prefer_huge_pages
+
+EXAMPLE = """\
+  $ jaxpar bench overhead
+  the step of jaxpar beside a hand-written one in raw JAX, interleaved in one process
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    verb = verbs.add_parser(
+        "bench", help="measure jaxpar itself", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verb.add_argument("name", choices=["overhead"], help="what to measure")
+    verb.add_argument("--rounds", type=int, default=12, help="interleaved pairs per layout (default 12)")
+    add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Prints the table; the status says whether the bounds held."""
+    prefer_huge_pages()
+    from jaxpar.bench.overhead import overhead
+
+    result = overhead(rounds=args.rounds)
+    return result, 0 if result["holds"] else 1

@@ -1,0 +1,63 @@
+"""The command `jaxpar`: finds the verb, prints errors as errors, and imports nothing heavy itself."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cli import bench, check, sample, train
+from jaxpar.errors import JaxparError
+
+VERBS = (train, check, sample, bench)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one verb and returns its exit status: 0 if what was asked for held, 1 if not, 2 for wrong use."""
+    parser = argparse.ArgumentParser(
+        prog="jaxpar",
+        description="Parallel training in JAX: any Flax model, any mesh, one declaration.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="jaxpar VERB --help shows examples.",
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb in VERBS:
+        verb.add(verbs)
+    args = parser.parse_args(argv)
+    try:
+        result, status = args.run(args)
+    except JaxparError as error:
+        count = len(error.problems)
+        for problem in error.problems:
+            print(f"{'error' if count == 1 else 'problem'}: {problem}", file=sys.stderr)
+        result, status = {"problems": [vars_of(problem) for problem in error.problems]}, 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader (head, less) has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    if getattr(args, "json", None):
+        try:
+            Path(args.json).write_text(json.dumps(result, indent=2, default=str) + "\n")
+        except OSError as error:
+            print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr)
+            return 1
+    return status
+
+
+def vars_of(problem: Any) -> dict[str, str]:
+    """Returns a problem as JSON wants it."""
+    return {"got": problem.got, "rule": problem.rule, "fix": problem.fix}
+
+
+def _version() -> str:
+    from jaxpar import __version__
+
+    return f"jaxpar {__version__}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

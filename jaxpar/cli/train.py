@@ -1,0 +1,49 @@
+"""`jaxpar train JOB`: trains, and goes on where it stopped."""
+
+import argparse
+import sys
+from typing import Any
+
+from jaxpar.cli.options import add_json, prefer_huge_pages
+
+EXAMPLE = """\
+  $ jaxpar train configs/quickstart.toml
+  $ jaxpar train configs/quickstart.toml parallel.data=1 parallel.fsdp=8 parallel.tensor=1 run.dir=runs/fsdp8
+  $ jaxpar train --print-defaults
+
+Ctrl-C or SIGTERM finish the step, save and exit; the same command goes on from there.
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    verb = verbs.add_parser(
+        "train", help="train a job", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    verb.add_argument("job", metavar="JOB", nargs="?", help="a TOML file")
+    verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
+    verb.add_argument("--print-defaults", action="store_true", help="show every key of a job with its meaning, and exit")
+    add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Trains and returns the outcome."""
+    from jaxpar.errors import refuse
+    from jaxpar.job.schema import load, show_defaults
+
+    if args.print_defaults:
+        from jaxpar.job.build import MODELS
+
+        print(show_defaults({name: settings for name, (_, settings) in MODELS.items()}))
+        return {}, 0
+    if args.job is None:
+        raise refuse("jaxpar train without a job", rule="a job is a TOML file", fix="jaxpar train configs/quickstart.toml")
+    job = load(args.job, args.overrides)
+    if job.mesh.simulate:
+        prefer_huge_pages()
+
+    from jaxpar.job.run import train
+
+    result = train(job, stream=sys.stdout)
+    return result, 0

@@ -1,0 +1,287 @@
+"""A job walks through the rooms: devices, mesh, layout, state, step, source."""
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.job.schema import Job, validated
+from jaxpar.mesh.devices import simulate
+from jaxpar.models import decoder, mlp, resnet, vit
+from jaxpar.optim import chain
+from jaxpar.parallel.compose import compose
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding import linen_model
+from jaxpar.sharding.names import Blueprint
+from jaxpar.train import losses
+from jaxpar.train.data import sources
+from jaxpar.train.step import Step, build as build_step
+
+MODELS: dict[str, tuple[Callable, type]] = {
+    "decoder": (decoder.Decoder, decoder.DecoderSettings),
+    "vit": (vit.ViT, vit.ViTSettings),
+    "resnet": (resnet.ResNet, resnet.ResNetSettings),
+    "mlp": (mlp.MLP, mlp.MLPSettings),
+}
+LOSSES = {"next_token": losses.next_token, "classify": losses.classify}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A job on its devices, ready to train.
+
+    Attributes:
+      job: The job.
+      layout: Where arrays live.
+      step: The step, compiled at its first call.
+      optimizer: The optax chain.
+      learning_rate: Step to learning rate.
+      source: Where batches come from.
+    """
+
+    job: Job
+    layout: Layout
+    step: Step
+    optimizer: optax.GradientTransformation
+    learning_rate: Callable[[int], float]
+    source: sources.Source
+
+
+def build(job: Job) -> Built:
+    """Returns the job on real or simulated devices.
+
+    Raises:
+      JaxparError: With what is wrong, before anything is compiled.
+    """
+    if job.mesh.simulate:
+        simulate(job.mesh.simulate)
+    devices = jax.devices()
+    if job.mesh.devices > len(devices):
+        raise refuse(
+            f"mesh.devices = {job.mesh.devices}, {len(devices)} visible ({devices[0].platform})",
+            rule="a job trains on devices that are there",
+            fix=f"mesh.devices = {len(devices)}, or mesh.simulate = {job.mesh.devices}",
+        )
+    if problems := check(job):
+        raise JaxparError(*problems)
+    loss = resolve_loss(job)
+    layout = compose(resolve_model(job, loss), job.parallel, devices[: job.mesh.devices or None])
+    optimizer = chain.build(job.optimizer, job.train.steps)
+    train = job.train
+    step = build_step(
+        layout, loss, optimizer,
+        accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
+    )  # fmt: skip
+    source = open_source(job)
+    rates = jax.vmap(chain.schedule(job.optimizer, train.steps))(jnp.arange(train.steps))
+    rates = np.broadcast_to(np.asarray(rates), (train.steps,))
+    return Built(
+        job=job, layout=layout, step=step, optimizer=optimizer, source=source, learning_rate=lambda index: float(rates[index])
+    )
+
+
+def check(job: Job) -> list[Problem]:
+    """Returns everything that is wrong with a job, without a device and before any compile."""
+    problems: list[Problem] = []
+
+    def attempt(function: Callable, *args):
+        try:
+            return function(*args)
+        except JaxparError as error:
+            problems.extend(problem for problem in error.problems if problem not in problems)
+            return None
+
+    loss = attempt(resolve_loss, job)
+    attempt(_check_data, job)
+    problems.extend(_check_batch(job))
+    blueprint = attempt(resolve_model, job, loss) if loss else None
+    if blueprint is None:
+        problems.extend(problem for problem in job.parallel.problems() if problem not in problems)
+        return problems
+    layout = attempt(compose, blueprint, job.parallel, device_count(job))
+    if layout and not problems:
+        attempt(_trace, job, layout, loss)
+    return problems
+
+
+def device_count(job: Job) -> int:
+    """Returns how many devices the job is for, whether they are there or not."""
+    return job.mesh.simulate or job.mesh.devices or len(jax.devices())
+
+
+def resolve_loss(job: Job) -> Callable:
+    """Returns the loss function a job names."""
+    name = job.train.loss
+    if name in LOSSES:
+        return LOSSES[name]
+    if ":" not in name:
+        raise refuse(
+            f"train.loss = {name!r}",
+            rule=f'a loss is {" or ".join(LOSSES)}, or "package.module:function"',
+            fix=nearest(name, LOSSES),
+        )
+    loss = import_object(name, "train.loss")
+    if not callable(loss):
+        raise refuse(f"train.loss = {name!r} is a {type(loss).__name__}", rule="a loss is a function of (model, batch)", fix="name a function")
+    return loss
+
+
+def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
+    """Returns the model a job names, with its settings."""
+    settings = {key: value for key, value in job.model.items() if key != "name"}
+    name = job.model["name"]
+    if name in MODELS:
+        cls, spec = MODELS[name]
+        keys = {field.name for field in dataclasses.fields(spec)}
+        if job.data.is_text and "vocab" in keys:
+            settings = {"vocab": job.data.tokens, "seq": job.data.seq, **settings}
+        made, problems = validated(spec, settings, "model")
+        if problems:
+            raise JaxparError(*problems)
+        if job.data.is_text and "vocab" in keys:
+            _check_text(job, made)
+        return partial(cls, made)
+    if ":" not in name:
+        raise refuse(
+            f"model.name = {name!r}", rule=f'a model is {", ".join(MODELS)}, or "package.module:Object"', fix=nearest(name, MODELS)
+        )
+    from flax import linen as nn
+
+    target = import_object(name, "model.name")
+    if not callable(target):
+        raise refuse(f"model.name = {name!r} is a {type(target).__name__}", rule="a model is a class or a function", fix="name a class")
+    if inspect.isclass(target) and issubclass(target, nn.Module):
+        try:
+            module = target(**settings)
+        except TypeError as error:
+            raise refuse(f"{name}: {error}", rule="keys of [model] are the module's fields", fix="see the module") from error
+        batch = abstract_batch(job)
+
+        def call(model):
+            return loss(model, {key: jnp.zeros(leaf.shape, leaf.dtype) for key, leaf in batch.items()})
+
+        return linen_model.blueprint(module, call, name=target.__name__)
+    return partial(target, **settings) if settings else target
+
+
+def import_object(name: str, key: str) -> Any:
+    """Returns the object that `package.module:name` names; the working directory is searched first."""
+    module, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise refuse(
+            f"{key} = {name!r}: {error}", rule="the module is found from the working directory or installed", fix="start jaxpar where the module lies"
+        ) from error
+    except (ImportError, SyntaxError) as error:
+        raise refuse(f"{key} = {name!r}: {error}", rule="the module can be imported", fix=f"python -c 'import {module}'") from error
+    try:
+        for word in attribute.split("."):
+            found = getattr(found, word)
+    except AttributeError as error:
+        public = [word for word in vars(importlib.import_module(module)) if not word.startswith("_")]
+        raise refuse(f"{key} = {name!r}: {error}", rule="the module has such an object", fix=nearest(attribute, public)) from error
+    return found
+
+
+def open_source(job: Job) -> sources.Source:
+    """Returns the source of a job's batches."""
+    named = import_object(job.data.source, "data.source") if ":" in job.data.source else None
+    return sources.open_source(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
+
+
+def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch, without packing any text."""
+    size = job.train.global_batch
+    if job.data.is_text:
+        tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)
+        return {"inputs": tokens, "targets": tokens}
+    batch = open_source(job).batch(0, size)
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
+
+
+def _check_text(job: Job, settings: Any) -> None:
+    problems = []
+    if settings.vocab < job.data.tokens:
+        problems.append(
+            Problem(
+                f"model.vocab = {settings.vocab}, the {job.data.tokenizer} tokenizer has {job.data.tokens} tokens",
+                "the model has a row for every token",
+                f"model.vocab = {job.data.tokens}, or leave it out",
+            )
+        )
+    if settings.position == "learned" and settings.seq < job.data.seq:
+        problems.append(
+            Problem(
+                f"model.seq = {settings.seq}, data.seq = {job.data.seq}",
+                "learned positions reach to the end of a sequence",
+                f"model.seq = {job.data.seq}, or leave it out",
+            )
+        )
+    if problems:
+        raise JaxparError(*problems)
+
+
+def _check_data(job: Job) -> None:
+    if job.data.source == "text":
+        sources.text_files(job.data)
+    elif job.data.source == "arrays":
+        sources.load_arrays(Path(str(job.data.path)))
+
+
+def _check_batch(job: Job) -> list[Problem]:
+    sizes = job.parallel.sizes
+    if -1 in sizes.values():
+        known = int(np.prod([size for size in sizes.values() if size != -1]))
+        sizes = {axis: device_count(job) // max(1, known) if size == -1 else size for axis, size in sizes.items()}
+    ways = sizes["data"] * sizes["fsdp"] * job.train.accumulate
+    if ways > 0 and job.train.global_batch % ways:
+        up = -(-job.train.global_batch // ways) * ways
+        return [
+            Problem(
+                f"train.global_batch = {job.train.global_batch} over data={sizes['data']} x fsdp={sizes['fsdp']} x accumulate={job.train.accumulate}",
+                f"data x fsdp x accumulate ({ways}) divides the global batch",
+                f"global_batch = {up}",
+            )
+        ]
+    return []
+
+
+def _trace(job: Job, layout: Layout, loss: Callable) -> None:
+    """Runs model and loss on shapes alone: what would fail in the first step fails here, with one message."""
+    from jaxpar.sharding.names import Compute
+
+    blueprint = layout.blueprint
+    batch = abstract_batch(job)
+
+    def forward(key, batch):
+        params, rest = blueprint.init(key)
+        model = blueprint.bind(params, rest, lambda path, value: value, Compute(remat=job.train.remat))
+        return losses.as_sums(loss(model, batch), accumulate=job.train.accumulate)
+
+    try:
+        jax.eval_shape(forward, jax.random.key(0), batch)
+    except JaxparError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, NameError, AssertionError, ArithmeticError) as error:
+        shapes = ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in batch.items())
+        text = f"no entry {error}" if isinstance(error, KeyError) else str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise refuse(
+            f"{blueprint.name} with loss {job.train.loss} on {shapes}: {text}",
+            rule="model and loss accept the batches of the data",
+            fix="model.name, train.loss and data.source that belong together, or the line of the model that this names",
+        ) from error

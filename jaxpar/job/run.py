@@ -1,0 +1,151 @@
+"""A job is trained: from its latest checkpoint, into its run folder.
+
+    RUN/job.toml        the resolved job           RUN/metrics.jsonl   a line per step
+    RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
+    RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
+"""
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.errors import refuse
+from jaxpar.inspect.flop import forward_flop
+from jaxpar.job.build import Built, abstract_batch, build
+from jaxpar.job.schema import Job, dumps
+from jaxpar.mesh.chips import find_chip
+from jaxpar.mesh.devices import describe, is_simulated
+from jaxpar.sharding.names import Compute
+from jaxpar.train import loop, state
+from jaxpar.train.checkpoint import Store, write_json
+from jaxpar.train.metrics import Log
+from jaxpar.train.progress import Progress
+
+
+def train(job: Job, *, stream=None) -> dict[str, Any]:
+    """Trains a job to its last step, or until it is told to stop; returns how it ended.
+
+    Raises:
+      JaxparError: With what is wrong with the job, its data, its run folder or its loss.
+    """
+    folder = Path(job.run.dir)
+    store = Store(folder / "checkpoints", job.checkpoint)
+    steps = _check_folder(job, folder, store)
+    built = build(job)
+    _check_same_run(folder, built, steps)
+    folder.mkdir(parents=True, exist_ok=True)
+    like = state.abstract(built.layout, built.optimizer)
+    if steps:
+        placed = built.step.placed
+        like = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), like, placed)
+        start, _ = store.restore(like)
+    else:
+        start = state.create(built.layout, built.optimizer, seed=job.train.seed, offload=job.train.offload)
+    (folder / "job.toml").write_text(dumps(job))
+    write_json(folder / "run.json", record(built))
+    log = Log(folder, job.metrics, start=steps[-1] if steps else 0)
+    devices = list(built.layout.mesh.devices.flat) if built.layout.mesh is not None else []
+    progress = Progress(job.train.steps, every=job.metrics.show_every, flops=step_flop(built), peak=_peak(devices), stream=stream)
+    with progress:
+        progress.say(f"{built.layout.summary()}\n{describe(devices)}, {folder}" + (f", on from step {steps[-1]}" if steps else ""))
+        if steps and steps[-1] >= job.train.steps:
+            progress.say(f"nothing to do: trained to step {steps[-1]} of {job.train.steps}; raise train.steps to go on")
+        try:
+            outcome = loop.run(_loop(built, store, log, progress), start)
+        finally:
+            log.close()
+        if built.step.products is not None:
+            progress.say(str(built.step.products))
+        if outcome.stopped_by:
+            progress.say(f"stopped by {outcome.stopped_by}, saved step {int(outcome.state.step)}; the same command goes on from there")
+    last = outcome.rows[-1] if outcome.rows else {}
+    return {"run": str(folder), "step": int(outcome.state.step), "stopped_by": outcome.stopped_by, "resumed_from": steps[-1] if steps else 0, "last": last}
+
+
+def step_flop(built: Built) -> float:
+    """Returns the model's FLOP per step: the forward pass, and twice that for the backward pass."""
+    blueprint, loss = built.layout.blueprint, built.step.loss
+
+    def forward(key, batch):
+        params, rest = blueprint.init(key)
+        return loss(blueprint.bind(params, rest, lambda path, value: value, Compute()), batch)
+
+    devices = built.layout.mesh.devices.flat if built.layout.mesh is not None else []
+    if not _peak(list(devices)):
+        return 0.0  # only MFU needs it, and there is none on simulated or unknown devices
+    return 3.0 * forward_flop(forward, jax.random.key(0), abstract_batch(built.job))
+
+
+def record(built: Built) -> dict[str, Any]:
+    """Returns what a run should remember of where it was made."""
+    packages = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    mesh = built.layout.mesh
+    return {
+        "versions": {name: importlib.metadata.version(name) for name in packages} | {"python": platform.python_version()},
+        "commit": _commit(),
+        "devices": describe(list(mesh.devices.flat)) if mesh is not None else "",
+        "mesh": built.layout.sizes,
+        "data": built.source.fingerprint,
+        "parameters": sum(place.leaf.size for place in built.layout.placements.values()),
+    }
+
+
+def _loop(built: Built, store: Store, log: Log, progress: Progress) -> loop.Run:
+    train = built.job.train
+    return loop.Run(
+        step=built.step, source=built.source, steps=train.steps, global_batch=train.global_batch,
+        eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=built.job.checkpoint,
+        store=store, log=log, progress=progress, learning_rate=built.learning_rate,
+    )  # fmt: skip
+
+
+def _check_folder(job: Job, folder: Path, store: Store) -> list[int]:
+    """Returns the steps of the checkpoints to go on from, by the job's wish."""
+    if folder.exists() and not folder.is_dir():
+        raise refuse(f"run.dir = {job.run.dir!r} is a file", rule="a run lives in a folder of its own", fix="run.dir = 'runs/mine'")
+    steps = store.steps()
+    if job.run.resume == "must" and not steps:
+        raise refuse(f"run.resume = 'must', {folder} has no checkpoint", rule="there is something to go on from", fix="run.resume = 'auto'")
+    if job.run.resume == "never" and steps:
+        raise refuse(
+            f"run.resume = 'never', {folder} has checkpoints up to step {steps[-1]}",
+            rule="a run does not write over another",
+            fix="another run.dir, or run.resume = 'auto'",
+        )
+    return steps
+
+
+def _check_same_run(folder: Path, built: Built, steps: list[int]) -> None:
+    """Refuses to go on with other data than the run began with."""
+    file = folder / "run.json"
+    if not steps or not file.exists():
+        return
+    before = json.loads(file.read_text()).get("data")
+    if before != built.source.fingerprint:
+        raise refuse(
+            f"{folder} was trained on data {before}, the job's data is {built.source.fingerprint}",
+            rule="a run goes on with the data it began with",
+            fix="another run.dir, or the data it began with",
+        )
+
+
+def _peak(devices: list[Any]) -> float:
+    if not devices or is_simulated(devices):
+        return 0.0
+    chip = find_chip(devices[0].device_kind)
+    return chip.bf16_flops * len(devices) if chip else 0.0
+
+
+def _commit() -> str:
+    """Returns the commit of the working directory, `+` for uncommitted changes, or "" outside of git."""
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
+        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

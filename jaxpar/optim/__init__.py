@@ -1,0 +1,1 @@
+"""Gradients become updates. optax wherever optax has it."""

@@ -1,0 +1,75 @@
+"""What a run says of itself: a line of JSON per step, and optionally TensorBoard."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.errors import refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is written down, and how often it is shown.
+
+    Attributes:
+      show_every: Steps between two lines on the terminal.
+      tensorboard: Whether metrics also go to RUN/tensorboard.
+    """
+
+    show_every: int = 20
+    tensorboard: bool = False
+
+    def __post_init__(self):
+        if self.show_every < 1:
+            raise refuse(f"metrics.show_every = {self.show_every}", rule="show_every is at least 1", fix="show_every = 20")
+
+
+class Log:
+    """Writes `RUN/metrics.jsonl`; a resumed run takes back what came after its checkpoint.
+
+    Args:
+      folder: The run folder.
+      spec: The `[metrics]` table.
+      start: The step the run starts from; later lines of an earlier run are dropped.
+    """
+
+    def __init__(self, folder: Path, spec: Metrics, *, start: int):
+        self.path = folder / "metrics.jsonl"
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= start]
+        part = self.path.with_suffix(".part")
+        part.write_text("".join(line + "\n" for line in kept))
+        part.replace(self.path)
+        self._file = self.path.open("a", buffering=1)
+        self._board: Any = None
+        if spec.tensorboard:
+            try:
+                from tensorboardX import SummaryWriter
+            except ModuleNotFoundError as error:
+                raise refuse(
+                    "metrics.tensorboard = true without tensorboardX",
+                    rule="event files are written by tensorboardX",
+                    fix="pip install 'jaxpar[tensorboard]'",
+                ) from error
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Writes one row; `step` is one of its keys."""
+        self._file.write(json.dumps(row) + "\n")
+        if self._board is not None:
+            for key, value in row.items():
+                if key != "step":
+                    self._board.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _lines(self) -> list[str]:
+        """Returns the whole lines that are there; a line cut off by a crash is none."""
+        if not self.path.exists():
+            return []
+        text = self.path.read_text()
+        return [line for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]

@@ -1,0 +1,73 @@
+"""One live line on a terminal; a plain line per interval where the output is no terminal."""
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from jaxpar.units import show_count, show_seconds
+
+
+class Progress:
+    """Shows how a run goes.
+
+    Args:
+      total: Steps of the whole run.
+      every: Steps between two plain lines.
+      flops: FLOP per step of the model, for MFU, or 0.
+      peak: FLOP per second of all devices, or 0 where they are simulated or unknown: no MFU then.
+      stream: Where to.
+    """
+
+    def __init__(self, total: int, *, every: int, flops: float = 0.0, peak: float = 0.0, stream=None):
+        self.total, self.every, self.flops, self.peak = total, every, flops, peak
+        self.stream = stream or sys.stdout
+        self._live: Any = None
+        self._eval: float | None = None
+        self._recent: list[float] = []
+        if self.stream.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(file=self.stream), refresh_per_second=4, transient=False)
+
+    def __enter__(self):
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        if self._live:
+            self._live.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=self.stream, flush=True)
+
+    def step(self, row: dict[str, Any]) -> None:
+        """Shows one finished step."""
+        self._eval = row.get("eval_loss", self._eval)
+        self._recent = [*self._recent[-19:], row["seconds"]]
+        line = self._line(row)
+        if self._live:
+            from rich.text import Text
+
+            self._live.update(Text(line))
+        elif row["step"] % self.every == 0 or row["step"] == self.total or "eval_loss" in row:
+            print(line, file=self.stream, flush=True)
+
+    def _line(self, row: dict[str, Any]) -> str:
+        typical = sorted(self._recent)[len(self._recent) // 2]
+        parts = [f"step {row['step']:>{len(str(self.total))}}/{self.total}", f"loss {row['loss']:.4f}"]
+        if self._eval is not None:
+            parts.append(f"eval {self._eval:.4f}")
+        if "accuracy" in row:
+            parts.append(f"accuracy {row['accuracy']:.1%}")
+        parts.append(f"{show_count(row['tokens'] / typical)} tokens/s")
+        if self.peak and self.flops:
+            parts.append(f"MFU {self.flops / typical / self.peak:.1%}")
+        parts.append(f"{show_seconds(typical)}/step")
+        parts.append(f"{show_seconds(max(0.0, typical * (self.total - row['step'])))} left")
+        return "  ".join(parts)
