@@ -77,8 +77,8 @@ class Attention(nnx.Module):
         positions = jnp.arange(length)
         keys, values = self.kv_einsum(x)
         queries, keys = rotate(self.q_einsum(x), positions), rotate(keys, positions)
-        queries = queries.reshape(batch, length, -1, self.groups, queries.shape[-1]) / queries.shape[-1] ** 0.5
-        scores = jnp.einsum("btkgh,bskh->bkgts", queries, keys)
+        queries = queries.reshape(batch, length, -1, self.groups, queries.shape[-1])
+        scores = jnp.einsum("btkgh,bskh->bkgts", queries, keys) / keys.shape[-1] ** 0.5
         causal = positions[:, None] >= positions
         weights = jax.nn.softmax(jnp.where(causal, scores, -1e30), axis=-1)
         mixed = jnp.einsum("bkgts,bskh->btkgh", weights, values)
@@ -109,7 +109,7 @@ class Block(nnx.Module):
 class Gemma(nnx.Module):
     def __init__(self, vocab=32, embed=16, layers=2, softcap=30.0, *, rngs: nnx.Rngs):
         self.softcap = softcap
-        self.input_embedding = nnx.Param(jax.random.normal(rngs.params(), (vocab, embed)))
+        self.input_embedding = nnx.Param(0.1 * jax.random.normal(rngs.params(), (vocab, embed)))
         self.blocks = nnx.List([Block(embed, rngs=rngs) for _ in range(layers)])
         self.final_norm = RMSNorm(embed)
 

@@ -17,7 +17,7 @@ from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.place import shard_bytes
-from jaxpar.sharding.rules import NAMES, resolve, spec_of
+from jaxpar.sharding.rules import NAMES, name_stacks, resolve, spec_of
 from jaxpar.units import show_bytes
 
 
@@ -102,7 +102,7 @@ def compose(
     names = _names(parallel)
     problems += _rule_problems(parallel, blueprint)
     placements = {}
-    for path, leaf in blueprint.leaves.items():
+    for path, leaf in name_stacks(blueprint.leaves).items():
         choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
         problems += wrong
         used = spec_of(without_axis(choice))

@@ -156,7 +156,7 @@ class Layout:
         scanned = len(place.leaf.shape) - value.ndim
         if any(axes is not None for axes in tuple(place.stored)[:scanned]):
             raise refuse(
-                f"{self.describe(path)}: the model scans over dim 0, which `fsdp` or `tensor` splits",
+                f"{path} {self.describe(path)}: the model scans over dim 0, which `fsdp` or `tensor` splits",
                 rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
                 fix=f'name it: paths {{"{path}": ["layers", ...]}}, or annotate it with "layers" in the model',
             )

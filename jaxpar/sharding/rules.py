@@ -9,7 +9,7 @@ Every choice is kept as a sentence, so that `explain` can show it.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.sharding import PartitionSpec
 
@@ -93,7 +93,7 @@ def resolve(
     if isinstance(given, Problem):
         return Choice((None,) * len(leaf.shape), ((),) * len(leaf.shape), why), [given]
     if given is None:
-        return _largest(leaf, sizes), []
+        return _largest(path, leaf, sizes), []
     found = why.startswith("path")
     axes: list[tuple[str, ...]] = []
     taken: set[str] = set()
@@ -112,6 +112,25 @@ def resolve(
         taken.update(wanted)
         axes.append(wanted)
     return Choice(tuple(given), tuple(axes), why), problems
+
+
+def name_stacks(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
+    """Returns the leaves with dim 0 named `layers` wherever a stack is only partly annotated.
+
+    Biases and norms often carry no names. Where a matrix of the same module says that its dim 0
+    is `layers`, the unnamed parameters of that module with as many entries in dim 0 are stacked too.
+    """
+    stacks: dict[str, int] = {}
+    for path, leaf in leaves.items():
+        if leaf.names and leaf.names[0] == "layers":
+            words = path.split("/")
+            stacks |= {"/".join(words[:depth]) + "/": leaf.shape[0] for depth in range(1, len(words))}
+    return {
+        path: replace(leaf, names=("layers", *(None,) * (len(leaf.shape) - 1)))
+        if leaf.names is None and leaf.shape and any(path.startswith(s) and leaf.shape[0] == n for s, n in stacks.items())
+        else leaf
+        for path, leaf in leaves.items()
+    }
 
 
 def _axes_of(name, names: Mapping[str, Axes]) -> tuple[str, ...]:
@@ -148,12 +167,13 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
     return None, "largest dim"
 
 
-def _largest(leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
-    """Returns `tensor` on the largest dim that it divides; vectors stay whole."""
+def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
+    """Returns `tensor` on the largest dim that it divides; vectors, also stacked ones, stay whole."""
     axes: list[tuple[str, ...]] = [()] * len(leaf.shape)
     ways = sizes.get("tensor", 1)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
-    if ways > 1 and len(leaf.shape) > 1 and fitting:
+    vector = len(leaf.shape) < 2 or re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path)
+    if ways > 1 and not vector and fitting:
         axes[max(fitting, key=lambda dim: (leaf.shape[dim], dim))] = ("tensor",)
     return Choice((None,) * len(leaf.shape), tuple(axes), "no names: largest dim")
 

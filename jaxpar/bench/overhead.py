@@ -1,0 +1,123 @@
+"""What jaxpar costs beside a hand-written step: time, memory, start-up, and the program itself.
+
+Both steps run in one process, in turn, so that other load on the machine meets both; the
+ratio is taken pair by pair and its median quoted. The programs are compared without a clock:
+collectives by kind and bytes, and FLOP, as compiled.
+"""
+
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+
+import jaxpar as jp
+from jaxpar.bench import ours, twin
+from jaxpar.mesh.devices import describe
+
+LAYOUTS = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 8 = data 2 x tensor 4": (2, 1, 4), "2 x 2 x 2": (2, 2, 2)}
+BOUNDS = {"step": 1.02, "temporary": 1.0, "first step": 1.15}
+_COLLECTIVE = re.compile(r"= (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+
+
+def overhead(*, rounds: int = 12, starts: int = 3) -> dict[str, Any]:
+    """Measures every layout, prints a table, and returns it with whether the bounds hold.
+
+    Args:
+      rounds: Interleaved pairs of blocks of steps, per layout.
+      starts: Interleaved pairs of whole processes up to the end of their first step, per layout.
+    """
+    jp.simulate(8)
+    print(f"{describe(jax.devices())}, jax {jax.__version__}, {rounds} pairs of steps, {starts} pairs of processes")
+    print(f"{'layout':<30}{'step':>8}{'temporary':>22}{'first step':>12}   collectives, FLOP")
+    rows = {}
+    for name, (data, fsdp, tensor) in LAYOUTS.items():
+        row = _compare((data, fsdp, tensor), rounds) | {"first step": _starts((data, fsdp, tensor), starts)}
+        rows[name] = row
+        same = "the same" if row["collectives"] == row["twin collectives"] else "fewer" if row["no more"] else f"{row['collectives']} vs {row['twin collectives']}"
+        print(
+            f"{name:<30}{row['step']:>8.3f}{row['temporary']:>9} / {row['twin temporary']:<10}{row['first step']:>12.3f}"
+            f"   {same}, {row['flop']:.6g} / {row['twin flop']:.6g}",
+            flush=True,
+        )
+    holds = all(
+        row["step"] <= BOUNDS["step"] and row["temporary"] <= row["twin temporary"] * BOUNDS["temporary"]
+        and row["first step"] <= BOUNDS["first step"] and row["no more"]
+        for row in rows.values()
+    )  # fmt: skip
+    print(f"bounds: step {BOUNDS['step']}, temporary memory {BOUNDS['temporary']}, first step {BOUNDS['first step']}: {'hold' if holds else 'DO NOT HOLD'}")
+    return {"layouts": rows, "bounds": BOUNDS, "holds": holds, "jax": jax.__version__}
+
+
+def _compare(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
+    data, fsdp, tensor = sizes
+    mesh = twin.make_mesh(*sizes)
+    batch = twin.make_batch(mesh)
+    their_state, their_step = twin.build(mesh, twin.make_optimizer())
+    their_program = their_step.lower(their_state, batch).compile()
+    state, step = ours.build(jp.Parallel(data=data, fsdp=fsdp, tensor=tensor))
+    program = step.lower(state, batch).compile()
+    state, _ = jax.block_until_ready(step(state, batch))
+    their_state, _ = jax.block_until_ready(their_step(their_state, batch))
+    ratios = []
+    for index in range(rounds):
+        def run_ours(state=state):
+            return jax.block_until_ready(step(state, batch))[0]
+
+        def run_theirs(state=their_state):
+            return jax.block_until_ready(their_step(state, batch))[0]
+
+        if index % 2:
+            state, mine = _timed(run_ours)
+            their_state, theirs = _timed(run_theirs)
+        else:
+            their_state, theirs = _timed(run_theirs)
+            state, mine = _timed(run_ours)
+        ratios.append(mine / theirs)
+    collectives, their_collectives = count_collectives(program.as_text()), count_collectives(their_program.as_text())
+    flop, their_flop = program.cost_analysis()["flops"], their_program.cost_analysis()["flops"]
+    return {
+        "step": statistics.median(ratios),
+        "temporary": program.memory_analysis().temp_size_in_bytes,
+        "twin temporary": their_program.memory_analysis().temp_size_in_bytes,
+        "collectives": collectives,
+        "twin collectives": their_collectives,
+        "flop": flop,
+        "twin flop": their_flop,
+        "no more": not (Counter(collectives) - Counter(their_collectives)) and flop <= their_flop * (1 + 1e-6),
+    }
+
+
+def _timed(function) -> tuple[Any, float]:
+    begin = time.perf_counter()
+    result = function()
+    return result, time.perf_counter() - begin
+
+
+def _starts(sizes: tuple[int, int, int], pairs: int) -> float:
+    """Returns the median ratio of the times from the start of a process to the end of its first step."""
+    ratios = []
+    for _ in range(pairs):
+        mine, theirs = (_process(module, sizes) for module in ("jaxpar.bench.ours", "jaxpar.bench.twin"))
+        ratios.append(mine / theirs)
+    return statistics.median(ratios)
+
+
+def _process(module: str, sizes: tuple[int, int, int]) -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-m", module, *map(str, sizes)], check=True, env=None)
+    return time.perf_counter() - begin
+
+
+def count_collectives(hlo: str) -> dict[str, int]:
+    """Returns how often each collective stands in a compiled program: kind and result type to count."""
+    found: Counter[str] = Counter()
+    for line in hlo.splitlines():
+        if match := _COLLECTIVE.search(line):
+            kind = re.sub(r"\{[\d,]*\}|/\*.*?\*/", "", match[1])
+            found[f"{match[2]} {kind}"] += 1
+    return dict(found)

@@ -1,0 +1,164 @@
+"""The same GPT step by hand: raw JAX and optax, every sharding written where it is used.
+
+What a careful engineer would write for one model and one mesh without jaxpar. It imports
+nothing of jaxpar, so that the comparison in `overhead.py` is fair, start-up included.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+LAYERS, DIM, HEADS, HIDDEN, VOCAB, SEQ, BATCH = 4, 128, 4, 384, 256, 128, 32
+ROWS = ("data", "fsdp")  # what the batch is split over
+
+
+def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
+    """Returns the mesh."""
+    devices = np.array(jax.devices()).reshape(data, fsdp, tensor)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+# per parameter: shape, spec for tensor parallelism, the dim that fsdp takes, scale of the initial numbers
+_OUT = (2 * LAYERS) ** -0.5
+PARAMETERS = {
+    "embed": ((VOCAB, DIM), P("tensor", None), 1, 1.0),
+    "head": ((DIM, VOCAB), P(None, "tensor"), 0, DIM**-0.5),
+    "norm": ((DIM,), P(None), 0, None),
+    "query": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
+    "key": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
+    "value": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
+    "out": ((LAYERS, HEADS, DIM // HEADS, DIM), P(None, "tensor", None, None), 3, DIM**-0.5 * _OUT),
+    "up": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
+    "gate": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
+    "down": ((LAYERS, HIDDEN, DIM), P(None, "tensor", None), 2, HIDDEN**-0.5 * _OUT),
+    "norm1": ((LAYERS, DIM), P(None, None), 1, None),
+    "norm2": ((LAYERS, DIM), P(None, None), 1, None),
+}
+STACKED = ("query", "key", "value", "out", "up", "gate", "down", "norm1", "norm2")
+
+
+def stored_spec(name: str) -> P:
+    """Returns where a parameter lives: its tensor-parallel spec, with fsdp on one more dim."""
+    shape, spec, dim, _ = PARAMETERS[name]
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    entries[dim] = "fsdp"
+    return P(*entries)
+
+
+def init(key) -> dict:
+    """Returns the parameters."""
+    keys = jax.random.split(key, len(PARAMETERS))
+    return {
+        name: jnp.ones(shape) if scale is None else scale * jax.random.normal(k, shape)
+        for k, (name, (shape, _, _, scale)) in zip(keys, PARAMETERS.items(), strict=True)
+    }
+
+
+def rms_norm(x, scale):
+    """RMSNorm in float32."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-5)
+    return y.astype(x.dtype) * scale
+
+
+def rotary(x):
+    """Rotary positions."""
+    half = x.shape[-1] // 2
+    frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def forward(params, tokens, mesh):
+    """Returns logits [batch, seq, vocab]."""
+
+    def on(x, *spec):
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+    def gathered(name, value):
+        if mesh.shape["fsdp"] == 1:
+            return value
+        return on(value, *PARAMETERS[name][1][len(PARAMETERS[name][0]) - value.ndim :])
+
+    def layer(x, p):
+        p = {name: gathered(name, value) for name, value in p.items()}
+        y = rms_norm(x, p["norm1"])
+        q = on(rotary(jnp.einsum("bsd,dhk->bshk", y, p["query"])), ROWS, None, "tensor")
+        k = on(rotary(jnp.einsum("bsd,dhk->bshk", y, p["key"])), ROWS, None, "tensor")
+        v = on(jnp.einsum("bsd,dhk->bshk", y, p["value"]), ROWS, None, "tensor")
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = on(x + jnp.einsum("bshk,hkd->bsd", y, p["out"]), ROWS)
+        y = rms_norm(x, p["norm2"])
+        h = jax.nn.silu(jnp.einsum("bsd,df->bsf", y, p["gate"])) * jnp.einsum("bsd,df->bsf", y, p["up"])
+        return on(x + jnp.einsum("bsf,fd->bsd", on(h, ROWS, None, "tensor"), p["down"]), ROWS), None
+
+    x = on(jnp.take(gathered("embed", params["embed"]), tokens, axis=0), ROWS)
+    x, _ = jax.lax.scan(layer, x, {name: params[name] for name in STACKED})
+    x = rms_norm(x, gathered("norm", params["norm"]))
+    return on(jnp.einsum("bsd,dv->bsv", x, gathered("head", params["head"])), ROWS, None, "tensor")
+
+
+def mean_loss(params, batch, mesh):
+    """Returns the mean cross entropy."""
+    logits = forward(params, batch["inputs"], mesh)
+    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == batch["targets"][..., None]
+    losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
+    return jnp.mean(losses)
+
+
+def build(mesh, optimizer):
+    """Returns (state, step) with parameters born sharded."""
+    specs = {name: stored_spec(name) for name in PARAMETERS}
+    placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+    def make(key):
+        params = init(key)
+        return params, optimizer.init(params)
+
+    shapes = jax.eval_shape(make, jax.random.key(0))
+    state_specs = optax.tree.map_params(
+        optimizer, lambda _, s: s, shapes[1], placed, transform_non_params=lambda _: NamedSharding(mesh, P())
+    )
+    state = jax.jit(make, out_shardings=(placed, state_specs))(jax.random.key(0))
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=((placed, state_specs), None))
+    def step(state, batch):
+        params, inner = state
+        loss, gradients = jax.value_and_grad(mean_loss)(params, batch, mesh)
+        gradients = jax.tree.map(jax.lax.with_sharding_constraint, gradients, placed)
+        updates, inner = optimizer.update(gradients, inner, params)
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients), "tokens": jnp.float32(math.prod(batch["targets"].shape))}
+        return (optax.apply_updates(params, updates), inner), metrics
+
+    return state, step
+
+
+def make_optimizer():
+    """Returns the optax chain of both sides."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, 0.9, 0.95))
+
+
+def make_batch(mesh):
+    """Returns a batch on its devices."""
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (BATCH, SEQ + 1)).astype(np.int32)
+    place = NamedSharding(mesh, P(ROWS))
+    return {"inputs": jax.device_put(tokens[:, :-1], place), "targets": jax.device_put(tokens[:, 1:], place)}
+
+
+if __name__ == "__main__":  # one first step, for the time from the start of the process to its end
+    import sys
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    chosen = make_mesh(*map(int, sys.argv[1:4]))
+    begin, run = build(chosen, make_optimizer())
+    jax.block_until_ready(run(begin, make_batch(chosen)))

@@ -1,0 +1,100 @@
+"""The promise: losses and parameters after five steps equal one device, whatever the layout."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from tiny import assert_same_arrays, batches, models, on_one_device, optimizer, token_loss, train
+
+import jaxpar as jp
+
+LAYOUTS = {
+    "ddp": jp.Parallel(data=8),
+    "zero1": jp.Parallel(fsdp=8, zero=1),
+    "zero2": jp.Parallel(fsdp=8, zero=2),
+    "zero3": jp.Parallel(fsdp=8, zero=3),
+    "hsdp": jp.Parallel(data=2, fsdp=4),
+    "tp": jp.Parallel(data=4, tensor=2),
+    "tp+sp": jp.Parallel(data=2, tensor=4, sequence=True),
+    "2x2x2 zero0": jp.Parallel(data=2, fsdp=2, tensor=2, zero=0),
+    "2x2x2 zero1": jp.Parallel(data=2, fsdp=2, tensor=2, zero=1),
+    "2x2x2 zero2": jp.Parallel(data=2, fsdp=2, tensor=2, zero=2, sequence=True),
+    "2x2x2 zero3": jp.Parallel(data=2, fsdp=2, tensor=2, zero=3),
+}
+VARIANTS = {"plain": {}, "accumulation": {"accumulate": 2}, "remat": {"remat": "full"}}
+MODELS = ("annotated", "bare", "linen")
+
+
+@cache
+def blueprint(kind):
+    return models()[kind]
+
+
+@cache
+def alone(kind, variant):
+    losses, state, _ = on_one_device(blueprint(kind), **VARIANTS[variant])
+    return losses, state
+
+
+CASES = [
+    pytest.param(kind, variant, layout, id=f"{kind}, {variant}, {layout}", marks=pytest.mark.xdist_group(f"{kind} {variant}"))
+    for kind in MODELS
+    for variant in VARIANTS
+    for layout in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("kind", "variant", "layout"), CASES)
+def test_losses_and_parameters_equal_one_device(kind, variant, layout):
+    want, reference = alone(kind, variant)
+    got, state, step = train(blueprint(kind), LAYOUTS[layout], **VARIANTS[variant])
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_same_arrays((state.params, state.rest), (reference.params, reference.rest))
+    assert_bytes_follow_zero(step.layout, state)
+
+
+def assert_bytes_follow_zero(layout, state):
+    """Bytes on one device equal ZeRO's formula, with what does not divide counted whole.
+
+    P bytes of parameters after `tensor`, W of them in arrays that fsdp = N does not divide:
+    parameters P (stage 3: (P - W)/N + W), Adam twice (stage >= 1: ((P - W)/N + W)), plus its count.
+    """
+    ways, stage, tensor = layout.sizes["fsdp"], layout.parallel.stage, layout.sizes["tensor"]
+    split = whole = 0
+    for place in layout.placements.values():
+        mine = place.leaf.bytes // (tensor if "tensor" in str(place.used) and tensor > 1 else 1)
+        dims = [size // (tensor if "tensor" in str(place.used[d : d + 1]) else 1) for d, size in enumerate(place.leaf.shape)]
+        divides = any(size % ways == 0 for size, name in zip(dims, place.names, strict=True) if name != "layers")
+        split, whole = (split + mine, whole) if divides else (split, whole + mine)
+    sharded = split // ways + whole
+    assert on_device(state.params) == (sharded if stage == 3 else split + whole)
+    counts = [x for x in jax.tree.leaves(state.optimizer) if x.ndim == 0]
+    adam = 2 * (sharded if stage >= 1 else split + whole)
+    assert on_device(state.optimizer) == adam + sum(x.nbytes for x in counts)
+
+
+def on_device(tree):
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+# copies of one stacked matrix that the loop over microbatches carries: (whole, sharded), parameter and accumulator
+CARRIED = {0: (2, 0), 1: (1, 1), 2: (1, 1), 3: (0, 2)}
+
+
+@pytest.mark.parametrize("stage", CARRIED)
+def test_the_accumulator_of_gradients_is_sharded_as_zero_says(stage):
+    """Read off the compiled program: what the loop carries is what lives through it.
+
+    In stage 1 ZeRO keeps gradients whole; XLA sees that the optimizer reads only a shard, and keeps
+    no more than that.
+    """
+    chain = optimizer()
+    layout = jp.compose(blueprint("annotated"), jp.Parallel(fsdp=8, zero=stage))
+    step = jp.build(layout, token_loss, chain, accumulate=2)
+    text = step.lower(jp.create(layout, chain), step.put(next(batches(1)))).compile().as_text()
+    carried = max((line for line in text.splitlines() if " while(" in line), key=len).split(" while(")[0]
+    layers, rows, columns = layout.placements["blocks/up/kernel"].leaf.shape
+    whole = carried.count(f"f32[{layers},{rows},{columns}]")
+    shards = carried.count(f"f32[{layers},{rows // 8},{columns}]") + carried.count(f"f32[{layers},{rows},{columns // 8}]")
+    assert (whole, shards) == CARRIED[stage]
