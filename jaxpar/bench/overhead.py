@@ -114,10 +114,10 @@ def _process(module: str, sizes: tuple[int, int, int]) -> float:
 
 
 def count_collectives(hlo: str) -> dict[str, int]:
-    """Returns how often each collective stands in a compiled program: kind and result type to count."""
+    """Returns how often each collective stands in a compiled program: kind and result array to count."""
     found: Counter[str] = Counter()
     for line in hlo.splitlines():
         if match := _COLLECTIVE.search(line):
-            kind = re.sub(r"\{[\d,]*\}|/\*.*?\*/", "", match[1])
-            found[f"{match[2]} {kind}"] += 1
+            for array in re.findall(r"\w+\[[\d,]*\]", match[1]):  # a combined one counts as its parts
+                found[f"{match[2]} {array}"] += 1
     return dict(found)

@@ -122,22 +122,23 @@ def build(mesh, optimizer):
 
     def make(key):
         params = init(key)
-        return params, optimizer.init(params)
+        return params, optimizer.init(params), jnp.zeros((), jnp.int32)
 
     shapes = jax.eval_shape(make, jax.random.key(0))
     state_specs = optax.tree.map_params(
         optimizer, lambda _, s: s, shapes[1], placed, transform_non_params=lambda _: NamedSharding(mesh, P())
     )
-    state = jax.jit(make, out_shardings=(placed, state_specs))(jax.random.key(0))
+    everything = (placed, state_specs, NamedSharding(mesh, P()))
+    state = jax.jit(make, out_shardings=everything)(jax.random.key(0))
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=((placed, state_specs), None))
+    @partial(jax.jit, donate_argnums=0, out_shardings=(everything, None))
     def step(state, batch):
-        params, inner = state
+        params, inner, count = state
         loss, gradients = jax.value_and_grad(mean_loss)(params, batch, mesh)
         gradients = jax.tree.map(jax.lax.with_sharding_constraint, gradients, placed)
         updates, inner = optimizer.update(gradients, inner, params)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients), "tokens": jnp.float32(math.prod(batch["targets"].shape))}
-        return (optax.apply_updates(params, updates), inner), metrics
+        return (optax.apply_updates(params, updates), inner, count + 1), metrics
 
     return state, step
 

@@ -106,7 +106,7 @@ def compose(
         choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
         problems += wrong
         used = spec_of(without_axis(choice))
-        sharded = spec_of(add_axis(choice, leaf, sizes))
+        sharded = spec_of(add_axis(path, choice, leaf, sizes))
         placements[path] = Placement(
             leaf=leaf,
             names=choice.names,

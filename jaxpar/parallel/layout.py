@@ -39,7 +39,7 @@ class Placement:
     why: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """What follows from a `Parallel`, a model and a mesh.
 
@@ -153,14 +153,25 @@ class Layout:
         place = self.placements[path]
         if self.parallel.stage < 3 or place.stored == place.used or self.mesh is None:
             return value
-        scanned = len(place.leaf.shape) - value.ndim
-        if any(axes is not None for axes in tuple(place.stored)[:scanned]):
-            raise refuse(
-                f"{path} {self.describe(path)}: the model scans over dim 0, which `fsdp` or `tensor` splits",
-                rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
-                fix=f'name it: paths {{"{path}": ["layers", ...]}}, or annotate it with "layers" in the model',
-            )
-        return jax.lax.with_sharding_constraint(value, self.sharding(PartitionSpec(*tuple(place.used)[scanned:])))
+        kept = self._unscanned(path, place, value.ndim)
+        entries = (*place.used, *(None,) * (len(place.leaf.shape) - len(place.used)))
+        return jax.lax.with_sharding_constraint(value, self.sharding(PartitionSpec(*(entries[dim] for dim in kept))))
+
+    def _unscanned(self, path: str, place: Placement, rank: int) -> list[int]:
+        """Returns the dims that are left where the model reads one layer of a stack."""
+        dims = list(range(len(place.leaf.shape)))
+        gone = len(dims) - rank
+        layers = [dim for dim in dims if place.names[dim] == "layers"]
+        out = layers[:gone] if len(layers) >= gone else dims[:gone]
+        for dim in out:
+            if dim < len(place.stored) and place.stored[dim] is not None:
+                names = ["layers" if d == dim else place.names[d] or "" for d in dims]
+                raise refuse(
+                    f"{path} {self.describe(path)}: the model scans over dim {dim}, which {place.stored[dim]} splits",
+                    rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
+                    fix=f'paths={{"{path}": {names}}} in Parallel, or names in the model',
+                )
+        return [dim for dim in dims if dim not in out]
 
     def describe(self, path: str) -> str:
         """Returns `f32[embed/fsdp, mlp/tensor]` for one parameter."""

@@ -15,14 +15,17 @@ and is listed; the largest such one is bounded by `Parallel.replicate_above`.
 from collections.abc import Mapping
 
 from jaxpar.sharding.names import Leaf
-from jaxpar.sharding.rules import Choice
+from jaxpar.sharding.rules import Choice, own_dims
 
 
-def add_axis(choice: Choice, leaf: Leaf, sizes: Mapping[str, int], axis: str = "fsdp") -> tuple[tuple[str, ...], ...]:
+def add_axis(
+    path: str, choice: Choice, leaf: Leaf, sizes: Mapping[str, int], axis: str = "fsdp"
+) -> tuple[tuple[str, ...], ...]:
     """Returns the per-dim axes with `axis` added to one dim, or unchanged where no dim divides.
 
     The dim is the largest that still divides, one that nothing splits yet before one that
-    `tensor` splits already; never a dim of stacked layers, which the model scans over.
+    `tensor` splits already; never a dim named `layers`, and for parameters without names a
+    leading dim, which may be a stack, only if no other divides.
     """
     if sizes.get(axis, 1) == 1 or any(axis in on for on in choice.axes):
         return choice.axes  # no such axis, or the model itself says which dim it is
@@ -32,7 +35,8 @@ def add_axis(choice: Choice, leaf: Leaf, sizes: Mapping[str, int], axis: str = "
     ]
     if not fitting:
         return choice.axes
-    best = max(fitting, key=lambda dim: (not choice.axes[dim], leaf.shape[dim], dim))
+    own = len(leaf.shape) if any(choice.names) else own_dims(path, leaf)
+    best = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, not choice.axes[dim], leaf.shape[dim], dim))
     return tuple((*on, axis) if dim == best else on for dim, on in enumerate(choice.axes))
 
 

@@ -4,15 +4,18 @@ Parameters travel into the module in boxes whose `unbox`, which Linen calls wher
 module reads a parameter, gathers and casts: also inside `nn.scan` and `nn.remat`.
 """
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 from flax.core import meta
+from flax.errors import InvalidRngError
 
+from jaxpar.errors import refuse
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, path_of
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
@@ -47,34 +50,41 @@ class LinenModel:
     Attributes:
       training: Whether this is a training step; pass it on where the module wants to
         know (`model(x, train=model.training)`).
-      state: The collections other than `params`, updated by every call.
+      state: The collections that last (BatchNorm's), updated by every call.
+      sown: What the last call sowed, by collection.
     """
 
-    def __init__(self, module: nn.Module, params, state, key, *, compute: Compute):
+    def __init__(self, module: nn.Module, params, state, key, *, compute: Compute, streams: tuple[str, ...], sown: tuple[str, ...]):
         self.module, self.params, self.state, self.key = module, params, state, key
         self.training = compute.train
-        self._dtype = compute.dtype
-        self._calls = 0
+        self.sown: dict[str, Any] = dict.fromkeys(sown)
+        self._dtype, self._streams, self._calls = compute.dtype, streams, 0
 
     def __call__(self, *args, method: Any = None, **kwargs):
         """Applies the module (or one method of it) and keeps what it wrote to its collections."""
-        if self._dtype is not None:
-            args, kwargs = jax.tree.map(self._cast, (args, kwargs))
         key = jax.random.fold_in(self.key, self._calls)
         self._calls += 1
-        out, written = self.module.apply(
-            {"params": self.params, **self.state},
-            *args,
-            method=method,
-            mutable=list(self.state),
-            rngs={"params": key, "dropout": jax.random.fold_in(key, 1)},
-            **kwargs,
-        )
-        self.state = {**self.state, **_unboxed(dict(written))}
+        with nn.intercept_methods(partial(_computing_in, self._dtype)):
+            out, written = self.module.apply(
+                {"params": self.params, **self.state},
+                *args,
+                method=method,
+                mutable=[*self.state, *self.sown],
+                rngs={name: jax.random.fold_in(key, index) for index, name in enumerate(self._streams)},
+                **kwargs,
+            )
+        written = _unboxed(dict(written))
+        self.state = {name: written.get(name, value) for name, value in self.state.items()}
+        self.sown = {name: written.get(name) for name in self.sown}
         return out
 
-    def _cast(self, value):
-        return value.astype(self._dtype) if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating) else value
+
+def _computing_in(dtype, call, args, kwargs, context):
+    """Gives every submodule that names no dtype the one that this step computes in."""
+    module = context.module
+    if dtype is not None and "dtype" in module.__dataclass_fields__ and module.dtype is None:
+        object.__setattr__(module, "dtype", dtype)  # Linen modules are frozen; this one lives for one call
+    return call(*args, **kwargs)
 
 
 def _unboxed(tree):
@@ -115,32 +125,57 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
 
     boxed = jax.eval_shape(variables, jax.random.key(0))
     leaves = {}
-    flat, _ = jax.tree_util.tree_flatten_with_path(boxed["params"], is_leaf=meta.is_axis_metadata)
+    flat, _ = jax.tree_util.tree_flatten_with_path(boxed.get("params", {}), is_leaf=meta.is_axis_metadata)
     for keys, box in flat:
         value = _unboxed(box)
         leaves[path_of(keys)] = Leaf(tuple(value.shape), value.dtype, getattr(box, "names", None))
+    others = [name for name in boxed if name not in HIDDEN]
+    sown = tuple(name for name in others if _has_tuple(boxed[name]))
+    lasting = tuple(name for name in others if name not in sown)
 
     def init(key) -> tuple[Tree, Tree]:
         made = _unboxed(variables(key))
-        collections = {name: value for name, value in made.items() if name not in HIDDEN}
-        return made["params"], {"collections": collections, "key": jax.random.fold_in(key, 2)}
+        return made["params"], {"collections": {name: made[name] for name in lasting}, "key": jax.random.fold_in(key, 2)}
 
     fields = getattr(module, "__dataclass_fields__", {})
 
+    def bound(values: Tree, state: Tree, compute: Compute, streams: tuple[str, ...]) -> LinenModel:
+        placed = module.clone(remat=compute.remat) if "remat" in fields else module
+        return LinenModel(placed, values, state["collections"], state["key"], compute=compute, streams=streams, sown=sown)
+
+    streams = _streams(lambda names: call(bound(*init(jax.random.key(0)), Compute(), names)), name)
+
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> LinenModel:
-        settings = {}
-        if "remat" in fields:
-            settings["remat"] = compute.remat
-        if compute.dtype is not None and "dtype" in fields and getattr(module, "dtype", None) in (None, jnp.float32):
-            settings["dtype"] = compute.dtype
         boxes = jax.tree_util.tree_map_with_path(
             lambda keys, value: AtUse(value, lambda at_use, label=path_of(keys): use(label, at_use)), values
         )
-        return LinenModel(
-            module.clone(**settings) if settings else module, boxes, state["collections"], state["key"], compute=compute
-        )
+        return bound(boxes, state, compute, streams)
 
     def collect(model: LinenModel) -> Tree:
         return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}
 
     return Blueprint(name=name, leaves=leaves, init=init, bind=bind, collect=collect, takes_remat="remat" in fields)
+
+
+def _streams(call: Callable[[tuple[str, ...]], Any], name: str) -> tuple[str, ...]:
+    """Returns the random streams a module draws from, found by calling it on shapes until none is missing.
+
+    Linen lets a missing stream fall back to `params`, which a scan may share between its steps; so
+    each gets a key of its own, and `params` is not there to fall back to.
+    """
+    names: tuple[str, ...] = ("dropout",)
+    while True:
+        try:
+            jax.eval_shape(lambda names=names: (call(names), None)[1])
+        except InvalidRngError as error:
+            missing = re.search(r'needs PRNG for "(\w+)"', str(error))
+            if missing is None or missing[1] in names:
+                raise refuse(f"{name}: {error}", rule="a module draws from named random streams", fix="self.make_rng('noise')") from error
+            names = (*names, missing[1])
+        else:
+            return names
+
+
+def _has_tuple(tree: Any) -> bool:
+    """Returns whether a collection was sown: each call appends to its tuples."""
+    return any(isinstance(node, tuple) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple)))

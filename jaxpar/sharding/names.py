@@ -62,7 +62,7 @@ class Compute:
     remat: str = "none"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Blueprint:
     """A model before any of its arrays exist.
 

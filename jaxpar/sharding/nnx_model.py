@@ -1,13 +1,13 @@
 """Flax NNX at the edge: a factory of modules becomes a `Blueprint`.
 
-A parameter is gathered and cast where the model reads it, through the hook that
-NNX variables have for this (`on_get_value`): inside the user's own scan and remat,
-in a module nobody edited.
+A parameter is gathered and cast where the model reads it: while a step is traced, each
+Param is one whose `get_value` does that, inside the user's own scan and remat, in a module
+nobody edited.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import jax
 from flax import nnx
@@ -44,10 +44,9 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
 
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
         def hooked(path, variable):
-            fresh = variable.replace(pick(values, _words(path)))
-            label = "/".join(_words(path))
-            fresh.set_metadata(on_get_value=(lambda _, value: use(label, value),))
-            return fresh
+            at_use = partial(use, "/".join(_words(path)))
+            metadata = {**variable.get_metadata(), "at_use": at_use}
+            return _used(type(variable)).from_metadata(pick(values, _words(path)), metadata)
 
         model = nnx.merge(
             graph,
@@ -61,9 +60,46 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
         leaves={"/".join(_words(path)): _leaf(path, variable) for path, variable in nnx.to_flat_state(params)},
         init=init,
         bind=bind,
-        collect=lambda model: _values(nnx.state(model, nnx.Not(nnx.Param))),
+        collect=partial(_collect, {_words(path) for path, _ in nnx.to_flat_state(rest)}, name),
         takes_remat=any(hasattr(module, "remat") for _, module in nnx.iter_modules(abstract)),
     )
+
+
+@cache
+def _used(kind: type[nnx.Variable]) -> type[nnx.Variable]:
+    """Returns the type of variable that applies `use` to its whole value before anything else is done with it.
+
+    NNX's own hook `on_get_value` comes after indexing, and not at all where an attribute of the
+    value is read (`self.table.T`).
+    """
+
+    class Used(kind):
+        def get_value(self, *, index=...):
+            value = self.get_metadata()["at_use"](super().get_value())
+            return value if index is ... or not hasattr(value, "shape") or type(index).__name__ == "Missing" else value[index]
+
+        def __getattr__(self, name):
+            if name in object.__getattribute__(self, "_var_metadata"):
+                return self._var_metadata[name]
+            if name.startswith("_"):
+                raise AttributeError(name)
+            return getattr(self.get_value(), name)
+
+    Used.__name__ = kind.__name__
+    return Used
+
+
+def _collect(known: set[tuple[str, ...]], name: str, model: nnx.Module) -> Tree:
+    """Returns the variables that were there when the model was made; what it sowed on the way is dropped."""
+    flat = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))}
+    for path, variable in flat.items():
+        if path not in known and not isinstance(variable, nnx.Intermediate):
+            raise refuse(
+                f"{name} made the variable {'/'.join(path)} while it was called",
+                rule="state that lasts is there from the start: a compiled step cannot grow it",
+                fix="make it in __init__, or sow it as nnx.Intermediate, which a step drops",
+            )
+    return nest({path: _array(path, flat[path]) for path in sorted(known)})
 
 
 def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.Module:
@@ -118,7 +154,7 @@ def _array(path, variable):
         raise refuse(
             f"{'/'.join(_words(path))} holds {type(value).__name__}",
             rule="every variable of a model holds one array",
-            fix="store each array in an nnx.Param or nnx.Variable of its own",
+            fix="jnp.asarray(...) around a number; an nnx.Param or nnx.Variable for each of several arrays",
         )
     return value
 

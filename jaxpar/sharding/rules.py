@@ -170,12 +170,17 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
 def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
     """Returns `tensor` on the largest dim that it divides; vectors, also stacked ones, stay whole."""
     axes: list[tuple[str, ...]] = [()] * len(leaf.shape)
-    ways = sizes.get("tensor", 1)
+    ways, own = sizes.get("tensor", 1), own_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
-    vector = len(leaf.shape) < 2 or re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path)
-    if ways > 1 and not vector and fitting:
-        axes[max(fitting, key=lambda dim: (leaf.shape[dim], dim))] = ("tensor",)
+    if ways > 1 and own > 1 and fitting:
+        axes[max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, leaf.shape[dim], dim))] = ("tensor",)
     return Choice((None,) * len(leaf.shape), tuple(axes), "no names: largest dim")
+
+
+def own_dims(path: str, leaf: Leaf) -> int:
+    """Returns how many trailing dims an unnamed parameter probably has of its own; dims before them may be stacks."""
+    vector = re.search(r"(^|[/_])(bias|scale|beta|gamma)$", path)
+    return min(len(leaf.shape), 1 if vector else 2)
 
 
 def _indivisible(path, leaf: Leaf, dim, name, wanted, ways) -> Problem:

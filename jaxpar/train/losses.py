@@ -88,4 +88,12 @@ def as_sums(returned: Any, *, accumulate: int) -> Sums:
             rule='a loss function returns (sum, count), or {"loss": (sum, count), ...}, all scalars',
             fix="jnp.sum(losses), losses.size",
         )
+    for name, pair in returned.items():
+        for what, value in zip(("sum", "count"), pair, strict=True):
+            if hasattr(value, "dtype") and value.dtype in (jnp.bfloat16, jnp.float16):
+                raise refuse(
+                    f"the {what} of {name} is {value.dtype}",
+                    rule="sums and counts are float32: bfloat16 counts 3001 tokens as 3008",
+                    fix="logits.astype(jnp.float32) before the loss, jnp.float32 for the mask",
+                )
     return {name: (jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)) for name, (total, count) in returned.items()}

@@ -1,6 +1,7 @@
 """The training state, born sharded: no device and no host buffer ever holds all of it."""
 
 import dataclasses
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -46,7 +47,7 @@ def create(layout: Layout, optimizer: optax.GradientTransformation, *, seed: int
       JaxparError: If the layout has no devices, or offload is asked where the backend has no host memory.
     """
     init = initializer(layout, optimizer)
-    placed = shardings(layout, jax.eval_shape(init, jax.random.key(0)), offload=offload)
+    placed = shardings(layout, abstract(layout, optimizer), offload=offload)
     return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
 
 
@@ -62,6 +63,7 @@ def initializer(layout: Layout, optimizer: optax.GradientTransformation):
     return init
 
 
+@lru_cache(maxsize=16)
 def abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
     """Returns the state as shapes and dtypes."""
     return jax.eval_shape(initializer(layout, optimizer), jax.random.key(0))

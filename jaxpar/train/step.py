@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import nearest, refuse
+from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.models.remat import POLICIES, remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
@@ -106,7 +107,8 @@ class Step:
 
     def lower(self, state: State, batch: Batch):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
-        self._check_batch(batch)
+        for name, value in batch.items():
+            self._check_rows(name, value)
         with self._traced():
             lowered = self._train.lower(state, batch)
         if self.numerics.precision == "bf16":
@@ -115,30 +117,38 @@ class Step:
         return lowered
 
     def put(self, batch: Batch) -> dict[str, jax.Array]:
-        """Returns the batch on its devices; arrays that are there already are left alone."""
-        return {name: self._put(value) for name, value in batch.items()}
+        """Returns the batch on its devices; arrays that are there already are left alone.
 
-    def _put(self, value) -> jax.Array:
+        Raises:
+          JaxparError: If an entry is no array of numbers, or its first dim does not split.
+        """
+        if not isinstance(batch, Mapping) or not batch:
+            raise refuse(f"a batch that is {batch!r:.60}", rule="a batch is a dict of arrays", fix='{"inputs": ..., "targets": ...}')
+        return {name: self._put(name, value) for name, value in batch.items()}
+
+    def _put(self, name: str, value: Any) -> jax.Array:
         if isinstance(value, jax.Array) and len(value.sharding.device_set) == self.layout.devices:
             return value
-        value = np.asarray(value)
-        self._check_batch({"batch": value})
+        try:
+            value = np.asarray(value)
+        except (TypeError, ValueError) as error:
+            raise refuse(f"{name} in the batch: {error}", rule="a batch is a dict of arrays", fix=f"leave {name!r} out") from error
+        if value.dtype.kind not in "biuf" and value.dtype != jnp.bfloat16:
+            raise refuse(f"{name} in the batch has dtype {value.dtype}", rule="a batch holds numbers", fix=f"leave {name!r} out, or encode it")
+        self._check_rows(name, value)
         return jax.device_put(value, self.layout.sharding(self.layout.batch_spec(value.shape)))
 
-    def _check_batch(self, batch: Batch) -> None:
+    def _check_rows(self, name: str, value: Any) -> None:
         ways = self.layout.replicas * self.numerics.accumulate
-        for name, value in batch.items():
-            if not value.shape or value.shape[0] % ways:
-                shown = " x ".join(
-                    [f"{a}={s}" for a, s in self.layout.sizes.items() if a in ("data", "fsdp") and s > 1]
-                    + ([f"accumulate={self.numerics.accumulate}"] if self.numerics.accumulate > 1 else [])
-                )
-                rows = value.shape[0] if value.shape else 0
-                raise refuse(
-                    f"{name} of shape {list(value.shape)}: {rows} examples, {shown} need a multiple of {ways}",
-                    rule="data x fsdp x accumulate divides the global batch",
-                    fix=f"a global batch of {max(1, round(rows / ways)) * ways}",
-                )
+        rows = value.shape[0] if value.shape else 0
+        if not rows or rows % ways:
+            factors = {axis: self.layout.sizes[axis] for axis in BATCH_AXES} | {"accumulate": self.numerics.accumulate}
+            shown = " x ".join(f"{axis}={size}" for axis, size in factors.items() if size > 1) or "one device"
+            raise refuse(
+                f"{name} of shape {list(value.shape)} in the batch has {rows} examples; {shown} needs a multiple of {ways}",
+                rule="data x fsdp x accumulate divides the global batch, the first dim of every array",
+                fix=f"a global batch of {max(1, round(rows / ways)) * ways}",
+            )
 
     @contextmanager
     def _traced(self):
