@@ -1,8 +1,8 @@
 """What went wrong, the rule, and the way out.
 
-    JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
-      rule: the product of the axis sizes equals the number of devices
-      fix:  tensor=2, or fsdp=-1 to infer it
+JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
+  rule: the product of the axis sizes equals the number of devices
+  fix:  tensor=2, or fsdp=-1 to infer it
 """
 
 import difflib
@@ -37,7 +37,7 @@ class JaxparError(ValueError):
 
 
 def refuse(got: str, *, rule: str, fix: str) -> JaxparError:
-    """Returns the error for a single problem: `raise refuse(got, rule=..., fix=...)`."""
+    """Returns the error for a single problem, to be raised."""
     return JaxparError(Problem(got, rule, fix))
 
 

@@ -32,9 +32,7 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     scale = {unit: 1024**i for i, unit in enumerate(_BINARY)} | {unit: 1000**i for i, unit in enumerate(_DECIMAL)}
     if not match or (match[2] or "B") not in scale:
-        raise refuse(
-            f"{text!r} is no size", rule=f"a number and one of {', '.join(scale)}", fix='write it as "64 MiB"'
-        )
+        raise refuse(f"{text!r} is no size", rule=f"a number and one of {', '.join(scale)}", fix='write it as "64 MiB"')
     return int(float(match[1]) * scale[match[2] or "B"])
 
 

@@ -1,10 +1,10 @@
 """Models as their users write them, after Flax's published examples, and small. None knows of jaxpar.
 
-    MnistCNN   nnx     convolutions, BatchNorm, dropout, a flattened head
-    Gemma      nnx     grouped-query attention, rotary positions, gated MLP, tied embedding
-    VAE        linen   draws its own noise; loss of two terms
-    Seq2seq    linen   LSTM encoder and decoder, scanned; masked tokens
-    ResNet     linen   layers handed down as partials; `train` as an argument
+MnistCNN   nnx     convolutions, BatchNorm, dropout, a flattened head
+Gemma      nnx     grouped-query attention, rotary positions, gated MLP, tied embedding
+VAE        linen   draws its own noise; loss of two terms
+Seq2seq    linen   LSTM encoder and decoder, scanned; masked tokens
+ResNet     linen   layers handed down as partials; `train` as an argument
 """
 
 from functools import partial

@@ -38,7 +38,9 @@ def alone(kind, variant):
 
 
 CASES = [
-    pytest.param(kind, variant, layout, id=f"{kind}, {variant}, {layout}", marks=pytest.mark.xdist_group(f"{kind} {variant}"))
+    pytest.param(
+        kind, variant, layout, id=f"{kind}, {variant}, {layout}", marks=pytest.mark.xdist_group(f"{kind} {variant}")
+    )
     for kind in MODELS
     for variant in VARIANTS
     for layout in LAYOUTS
@@ -64,7 +66,9 @@ def assert_bytes_follow_zero(layout, state):
     split = whole = 0
     for place in layout.placements.values():
         mine = place.leaf.bytes // (tensor if "tensor" in str(place.used) and tensor > 1 else 1)
-        dims = [size // (tensor if "tensor" in str(place.used[d : d + 1]) else 1) for d, size in enumerate(place.leaf.shape)]
+        dims = [
+            size // (tensor if "tensor" in str(place.used[d : d + 1]) else 1) for d, size in enumerate(place.leaf.shape)
+        ]
         divides = any(size % ways == 0 for size, name in zip(dims, place.names, strict=True) if name != "layers")
         split, whole = (split + mine, whole) if divides else (split, whole + mine)
     sharded = split // ways + whole
@@ -96,5 +100,7 @@ def test_the_accumulator_of_gradients_is_sharded_as_zero_says(stage):
     carried = max((line for line in text.splitlines() if " while(" in line), key=len).split(" while(")[0]
     layers, rows, columns = layout.placements["blocks/up/kernel"].leaf.shape
     whole = carried.count(f"f32[{layers},{rows},{columns}]")
-    shards = carried.count(f"f32[{layers},{rows // 8},{columns}]") + carried.count(f"f32[{layers},{rows},{columns // 8}]")
+    shards = carried.count(f"f32[{layers},{rows // 8},{columns}]") + carried.count(
+        f"f32[{layers},{rows},{columns // 8}]"
+    )
     assert (whole, shards) == CARRIED[stage]

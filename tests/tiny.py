@@ -83,9 +83,13 @@ class Linen(nn.Module):
     def __call__(self, tokens, train=True):
         x = nn.Embed(VOCAB, DIM, name="token_embed")(tokens)
         layers = nn.scan(
-            nn.remat(LinenBlock, static_argnums=(2,)), variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast, length=2, metadata_params={nn.PARTITION_NAME: "layers"},
-        )  # fmt: skip
+            nn.remat(LinenBlock, static_argnums=(2,)),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
+            length=2,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
         x, _ = layers(name="blocks")(x, train)
         x = nn.BatchNorm(use_running_average=not train)(x)
         return nn.Dense(VOCAB, name="logits")(x)

@@ -34,22 +34,24 @@ def overhead(*, rounds: int = 12, starts: int = 3) -> dict[str, Any]:
     jp.simulate(8)
     print(f"{describe(jax.devices())}, jax {jax.__version__}, {rounds} pairs of steps, {starts} pairs of processes")
     print(f"{'layout':<30}{'step':>8}{'temporary':>22}{'first step':>12}   collectives, FLOP")
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name, (data, fsdp, tensor) in LAYOUTS.items():
-        row = _compare((data, fsdp, tensor), rounds) | {"first step": _starts((data, fsdp, tensor), starts)}
+        row: dict[str, Any] = _compare((data, fsdp, tensor), rounds)
+        row["first step"] = _starts((data, fsdp, tensor), starts)
         rows[name] = row
-        same = "the same" if row["collectives"] == row["twin collectives"] else "fewer" if row["no more"] else f"{row['collectives']} vs {row['twin collectives']}"
-        print(
-            f"{name:<30}{row['step']:>8.3f}{row['temporary']:>9} / {row['twin temporary']:<10}{row['first step']:>12.3f}"
-            f"   {same}, {row['flop']:.6g} / {row['twin flop']:.6g}",
-            flush=True,
-        )
+        more = Counter(row["collectives"]) - Counter(row["twin collectives"])
+        equal = row["collectives"] == row["twin collectives"]
+        same = f"MORE: {dict(more)}" if more else "the same" if equal else "fewer"
+        memory = f"{row['temporary']:>9} / {row['twin temporary']:<10}"
+        work = f"{same}, {row['flop']:.6g} / {row['twin flop']:.6g}"
+        print(f"{name:<30}{row['step']:>8.3f}{memory}{row['first step']:>12.3f}   {work}", flush=True)
     holds = all(
         row["step"] <= BOUNDS["step"] and row["temporary"] <= row["twin temporary"] * BOUNDS["temporary"]
         and row["first step"] <= BOUNDS["first step"] and row["no more"]
         for row in rows.values()
     )  # fmt: skip
-    print(f"bounds: step {BOUNDS['step']}, temporary memory {BOUNDS['temporary']}, first step {BOUNDS['first step']}: {'hold' if holds else 'DO NOT HOLD'}")
+    bounds = ", ".join(f"{name} {bound}" for name, bound in BOUNDS.items())
+    print(f"bounds ({bounds}) {'hold' if holds else 'DO NOT HOLD'}")
     return {"layouts": rows, "bounds": BOUNDS, "holds": holds, "jax": jax.__version__}
 
 
@@ -65,6 +67,7 @@ def _compare(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     their_state, _ = jax.block_until_ready(their_step(their_state, batch))
     ratios = []
     for index in range(rounds):
+
         def run_ours(state=state):
             return jax.block_until_ready(step(state, batch))[0]
 
@@ -78,12 +81,13 @@ def _compare(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
             their_state, theirs = _timed(run_theirs)
             state, mine = _timed(run_ours)
         ratios.append(mine / theirs)
-    collectives, their_collectives = count_collectives(program.as_text()), count_collectives(their_program.as_text())
-    flop, their_flop = program.cost_analysis()["flops"], their_program.cost_analysis()["flops"]
+    collectives, their_collectives = (count_collectives(made.as_text() or "") for made in (program, their_program))
+    flop, their_flop = (made.cost_analysis()["flops"] for made in (program, their_program))  # pyright: ignore
+    temporary, their_temporary = (made.memory_analysis().temp_size_in_bytes for made in (program, their_program))  # pyright: ignore
     return {
         "step": statistics.median(ratios),
-        "temporary": program.memory_analysis().temp_size_in_bytes,
-        "twin temporary": their_program.memory_analysis().temp_size_in_bytes,
+        "temporary": temporary,
+        "twin temporary": their_temporary,
         "collectives": collectives,
         "twin collectives": their_collectives,
         "flop": flop,

@@ -137,7 +137,11 @@ def build(mesh, optimizer):
         loss, gradients = jax.value_and_grad(mean_loss)(params, batch, mesh)
         gradients = jax.tree.map(jax.lax.with_sharding_constraint, gradients, placed)
         updates, inner = optimizer.update(gradients, inner, params)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients), "tokens": jnp.float32(math.prod(batch["targets"].shape))}
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(gradients),
+            "tokens": jnp.float32(math.prod(batch["targets"].shape)),
+        }
         return (optax.apply_updates(params, updates), inner, count + 1), metrics
 
     return state, step

@@ -15,7 +15,10 @@ EXAMPLE = """\
 def add(verbs) -> None:
     """Adds the verb."""
     verb = verbs.add_parser(
-        "check", help="report every problem of a job", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        "check",
+        help="report every problem of a job",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(verb)
     verb.add_argument("--explain", action="store_true", help="show where every parameter goes, and why")

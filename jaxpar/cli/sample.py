@@ -13,7 +13,10 @@ EXAMPLE = """\
 def add(verbs) -> None:
     """Adds the verb."""
     verb = verbs.add_parser(
-        "sample", help="sample text from a trained decoder", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+        "sample",
+        help="sample text from a trained decoder",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("folder", metavar="RUN", help="the folder of a run")
     verb.add_argument("--prompt", default="\n", help="what the text begins with")

@@ -22,7 +22,9 @@ def add(verbs) -> None:
     )
     verb.add_argument("job", metavar="JOB", nargs="?", help="a TOML file")
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
-    verb.add_argument("--print-defaults", action="store_true", help="show every key of a job with its meaning, and exit")
+    verb.add_argument(
+        "--print-defaults", action="store_true", help="show every key of a job with its meaning, and exit"
+    )
     add_json(verb)
     verb.set_defaults(run=run)
 
@@ -38,7 +40,9 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         print(show_defaults({name: settings for name, (_, settings) in MODELS.items()}))
         return {}, 0
     if args.job is None:
-        raise refuse("jaxpar train without a job", rule="a job is a TOML file", fix="jaxpar train configs/quickstart.toml")
+        raise refuse(
+            "jaxpar train without a job", rule="a job is a TOML file", fix="jaxpar train configs/quickstart.toml"
+        )
     job = load(args.job, args.overrides)
     if job.mesh.simulate:
         prefer_huge_pages()

@@ -26,7 +26,8 @@ from jaxpar.sharding import linen_model
 from jaxpar.sharding.names import Blueprint
 from jaxpar.train import losses
 from jaxpar.train.data import sources
-from jaxpar.train.step import Step, build as build_step
+from jaxpar.train.step import Step
+from jaxpar.train.step import build as build_step
 
 MODELS: dict[str, tuple[Callable, type]] = {
     "decoder": (decoder.Decoder, decoder.DecoderSettings),
@@ -87,7 +88,12 @@ def build(job: Job) -> Built:
     rates = jax.vmap(chain.schedule(job.optimizer, train.steps))(jnp.arange(train.steps))
     rates = np.broadcast_to(np.asarray(rates), (train.steps,))
     return Built(
-        job=job, layout=layout, step=step, optimizer=optimizer, source=source, learning_rate=lambda index: float(rates[index])
+        job=job,
+        layout=layout,
+        step=step,
+        optimizer=optimizer,
+        source=source,
+        learning_rate=lambda index: float(rates[index]),
     )
 
 
@@ -133,7 +139,11 @@ def resolve_loss(job: Job) -> Callable:
         )
     loss = import_object(name, "train.loss")
     if not callable(loss):
-        raise refuse(f"train.loss = {name!r} is a {type(loss).__name__}", rule="a loss is a function of (model, batch)", fix="name a function")
+        raise refuse(
+            f"train.loss = {name!r} is a {type(loss).__name__}",
+            rule="a loss is a function of (model, batch)",
+            fix="name a function",
+        )
     return loss
 
 
@@ -154,18 +164,26 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
         return partial(cls, made)
     if ":" not in name:
         raise refuse(
-            f"model.name = {name!r}", rule=f'a model is {", ".join(MODELS)}, or "package.module:Object"', fix=nearest(name, MODELS)
+            f"model.name = {name!r}",
+            rule=f'a model is {", ".join(MODELS)}, or "package.module:Object"',
+            fix=nearest(name, MODELS),
         )
     from flax import linen as nn
 
     target = import_object(name, "model.name")
     if not callable(target):
-        raise refuse(f"model.name = {name!r} is a {type(target).__name__}", rule="a model is a class or a function", fix="name a class")
+        raise refuse(
+            f"model.name = {name!r} is a {type(target).__name__}",
+            rule="a model is a class or a function",
+            fix="name a class",
+        )
     if inspect.isclass(target) and issubclass(target, nn.Module):
         try:
             module = target(**settings)
         except TypeError as error:
-            raise refuse(f"{name}: {error}", rule="keys of [model] are the module's fields", fix="see the module") from error
+            raise refuse(
+                f"{name}: {error}", rule="keys of [model] are the module's fields", fix="see the module"
+            ) from error
         batch = abstract_batch(job)
 
         def call(model):
@@ -185,16 +203,22 @@ def import_object(name: str, key: str) -> Any:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise refuse(
-            f"{key} = {name!r}: {error}", rule="the module is found from the working directory or installed", fix="start jaxpar where the module lies"
+            f"{key} = {name!r}: {error}",
+            rule="the module is found from the working directory or installed",
+            fix="start jaxpar where the module lies",
         ) from error
     except (ImportError, SyntaxError) as error:
-        raise refuse(f"{key} = {name!r}: {error}", rule="the module can be imported", fix=f"python -c 'import {module}'") from error
+        raise refuse(
+            f"{key} = {name!r}: {error}", rule="the module can be imported", fix=f"python -c 'import {module}'"
+        ) from error
     try:
         for word in attribute.split("."):
             found = getattr(found, word)
     except AttributeError as error:
         public = [word for word in vars(importlib.import_module(module)) if not word.startswith("_")]
-        raise refuse(f"{key} = {name!r}: {error}", rule="the module has such an object", fix=nearest(attribute, public)) from error
+        raise refuse(
+            f"{key} = {name!r}: {error}", rule="the module has such an object", fix=nearest(attribute, public)
+        ) from error
     return found
 
 
@@ -253,7 +277,8 @@ def _check_batch(job: Job) -> list[Problem]:
         up = -(-job.train.global_batch // ways) * ways
         return [
             Problem(
-                f"train.global_batch = {job.train.global_batch} over data={sizes['data']} x fsdp={sizes['fsdp']} x accumulate={job.train.accumulate}",
+                f"train.global_batch = {job.train.global_batch} over data={sizes['data']} x fsdp={sizes['fsdp']}"
+                f" x accumulate={job.train.accumulate}",
                 f"data x fsdp x accumulate ({ways}) divides the global batch",
                 f"global_batch = {up}",
             )
@@ -277,9 +302,24 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
         jax.eval_shape(forward, jax.random.key(0), batch)
     except JaxparError:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError, NameError, AssertionError, ArithmeticError) as error:
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        NameError,
+        AssertionError,
+        ArithmeticError,
+    ) as error:
         shapes = ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in batch.items())
-        text = f"no entry {error}" if isinstance(error, KeyError) else str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = (
+            f"no entry {error}"
+            if isinstance(error, KeyError)
+            else str(error).splitlines()[0]
+            if str(error)
+            else type(error).__name__
+        )
         raise refuse(
             f"{blueprint.name} with loss {job.train.loss} on {shapes}: {text}",
             rule="model and loss accept the batches of the data",

@@ -1,8 +1,8 @@
 """A job is trained: from its latest checkpoint, into its run folder.
 
-    RUN/job.toml        the resolved job           RUN/metrics.jsonl   a line per step
-    RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
-    RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
+RUN/job.toml        the resolved job           RUN/metrics.jsonl   a line per step
+RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
+RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 """
 
 import importlib.metadata
@@ -49,10 +49,16 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
     (folder / "job.toml").write_text(dumps(job))
     write_json(folder / "run.json", record(built))
     log = Log(folder, job.metrics, start=steps[-1] if steps else 0)
-    devices = list(built.layout.mesh.devices.flat) if built.layout.mesh is not None else []
-    progress = Progress(job.train.steps, every=job.metrics.show_every, flops=step_flop(built), peak=_peak(devices), stream=stream)
+    devices = list(built.layout.on.devices.flat)
+    progress = Progress(
+        job.train.steps, every=job.metrics.show_every, unit="tokens" if job.data.is_text else "examples",
+        flops=step_flop(built), peak=_peak(devices), stream=stream,
+    )  # fmt: skip
     with progress:
-        progress.say(f"{built.layout.summary()}\n{describe(devices)}, {folder}" + (f", on from step {steps[-1]}" if steps else ""))
+        progress.say(
+            f"{built.layout.summary()}\n{describe(devices)}, {folder}"
+            + (f", on from step {steps[-1]}" if steps else "")
+        )
         if steps and steps[-1] >= job.train.steps:
             progress.say(f"nothing to do: trained to step {steps[-1]} of {job.train.steps}; raise train.steps to go on")
         try:
@@ -62,9 +68,16 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
         if built.step.products is not None:
             progress.say(str(built.step.products))
         if outcome.stopped_by:
-            progress.say(f"stopped by {outcome.stopped_by}, saved step {int(outcome.state.step)}; the same command goes on from there")
+            saved = int(outcome.state.step)
+            progress.say(f"stopped by {outcome.stopped_by}, saved step {saved}; the same command goes on from there")
     last = outcome.rows[-1] if outcome.rows else {}
-    return {"run": str(folder), "step": int(outcome.state.step), "stopped_by": outcome.stopped_by, "resumed_from": steps[-1] if steps else 0, "last": last}
+    return {
+        "run": str(folder),
+        "step": int(outcome.state.step),
+        "stopped_by": outcome.stopped_by,
+        "resumed_from": steps[-1] if steps else 0,
+        "last": last,
+    }
 
 
 def step_flop(built: Built) -> float:
@@ -75,8 +88,7 @@ def step_flop(built: Built) -> float:
         params, rest = blueprint.init(key)
         return loss(blueprint.bind(params, rest, lambda path, value: value, Compute()), batch)
 
-    devices = built.layout.mesh.devices.flat if built.layout.mesh is not None else []
-    if not _peak(list(devices)):
+    if not _peak(list(built.layout.on.devices.flat)):
         return 0.0  # only MFU needs it, and there is none on simulated or unknown devices
     return 3.0 * forward_flop(forward, jax.random.key(0), abstract_batch(built.job))
 
@@ -84,11 +96,11 @@ def step_flop(built: Built) -> float:
 def record(built: Built) -> dict[str, Any]:
     """Returns what a run should remember of where it was made."""
     packages = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    mesh = built.layout.mesh
     return {
-        "versions": {name: importlib.metadata.version(name) for name in packages} | {"python": platform.python_version()},
+        "versions": {name: importlib.metadata.version(name) for name in packages}
+        | {"python": platform.python_version()},
         "commit": _commit(),
-        "devices": describe(list(mesh.devices.flat)) if mesh is not None else "",
+        "devices": describe(list(built.layout.on.devices.flat)),
         "mesh": built.layout.sizes,
         "data": built.source.fingerprint,
         "parameters": sum(place.leaf.size for place in built.layout.placements.values()),
@@ -107,10 +119,18 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress) -> loop.Run:
 def _check_folder(job: Job, folder: Path, store: Store) -> list[int]:
     """Returns the steps of the checkpoints to go on from, by the job's wish."""
     if folder.exists() and not folder.is_dir():
-        raise refuse(f"run.dir = {job.run.dir!r} is a file", rule="a run lives in a folder of its own", fix="run.dir = 'runs/mine'")
+        raise refuse(
+            f"run.dir = {job.run.dir!r} is a file",
+            rule="a run lives in a folder of its own",
+            fix="run.dir = 'runs/mine'",
+        )
     steps = store.steps()
     if job.run.resume == "must" and not steps:
-        raise refuse(f"run.resume = 'must', {folder} has no checkpoint", rule="there is something to go on from", fix="run.resume = 'auto'")
+        raise refuse(
+            f"run.resume = 'must', {folder} has no checkpoint",
+            rule="there is something to go on from",
+            fix="run.resume = 'auto'",
+        )
     if job.run.resume == "never" and steps:
         raise refuse(
             f"run.resume = 'never', {folder} has checkpoints up to step {steps[-1]}",
@@ -144,8 +164,12 @@ def _peak(devices: list[Any]) -> float:
 def _commit() -> str:
     """Returns the commit of the working directory, `+` for uncommitted changes, or "" outside of git."""
     try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False)
-        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=False)
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

@@ -36,12 +36,24 @@ def sample(folder: str | Path, prompt: str, *, tokens: int, temperature: float, 
     """
     folder = Path(folder)
     if not (folder / "job.toml").exists():
-        raise refuse(f"{folder} holds no job.toml", rule="text is sampled from the folder of a run", fix="jaxpar train configs/quickstart.toml")
+        raise refuse(
+            f"{folder} holds no job.toml",
+            rule="text is sampled from the folder of a run",
+            fix="jaxpar train configs/quickstart.toml",
+        )
     if tokens < 1 or temperature < 0:
-        raise refuse(f"tokens {tokens}, temperature {temperature}", rule="tokens is at least 1, temperature at least 0", fix="--tokens 200 --temperature 0.8")
+        raise refuse(
+            f"tokens {tokens}, temperature {temperature}",
+            rule="tokens is at least 1, temperature at least 0",
+            fix="--tokens 200 --temperature 0.8",
+        )
     job = load(folder / "job.toml")
     if not job.data.is_text:
-        raise refuse(f"{folder} was trained on {job.data.source}", rule="text is sampled from a model of text", fix="a run with data.source = 'text'")
+        raise refuse(
+            f"{folder} was trained on {job.data.source}",
+            rule="text is sampled from a model of text",
+            fix="a run with data.source = 'text'",
+        )
     layout = compose(resolve_model(job, resolve_loss(job)), Parallel(), jax.devices()[:1])
     store = Store(folder / "checkpoints", job.checkpoint)
     alone = SingleDeviceSharding(jax.devices()[0])

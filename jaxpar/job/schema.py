@@ -52,7 +52,9 @@ class MeshTable:
     def __post_init__(self):
         for key in ("simulate", "devices"):
             if getattr(self, key) < 0:
-                raise refuse(f"mesh.{key} = {getattr(self, key)}", rule="a number of devices is not negative", fix=f"{key} = 8")
+                raise refuse(
+                    f"mesh.{key} = {getattr(self, key)}", rule="a number of devices is not negative", fix=f"{key} = 8"
+                )
         if self.simulate and self.devices:
             raise refuse(
                 f"mesh.simulate = {self.simulate} and mesh.devices = {self.devices}",
@@ -90,9 +92,18 @@ class TrainTable:
     eval_batches: int = 0
 
     def __post_init__(self):
-        for key, low in (("steps", 1), ("global_batch", 1), ("accumulate", 1), ("seed", 0), ("eval_every", 0), ("eval_batches", 0)):
+        for key, low in (
+            ("steps", 1),
+            ("global_batch", 1),
+            ("accumulate", 1),
+            ("seed", 0),
+            ("eval_every", 0),
+            ("eval_batches", 0),
+        ):
             if getattr(self, key) < low:
-                raise refuse(f"train.{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"{key} = {low}")
+                raise refuse(
+                    f"train.{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"{key} = {low}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +148,17 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise refuse(f"job file {path}: {error.strerror}", rule="a job is a TOML file", fix="jaxpar train configs/quickstart.toml") from error
+        raise refuse(
+            f"job file {path}: {error.strerror}",
+            rule="a job is a TOML file",
+            fix="jaxpar train configs/quickstart.toml",
+        ) from error
     except UnicodeDecodeError as error:
-        raise refuse(f"job file {path} is no text", rule="a job is a TOML file in utf-8", fix="jaxpar train configs/quickstart.toml") from error
+        raise refuse(
+            f"job file {path} is no text",
+            rule="a job is a TOML file in utf-8",
+            fix="jaxpar train configs/quickstart.toml",
+        ) from error
     job = loads(text, overrides, name=str(path))
     if job.run.dir:
         return job
@@ -151,7 +170,9 @@ def loads(text: str, overrides: list[str] | tuple[str, ...] = (), *, name: str =
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise refuse(f"{name}: {error}", rule="a job is TOML", fix='key = value under [section]; text in "quotes"') from error
+        raise refuse(
+            f"{name}: {error}", rule="a job is TOML", fix='key = value under [section]; text in "quotes"'
+        ) from error
     problems = []
     for override in overrides:
         problems += _override(raw, override)
@@ -170,7 +191,9 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     for word in words[:-1]:
         table = table.setdefault(word, {})
         if not isinstance(table, dict):
-            return [Problem(f"override {text!r}: {word} is no table", "an override is section.key=value", "train.steps=100")]
+            return [
+                Problem(f"override {text!r}: {word} is no table", "an override is section.key=value", "train.steps=100")
+            ]
     try:
         table[words[-1]] = tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
@@ -187,13 +210,17 @@ def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
             owners = [name for name, cls in TABLES.items() if section in {f.name for f in dataclasses.fields(cls)}]
             problems.append(
                 Problem(
-                    f"unknown section [{section}]" if isinstance(table, dict) else f"key {section!r} outside of a section",
+                    f"unknown section [{section}]"
+                    if isinstance(table, dict)
+                    else f"key {section!r} outside of a section",
                     "a job has the sections " + ", ".join(f.name for f in dataclasses.fields(Job)),
                     f"{section} belongs to [{owners[0]}]" if owners and not isinstance(table, dict) else fix,
                 )
             )
         elif not isinstance(table, dict):
-            problems.append(Problem(f"{section} = {table!r}", f"{section} is a section", f"[{section}] on a line of its own"))
+            problems.append(
+                Problem(f"{section} = {table!r}", f"{section} is a section", f"[{section}] on a line of its own")
+            )
         elif section == "model":
             made["model"] = {"name": "decoder", **table}
             if not isinstance(made["model"]["name"], str):
@@ -228,7 +255,11 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         return list(cause.problems)
     if error["type"] == "unexpected_keyword_argument":
         keys = [f.name for f in dataclasses.fields(cls)]
-        return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", nearest(str(error["loc"][0]), keys))]
+        return [
+            Problem(
+                f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", nearest(str(error["loc"][0]), keys)
+            )
+        ]
     expected = re.sub(r"^Input should be ", "", error["msg"])
     expected = expected.replace("a valid ", "a ").replace("boolean", "boolean (true or false)")
     wrong = error["input"]
@@ -267,7 +298,11 @@ def show_defaults(models: dict[str, type]) -> str:
     for section, cls in TABLES.items():
         lines += ["", f"[{section}]", *_rows(cls)]
         if section == "parallel":
-            lines += ["", "[model]", f"{'name = ' + _shown('decoder'):<28}# {', '.join(models)}, or \"package.module:Object\" and its own arguments"]
+            lines += [
+                "",
+                "[model]",
+                f'{"name = " + _shown("decoder"):<28}# {", ".join(models)}, or "package.module:Object"',
+            ]
             for name, settings in models.items():
                 lines += [f"# -- of {name}:", *("# " + row for row in _rows(settings))]
     return "\n".join(lines)
@@ -298,6 +333,14 @@ def dumps(job: Job) -> str:
     lines = []
     for section in dataclasses.fields(Job):
         table = getattr(job, section.name)
-        table = dict(table) if isinstance(table, dict) else {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
-        lines += [f"[{section.name}]", *(f"{key} = {_shown(value)}" for key, value in table.items() if value is not None), ""]
+        table = (
+            dict(table)
+            if isinstance(table, dict)
+            else {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+        )
+        lines += [
+            f"[{section.name}]",
+            *(f"{key} = {_shown(value)}" for key, value in table.items() if value is not None),
+            "",
+        ]
     return "\n".join(lines)

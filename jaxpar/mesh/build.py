@@ -1,6 +1,7 @@
 """Sizes and devices become a mesh."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from jax.sharding import AxisType, Mesh
 from jaxpar.mesh.axes import AXES, infer_sizes
 
 
-def build(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
     """Returns the mesh with those axes, outermost first as in `AXES`.
 
     Every axis is an Auto axis: XLA places the collectives, and unmodified Flax models work.

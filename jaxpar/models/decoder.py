@@ -1,8 +1,8 @@
 """A decoder that is GPT-2 or Llama by settings.
 
-                     position  norm   gated  use_bias  tied
-    Llama (default)  rotary    rms    yes    no        no
-    GPT-2            learned   layer  no     yes       yes
+                 position  norm   gated  use_bias  tied
+Llama (default)  rotary    rms    yes    no        no
+GPT-2            learned   layer  no     yes       yes
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,18 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import refuse
-from jaxpar.models.layers import Attend, Block, Norm, attend, constrain, dropout, run_stack, stack, weight
+from jaxpar.models.layers import (
+    Attend,
+    Block,
+    BlockSettings,
+    Norm,
+    attend,
+    constrain,
+    dropout,
+    run_stack,
+    stack,
+    weight,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +107,6 @@ class Decoder(nnx.Module):
       rngs: Streams `params` and `dropout`.
     """
 
-    remat: str = "none"
-
     def __init__(self, settings: DecoderSettings, *, attend: Attend = attend, rngs: nnx.Rngs):
         s = self.settings = settings
         self.remat = "none"
@@ -105,14 +114,21 @@ class Decoder(nnx.Module):
         self.embed = weight(rngs, (s.vocab, s.dim), ("vocab", "embed"), 1.0 if not s.tied else s.dim**-0.5)
         self.positions = weight(rngs, (s.seq, s.dim), ("seq_table", "embed"), 0.02) if s.position == "learned" else None
 
-        def block(rngs):
-            return Block(
-                s.dim, s.heads, kv_heads=s.kv_heads or s.heads, hidden=s.width, norm=s.norm, gated=s.gated,
-                use_bias=s.use_bias, rope=s.rope_base if s.position == "rotary" else None, causal=True,
-                rate=s.dropout, out_scale=(2 * s.layers) ** -0.5, attend=attend, rngs=rngs,
-            )  # fmt: skip
-
-        self.blocks = stack(block, s.layers, rngs)
+        kind = BlockSettings(
+            dim=s.dim,
+            heads=s.heads,
+            kv_heads=s.kv_heads or s.heads,
+            hidden=s.width,
+            norm=s.norm,
+            gated=s.gated,
+            use_bias=s.use_bias,
+            rope=s.rope_base if s.position == "rotary" else None,
+            causal=True,
+            dropout=s.dropout,
+            out_scale=(2 * s.layers) ** -0.5,
+            attend=attend,
+        )
+        self.blocks = stack(lambda rngs: Block(kind, rngs=rngs), s.layers, rngs)
         self.norm = Norm(s.dim, kind=s.norm)
         self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None

@@ -5,6 +5,7 @@ Suffixes of arrays: b batch, s seq, d embed, h heads, g kv_heads, k head_dim, f 
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
@@ -69,6 +70,7 @@ class Norm(nnx.Module):
         self.bias = bias(kind == "layer", (dim,), ("embed",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x [..., dim] normalized over its last dim."""
         y = x.astype(jnp.float32)
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -97,49 +99,80 @@ def attend(q_bshk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array, *, is_causal
     return jax.nn.dot_product_attention(q_bshk, k_bsgk, v_bsgk, is_causal=is_causal, implementation=fused)
 
 
-class Attention(nnx.Module):
-    """Multi-head attention, grouped-query where `kv_heads` < `heads` (Ainslie et al. 2023, arXiv:2305.13245)."""
+@dataclass(frozen=True, kw_only=True)
+class BlockSettings:
+    """Shape and kind of a transformer layer.
 
-    def __init__(
-        self, dim: int, heads: int, kv_heads: int, *, use_bias: bool, rope: float | None, causal: bool, out_scale: float,
-        attend: Attend = attend, rngs: nnx.Rngs,
-    ):  # fmt: skip
-        head_dim = dim // heads
-        scale = 1 / math.sqrt(dim)
-        self.rope, self.causal, self.attend = rope, causal, attend
-        self.query = weight(rngs, (dim, heads, head_dim), ("embed", "heads", "head_dim"), scale)
-        self.key = weight(rngs, (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
-        self.value = weight(rngs, (dim, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
-        self.out = weight(rngs, (heads, head_dim, dim), ("heads", "head_dim", "embed"), scale * out_scale)
-        self.query_bias = bias(use_bias, (heads, head_dim), ("heads", "head_dim"))
-        self.key_bias = bias(use_bias, (kv_heads, head_dim), ("kv_heads", "head_dim"))
-        self.value_bias = bias(use_bias, (kv_heads, head_dim), ("kv_heads", "head_dim"))
-        self.out_bias = bias(use_bias, (dim,), ("embed",))
+    Attributes:
+      dim: Width of the stream.
+      heads: Attention heads.
+      kv_heads: Heads of keys and values.
+      hidden: Width of the feed-forward.
+      norm: rms or layer.
+      gated: SwiGLU in the feed-forward, else GELU.
+      use_bias: Biases on every matrix.
+      rope: Base of rotary positions, or None.
+      causal: Whether a token sees only those before it.
+      dropout: Rate, where a key is given.
+      out_scale: Scale of the initial matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
+      attend: How attention is computed.
+    """
+
+    dim: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    norm: Literal["rms", "layer"]
+    gated: bool
+    use_bias: bool
+    rope: float | None
+    causal: bool
+    dropout: float
+    out_scale: float
+    attend: Attend = attend
+
+
+class Attention(nnx.Module):
+    """Multi-head attention, grouped-query where `kv_heads` < `heads` (arXiv:2305.13245)."""
+
+    def __init__(self, s: BlockSettings, *, rngs: nnx.Rngs):
+        head_dim, scale = s.dim // s.heads, 1 / math.sqrt(s.dim)
+        self.settings = s
+        self.query = weight(rngs, (s.dim, s.heads, head_dim), ("embed", "heads", "head_dim"), scale)
+        self.key = weight(rngs, (s.dim, s.kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
+        self.value = weight(rngs, (s.dim, s.kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), scale)
+        self.out = weight(rngs, (s.heads, head_dim, s.dim), ("heads", "head_dim", "embed"), scale * s.out_scale)
+        self.query_bias = bias(s.use_bias, (s.heads, head_dim), ("heads", "head_dim"))
+        self.key_bias = bias(s.use_bias, (s.kv_heads, head_dim), ("kv_heads", "head_dim"))
+        self.value_bias = bias(s.use_bias, (s.kv_heads, head_dim), ("kv_heads", "head_dim"))
+        self.out_bias = bias(s.use_bias, (s.dim,), ("embed",))
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
+        """Returns [batch, seq, dim]."""
         q = _plus(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), self.query_bias)
         k = _plus(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), self.key_bias)
         v = _plus(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), self.value_bias)
-        if self.rope is not None:
-            q, k = rotate(q, self.rope), rotate(k, self.rope)
+        if self.settings.rope is not None:
+            q, k = rotate(q, self.settings.rope), rotate(k, self.settings.rope)
         q = constrain(q, "batch", "seq", "heads", "head_dim")
         k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
         v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
-        y = self.attend(q, k, v, is_causal=self.causal)
+        y = self.settings.attend(q, k, v, is_causal=self.settings.causal)
         return _plus(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
 
 
 class FeedForward(nnx.Module):
-    """Two matrices with GELU between them, or three with SiLU gating (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
+    """Two matrices with GELU between them, or three with SiLU gating (SwiGLU, arXiv:2002.05202)."""
 
-    def __init__(self, dim: int, hidden: int, *, gated: bool, use_bias: bool, out_scale: float, rngs: nnx.Rngs):
-        self.up = weight(rngs, (dim, hidden), ("embed", "mlp"), 1 / math.sqrt(dim))
-        self.gate = weight(rngs, (dim, hidden), ("embed", "mlp"), 1 / math.sqrt(dim)) if gated else None
-        self.down = weight(rngs, (hidden, dim), ("mlp", "embed"), out_scale / math.sqrt(hidden))
-        self.up_bias = bias(use_bias, (hidden,), ("mlp",))
-        self.down_bias = bias(use_bias, (dim,), ("embed",))
+    def __init__(self, s: BlockSettings, *, rngs: nnx.Rngs):
+        self.up = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim))
+        self.gate = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim)) if s.gated else None
+        self.down = weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.out_scale / math.sqrt(s.hidden))
+        self.up_bias = bias(s.use_bias, (s.hidden,), ("mlp",))
+        self.down_bias = bias(s.use_bias, (s.dim,), ("embed",))
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
+        """Returns [batch, seq, dim]."""
         h = _plus(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), self.up_bias)
         if self.gate is None:
             h = jax.nn.gelu(h)
@@ -152,19 +185,15 @@ class FeedForward(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm transformer layer: attention, then the feed-forward, each added to the stream."""
 
-    def __init__(
-        self, dim: int, heads: int, *, kv_heads: int, hidden: int, norm: Literal["rms", "layer"], gated: bool, use_bias: bool,
-        rope: float | None, causal: bool, rate: float, out_scale: float, attend: Attend = attend, rngs: nnx.Rngs,
-    ):  # fmt: skip
-        self.rate = rate
-        self.norm_attention = Norm(dim, kind=norm)
-        self.attention = Attention(
-            dim, heads, kv_heads, use_bias=use_bias, rope=rope, causal=causal, out_scale=out_scale, attend=attend, rngs=rngs
-        )
-        self.norm_mlp = Norm(dim, kind=norm)
-        self.mlp = FeedForward(dim, hidden, gated=gated, use_bias=use_bias, out_scale=out_scale, rngs=rngs)
+    def __init__(self, s: BlockSettings, *, rngs: nnx.Rngs):
+        self.rate = s.dropout
+        self.norm_attention = Norm(s.dim, kind=s.norm)
+        self.attention = Attention(s, rngs=rngs)
+        self.norm_mlp = Norm(s.dim, kind=s.norm)
+        self.mlp = FeedForward(s, rngs=rngs)
 
     def __call__(self, x_bsd: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Returns [batch, seq, dim]; without a key nothing is dropped."""
         keys = (None, None) if key is None else jax.random.split(key)
         x_bsd = x_bsd + dropout(self.attention(self.norm_attention(x_bsd)), self.rate, keys[0])
         x_bsd = constrain(x_bsd, "batch", "seq", "embed")
@@ -183,7 +212,9 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     return made(rngs)
 
 
-def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, policy: str, scan: bool, count: int) -> jax.Array:
+def run_stack(
+    blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, policy: str, scan: bool, count: int
+) -> jax.Array:
     """Returns `x` after all blocks of a stack.
 
     Args:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.layers import bias, constrain, weight
+from jaxpar.models.layers import constrain, weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,11 @@ class MLP(nnx.Module):
         s = self.settings = settings
         self.first = weight(rngs, (s.inputs, s.dim), ("inputs", "embed"), s.inputs**-0.5)
         self.up = nnx.List([weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), s.dim**-0.5) for _ in range(s.layers)])
-        self.down = nnx.List([weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.hidden**-0.5) for _ in range(s.layers)])
+        self.down = nnx.List(
+            [weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.hidden**-0.5) for _ in range(s.layers)]
+        )
         self.head = weight(rngs, (s.dim, s.classes), ("embed", "classes"), s.dim**-0.5)
-        self.head_bias = bias(True, (s.classes,), ("classes",))
+        self.head_bias = nnx.Param(jnp.zeros((s.classes,)), out_sharding=("classes",))
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Returns logits [batch, classes] for inputs [batch, ...]."""

@@ -33,9 +33,12 @@ class ResidualBlock(nnx.Module):
         self.conv2 = nnx.Conv(outputs, outputs, (3, 3), use_bias=False, rngs=rngs)
         self.norm2 = nnx.BatchNorm(outputs, rngs=rngs)
         shape_changes = stride != 1 or inputs != outputs
-        self.short = nnx.Conv(inputs, outputs, (1, 1), strides=stride, use_bias=False, rngs=rngs) if shape_changes else None
+        self.short = (
+            nnx.Conv(inputs, outputs, (1, 1), strides=stride, use_bias=False, rngs=rngs) if shape_changes else None
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns [batch, height / stride, width / stride, outputs]."""
         y = self.norm2(self.conv2(nnx.relu(self.norm1(self.conv1(x)))))
         return nnx.relu(y + (x if self.short is None else self.short(x)))
 

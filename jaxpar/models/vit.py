@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import refuse
-from jaxpar.models.layers import Block, Norm, bias, constrain, dropout, run_stack, stack, weight
+from jaxpar.models.layers import Block, BlockSettings, Norm, constrain, dropout, run_stack, stack, weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +62,26 @@ class ViT(nnx.Module):
         self.deterministic = False
         pixels, patches = s.patch * s.patch * s.channels, (s.size // s.patch) ** 2
         self.patch = weight(rngs, (pixels, s.dim), ("pixels", "embed"), pixels**-0.5)
-        self.patch_bias = bias(True, (s.dim,), ("embed",))
+        self.patch_bias = nnx.Param(jnp.zeros((s.dim,)), out_sharding=("embed",))
         self.positions = weight(rngs, (patches, s.dim), ("patches", "embed"), 0.02)
 
-        def block(rngs):
-            return Block(
-                s.dim, s.heads, kv_heads=s.heads, hidden=s.hidden or 4 * s.dim, norm="layer", gated=False, use_bias=True,
-                rope=None, causal=False, rate=s.dropout, out_scale=(2 * s.layers) ** -0.5, rngs=rngs,
-            )  # fmt: skip
-
-        self.blocks = stack(block, s.layers, rngs)
+        kind = BlockSettings(
+            dim=s.dim,
+            heads=s.heads,
+            kv_heads=s.heads,
+            hidden=s.hidden or 4 * s.dim,
+            norm="layer",
+            gated=False,
+            use_bias=True,
+            rope=None,
+            causal=False,
+            dropout=s.dropout,
+            out_scale=(2 * s.layers) ** -0.5,
+        )
+        self.blocks = stack(lambda rngs: Block(kind, rngs=rngs), s.layers, rngs)
         self.norm = Norm(s.dim, kind="layer")
         self.head = weight(rngs, (s.dim, s.classes), ("embed", "classes"), s.dim**-0.5)
-        self.head_bias = bias(True, (s.classes,), ("classes",))
+        self.head_bias = nnx.Param(jnp.zeros((s.classes,)), out_sharding=("classes",))
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
 
     def __call__(self, images: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The optimizer of a job: an optax chain and its learning rate, from a handful of settings."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -37,14 +38,13 @@ class Optimizer:
     clip: float = 1.0
 
     def __post_init__(self):
-        for key, low, high in (
-            ("learning_rate", 0, float("inf")), ("warmup", 0, float("inf")), ("final", 0, 1), ("weight_decay", 0, float("inf")),
-            ("beta1", 0, 1), ("beta2", 0, 1), ("clip", 0, float("inf")),
-        ):  # fmt: skip
-            value = getattr(self, key)
+        for key in ("learning_rate", "warmup", "final", "weight_decay", "beta1", "beta2", "clip"):
+            value, low, high = getattr(self, key), 0, 1 if key in ("final", "beta1", "beta2") else math.inf
             if not low <= value <= high:
                 raise refuse(
-                    f"optimizer.{key} = {value}", rule=f"{key} is within {low}..{high}", fix=f"{key} = {getattr(Optimizer, key)}"
+                    f"optimizer.{key} = {value}",
+                    rule=f"{key} is within {low}..{high}",
+                    fix=f"{key} = {getattr(Optimizer, key)}",
                 )
 
 

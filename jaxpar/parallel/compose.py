@@ -1,7 +1,7 @@
 """Model, declaration and devices become a `Layout`, or every problem at once."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,7 +62,9 @@ def as_blueprint(model: Any) -> Blueprint:
     if isinstance(model, nnx.Module) or not callable(model):
         raise JaxparError(
             Problem(
-                f"a {type(model).__name__} that is built already" if isinstance(model, nnx.Module) else f"model={model!r}",
+                f"a {type(model).__name__} that is built already"
+                if isinstance(model, nnx.Module)
+                else f"model={model!r}",
                 "a model is given as a function of `rngs`, so that no device ever holds all of it",
                 f"lambda rngs: {type(model).__name__ if isinstance(model, nnx.Module) else 'MyNet'}(..., rngs=rngs)",
             )
@@ -70,12 +72,11 @@ def as_blueprint(model: Any) -> Blueprint:
     inner = model
     while isinstance(inner, partial):
         inner = inner.func
-    return nnx_model.blueprint(model, name=getattr(inner, "__name__", type(inner).__name__))
+    factory: Any = model
+    return nnx_model.blueprint(factory, name=getattr(inner, "__name__", type(inner).__name__))
 
 
-def compose(
-    model: Callable | Blueprint, parallel: Parallel, devices: Sequence[jax.Device] | int | None = None
-) -> Layout:
+def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[Any] | int | None = None) -> Layout:
     """Returns where every array of a training job lives.
 
     Args:
@@ -164,7 +165,9 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                 Problem(
                     f"path rule {pattern!r} matches no parameter of {blueprint.name}",
                     "every rule matches the end of at least one path",
-                    nearest(pattern, blueprint.leaves) if len(blueprint.leaves) < 20 else "see `jaxpar check --explain`",
+                    nearest(pattern, blueprint.leaves)
+                    if len(blueprint.leaves) < 20
+                    else "see `jaxpar check --explain`",
                 )
             )
     return problems

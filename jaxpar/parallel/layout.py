@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.errors import refuse
+from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.declare import Parallel
 from jaxpar.sharding.names import Blueprint, Leaf, Tree, nest, path_of
 from jaxpar.sharding.place import shard_bytes
@@ -72,8 +72,9 @@ class Layout:
         """Ways the batch is split."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
 
-    def sharding(self, spec: PartitionSpec, *, memory: str | None = None) -> NamedSharding:
-        """Returns the sharding of a spec on this layout's mesh.
+    @property
+    def on(self) -> Mesh:
+        """The mesh.
 
         Raises:
           JaxparError: If the layout was composed without devices.
@@ -84,7 +85,11 @@ class Layout:
                 rule="arrays live on a mesh",
                 fix="compose(model, parallel) on real or simulated devices",
             )
-        return NamedSharding(self.mesh, spec, memory_kind=memory)
+        return self.mesh
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Returns the sharding of a spec on this layout's mesh."""
+        return NamedSharding(self.on, spec)
 
     @cached_property
     def params(self) -> Tree:
@@ -191,7 +196,9 @@ class Layout:
             shape = " x ".join(map(str, place.leaf.shape)) or "scalar"
             rows.append((path, self.describe(path), shape, show_bytes(own), place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows]
+        lines = [
+            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows
+        ]
         return "\n".join([self.summary(), "", *lines])
 
     def summary(self) -> str:

@@ -54,7 +54,17 @@ class LinenModel:
       sown: What the last call sowed, by collection.
     """
 
-    def __init__(self, module: nn.Module, params, state, key, *, compute: Compute, streams: tuple[str, ...], sown: tuple[str, ...]):
+    def __init__(
+        self,
+        module: nn.Module,
+        params,
+        state,
+        key,
+        *,
+        compute: Compute,
+        streams: tuple[str, ...],
+        sown: tuple[str, ...],
+    ):
         self.module, self.params, self.state, self.key = module, params, state, key
         self.training = compute.train
         self.sown: dict[str, Any] = dict.fromkeys(sown)
@@ -90,7 +100,9 @@ def _computing_in(dtype, call, args, kwargs, context):
 def _unboxed(tree):
     """Returns the values without their boxes, and without the constraint that a box would apply."""
     return jax.tree.map(
-        lambda box: getattr(box, "value", box) if meta.is_axis_metadata(box) else box, tree, is_leaf=meta.is_axis_metadata
+        lambda box: getattr(box, "value", box) if meta.is_axis_metadata(box) else box,
+        tree,
+        is_leaf=meta.is_axis_metadata,
     )
 
 
@@ -101,7 +113,7 @@ class _Initializer:
 
     def __init__(self, module: nn.Module, key):
         self.module, self.key = module, key
-        self.variables: dict[str, Any] = {}
+        self.variables: Any = {}
 
     def __call__(self, *args, method: Any = None, **kwargs):
         rngs = {"params": self.key, "dropout": jax.random.fold_in(self.key, 1)}
@@ -135,20 +147,23 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
 
     def init(key) -> tuple[Tree, Tree]:
         made = _unboxed(variables(key))
-        return made["params"], {"collections": {name: made[name] for name in lasting}, "key": jax.random.fold_in(key, 2)}
+        return made["params"], {
+            "collections": {name: made[name] for name in lasting},
+            "key": jax.random.fold_in(key, 2),
+        }
 
     fields = getattr(module, "__dataclass_fields__", {})
 
     def bound(values: Tree, state: Tree, compute: Compute, streams: tuple[str, ...]) -> LinenModel:
         placed = module.clone(remat=compute.remat) if "remat" in fields else module
-        return LinenModel(placed, values, state["collections"], state["key"], compute=compute, streams=streams, sown=sown)
+        return LinenModel(
+            placed, values, state["collections"], state["key"], compute=compute, streams=streams, sown=sown
+        )
 
     streams = _streams(lambda names: call(bound(*init(jax.random.key(0)), Compute(), names)), name)
 
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> LinenModel:
-        boxes = jax.tree_util.tree_map_with_path(
-            lambda keys, value: AtUse(value, lambda at_use, label=path_of(keys): use(label, at_use)), values
-        )
+        boxes = jax.tree_util.tree_map_with_path(lambda keys, value: AtUse(value, partial(use, path_of(keys))), values)
         return bound(boxes, state, compute, streams)
 
     def collect(model: LinenModel) -> Tree:
@@ -170,7 +185,9 @@ def _streams(call: Callable[[tuple[str, ...]], Any], name: str) -> tuple[str, ..
         except InvalidRngError as error:
             missing = re.search(r'needs PRNG for "(\w+)"', str(error))
             if missing is None or missing[1] in names:
-                raise refuse(f"{name}: {error}", rule="a module draws from named random streams", fix="self.make_rng('noise')") from error
+                raise refuse(
+                    f"{name}: {error}", rule="a module draws from named random streams", fix="self.make_rng('noise')"
+                ) from error
             names = (*names, missing[1])
         else:
             return names

@@ -8,6 +8,7 @@ nobody edited.
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from typing import Any
 
 import jax
 from flax import nnx
@@ -76,7 +77,11 @@ def _used(kind: type[nnx.Variable]) -> type[nnx.Variable]:
     class Used(kind):
         def get_value(self, *, index=...):
             value = self.get_metadata()["at_use"](super().get_value())
-            return value if index is ... or not hasattr(value, "shape") or type(index).__name__ == "Missing" else value[index]
+            return (
+                value
+                if index is ... or not hasattr(value, "shape") or type(index).__name__ == "Missing"
+                else value[index]
+            )
 
         def __getattr__(self, name):
             if name in object.__getattribute__(self, "_var_metadata"):
@@ -105,14 +110,22 @@ def _collect(known: set[tuple[str, ...]], name: str, model: nnx.Module) -> Tree:
 def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.Module:
     """Calls the factory with `rngs`, by keyword where it has one of that name."""
     parameters = _parameters(factory)
-    needed = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needed = [
+        key for key, p in parameters.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     if "rngs" in parameters and needed in (["rngs"], []):
         return factory(rngs=rngs)
-    if "rngs" not in parameters and parameters and len(needed) <= 1 and parameters[next(iter(parameters))].kind != inspect.Parameter.KEYWORD_ONLY:
+    if (
+        "rngs" not in parameters
+        and parameters
+        and len(needed) <= 1
+        and parameters[next(iter(parameters))].kind != inspect.Parameter.KEYWORD_ONLY
+    ):
         return factory(rngs)
     missing = ", ".join(key for key in needed if key != "rngs")
     raise refuse(
-        f"{name}({', '.join(parameters)}) cannot be called with `rngs` alone" + (f": it also needs {missing}" if missing else ""),
+        f"{name}({', '.join(parameters)}) cannot be called with `rngs` alone"
+        + (f": it also needs {missing}" if missing else ""),
         rule="an NNX model is given as a function of `rngs`, so that its parameters are born sharded",
         fix=f"lambda rngs: {name if name != '<lambda>' else 'MyNet'}(..., rngs=rngs)",
     )
@@ -130,6 +143,7 @@ def _parameters(factory) -> Mapping[str, inspect.Parameter]:
 def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
     """Sets on every submodule what belongs to the computation rather than to the model."""
     model.train() if compute.train else model.eval()
+    module: Any
     for _, module in nnx.iter_modules(model):
         if hasattr(module, "remat"):
             module.remat = compute.remat

@@ -127,7 +127,9 @@ def name_stacks(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
             stacks |= {"/".join(words[:depth]) + "/": leaf.shape[0] for depth in range(1, len(words))}
     return {
         path: replace(leaf, names=("layers", *(None,) * (len(leaf.shape) - 1)))
-        if leaf.names is None and leaf.shape and any(path.startswith(s) and leaf.shape[0] == n for s, n in stacks.items())
+        if leaf.names is None
+        and leaf.shape
+        and any(path.startswith(s) and leaf.shape[0] == n for s, n in stacks.items())
         else leaf
         for path, leaf in leaves.items()
     }

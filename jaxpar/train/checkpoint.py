@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxpar.errors import Problem, JaxparError, refuse
+from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.sharding.names import path_of
 
 
@@ -34,7 +35,9 @@ class Checkpoints:
     def __post_init__(self):
         for key, low in (("every", 0), ("keep_last", 1), ("keep_best", 0)):
             if getattr(self, key) < low:
-                raise refuse(f"checkpoint.{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"{key} = {low}")
+                raise refuse(
+                    f"checkpoint.{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"{key} = {low}"
+                )
 
 
 @dataclass
@@ -66,7 +69,10 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         # what is in flight must not alias buffers that the next step takes over
         jax.block_until_ready(state)
-        self._pending = (step, ocp.save_async(self._path(step), _plain(state), custom_metadata={"step": step, **scores}))
+        self._pending = (
+            step,
+            ocp.save_async(self._path(step), _plain(state), custom_metadata={"step": step, **scores}),
+        )
 
     def wait(self) -> None:
         """Waits until the last write is committed, then deletes what is not kept."""
@@ -90,10 +96,16 @@ class Store:
 
         step = self.steps()[-1] if step is None and self.steps() else step
         if step is None or step not in self.steps():
-            raise refuse(f"no checkpoint {step or ''} in {self.folder}", rule="a run is resumed from a checkpoint", fix="train it first")
+            raise refuse(
+                f"no checkpoint {step or ''} in {self.folder}",
+                rule="a run is resumed from a checkpoint",
+                fix="train it first",
+            )
         saved = ocp.metadata(self._path(step)).metadata
         plain = _plain(like)
-        if problems := _differences(saved["state"] if isinstance(saved, dict) and "state" in saved and "state" not in plain else saved, plain):
+        if problems := _differences(
+            saved["state"] if isinstance(saved, dict) and "state" in saved and "state" not in plain else saved, plain
+        ):
             raise JaxparError(*problems)
         return _like(like, ocp.load(self._path(step), plain)), step
 
@@ -101,10 +113,11 @@ class Store:
         """Returns what was measured when a checkpoint was written."""
         from orbax.checkpoint import v1 as ocp
 
-        return dict(ocp.metadata(self._path(step)).custom_metadata or {})
+        found = ocp.metadata(self._path(step)).custom_metadata
+        return {key: float(value) for key, value in found.items()} if isinstance(found, dict) else {}  # pyright: ignore
 
-    def _path(self, step: int) -> Path:
-        return (self.folder / f"{step:06d}").resolve()
+    def _path(self, step: int) -> str:
+        return str((self.folder / f"{step:06d}").resolve())
 
     def _delete_old(self) -> None:
         steps = self.steps()
@@ -114,7 +127,7 @@ class Store:
             kept |= {step for _, step in sorted(scored)[: self.spec.keep_best]}
         for step in steps:
             if step not in kept:
-                doomed = self._path(step).rename(self._path(step).with_suffix(".deleted"))
+                doomed = Path(self._path(step)).rename(self._path(step) + ".deleted")
                 shutil.rmtree(doomed)
 
 
@@ -135,13 +148,27 @@ def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[Problem]
     rule = "a checkpoint holds the arrays that the job needs"
     for path in sorted(saved.keys() | wanted.keys()):
         if path not in saved:
-            problems.append(Problem(f"{path} is not in the checkpoint", rule, "the job that was trained, or another run.dir"))
+            problems.append(
+                Problem(f"{path} is not in the checkpoint", rule, "the job that was trained, or another run.dir")
+            )
         elif path not in wanted:
-            problems.append(Problem(f"{path} is in the checkpoint and not in the job", rule, "the job that was trained, or another run.dir"))
-        elif not jax.dtypes.issubdtype(wanted[path].dtype, jax.dtypes.prng_key):
+            problems.append(
+                Problem(
+                    f"{path} is in the checkpoint and not in the job",
+                    rule,
+                    "the job that was trained, or another run.dir",
+                )
+            )
+        elif not jnp.issubdtype(wanted[path].dtype, jax.dtypes.prng_key):
             was, now = tuple(saved[path].shape), tuple(wanted[path].shape)
             if was != now:
-                problems.append(Problem(f"{path} is {list(was)} in the checkpoint, {list(now)} in the job", rule, "the model that was trained, or another run.dir"))
+                problems.append(
+                    Problem(
+                        f"{path} is {list(was)} in the checkpoint, {list(now)} in the job",
+                        rule,
+                        "the model that was trained, or another run.dir",
+                    )
+                )
     return problems
 
 

@@ -63,15 +63,14 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - jnp.sum(jnp.where(at_label, shifted, 0.0), axis=-1)
 
 
-def as_sums(returned: Any, *, accumulate: int) -> Sums:
+def as_sums(value: Any, *, accumulate: int) -> Sums:
     """Returns what a user's loss function returned as sums and counts.
 
     Raises:
       JaxparError: If it is neither (sum, count), a dict of them with `loss`, nor a scalar; or a
         scalar where microbatches are summed.
     """
-    if isinstance(returned, tuple) and len(returned) == 2:
-        returned = {"loss": returned}
+    returned: Any = {"loss": value} if isinstance(value, tuple) and len(value) == 2 else value
     if hasattr(returned, "shape") and returned.shape == ():
         if accumulate > 1:
             raise refuse(
@@ -81,7 +80,9 @@ def as_sums(returned: Any, *, accumulate: int) -> Sums:
             )
         returned = {"loss": (returned, jnp.ones((), returned.dtype))}
     good = isinstance(returned, dict) and "loss" in returned
-    if not good or any(not isinstance(v, tuple) or len(v) != 2 or any(jnp.ndim(x) for x in v) for v in returned.values()):
+    if not good or any(
+        not isinstance(v, tuple) or len(v) != 2 or any(jnp.ndim(x) for x in v) for v in returned.values()
+    ):
         shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x), returned)
         raise refuse(
             f"the loss function returned {shown}",
@@ -96,4 +97,7 @@ def as_sums(returned: Any, *, accumulate: int) -> Sums:
                     rule="sums and counts are float32: bfloat16 counts 3001 tokens as 3008",
                     fix="logits.astype(jnp.float32) before the loss, jnp.float32 for the mask",
                 )
-    return {name: (jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32)) for name, (total, count) in returned.items()}
+    return {
+        name: (jnp.asarray(total, jnp.float32), jnp.asarray(count, jnp.float32))
+        for name, (total, count) in returned.items()
+    }

@@ -22,7 +22,9 @@ class Metrics:
 
     def __post_init__(self):
         if self.show_every < 1:
-            raise refuse(f"metrics.show_every = {self.show_every}", rule="show_every is at least 1", fix="show_every = 20")
+            raise refuse(
+                f"metrics.show_every = {self.show_every}", rule="show_every is at least 1", fix="show_every = 20"
+            )
 
 
 class Log:

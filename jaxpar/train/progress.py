@@ -13,16 +13,19 @@ class Progress:
     Args:
       total: Steps of the whole run.
       every: Steps between two plain lines.
+      unit: What the loss counts: tokens or examples.
       flops: FLOP per step of the model, for MFU, or 0.
       peak: FLOP per second of all devices, or 0 where they are simulated or unknown: no MFU then.
       stream: Where to.
     """
 
-    def __init__(self, total: int, *, every: int, flops: float = 0.0, peak: float = 0.0, stream=None):
-        self.total, self.every, self.flops, self.peak = total, every, flops, peak
+    def __init__(
+        self, total: int, *, every: int, unit: str = "tokens", flops: float = 0.0, peak: float = 0.0, stream=None
+    ):
+        self.total, self.every, self.unit, self.flops, self.peak = total, every, unit, flops, peak
         self.stream = stream or sys.stdout
         self._live: Any = None
-        self._eval: float | None = None
+        self._eval = ""
         self._recent: list[float] = []
         if self.stream.isatty():
             from rich.console import Console
@@ -35,7 +38,9 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live:
             self._live.stop()
 
@@ -48,7 +53,9 @@ class Progress:
 
     def step(self, row: dict[str, Any]) -> None:
         """Shows one finished step."""
-        self._eval = row.get("eval_loss", self._eval)
+        if "eval_loss" in row:
+            accuracy = f" ({row['eval_accuracy']:.2%})" if "eval_accuracy" in row else ""
+            self._eval = f"eval {row['eval_loss']:.4f}{accuracy}"
         self._recent = [*self._recent[-19:], row["seconds"]]
         line = self._line(row)
         if self._live:
@@ -61,11 +68,9 @@ class Progress:
     def _line(self, row: dict[str, Any]) -> str:
         typical = sorted(self._recent)[len(self._recent) // 2]
         parts = [f"step {row['step']:>{len(str(self.total))}}/{self.total}", f"loss {row['loss']:.4f}"]
-        if self._eval is not None:
-            parts.append(f"eval {self._eval:.4f}")
-        if "accuracy" in row:
-            parts.append(f"accuracy {row['accuracy']:.1%}")
-        parts.append(f"{show_count(row['tokens'] / typical)} tokens/s")
+        if self._eval:
+            parts.append(self._eval)
+        parts.append(f"{show_count(row['tokens'] / typical)} {self.unit}/s")
         if self.peak and self.flops:
             parts.append(f"MFU {self.flops / typical / self.peak:.1%}")
         parts.append(f"{show_seconds(typical)}/step")

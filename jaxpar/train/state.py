@@ -88,7 +88,7 @@ def shardings(layout: Layout, state: State, *, offload: bool = False) -> State:
     placed = jax.tree.map(layout.sharding, specs(layout, state), is_leaf=lambda x: isinstance(x, PartitionSpec))
     if not offload:
         return placed
-    device = layout.sharding(PartitionSpec()).mesh.devices.flat[0]
+    device = layout.on.devices.flat[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if "pinned_host" not in kinds:
         raise refuse(

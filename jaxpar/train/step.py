@@ -123,7 +123,11 @@ class Step:
           JaxparError: If an entry is no array of numbers, or its first dim does not split.
         """
         if not isinstance(batch, Mapping) or not batch:
-            raise refuse(f"a batch that is {batch!r:.60}", rule="a batch is a dict of arrays", fix='{"inputs": ..., "targets": ...}')
+            raise refuse(
+                f"a batch that is {batch!r:.60}",
+                rule="a batch is a dict of arrays",
+                fix='{"inputs": ..., "targets": ...}',
+            )
         return {name: self._put(name, value) for name, value in batch.items()}
 
     def _put(self, name: str, value: Any) -> jax.Array:
@@ -132,9 +136,15 @@ class Step:
         try:
             value = np.asarray(value)
         except (TypeError, ValueError) as error:
-            raise refuse(f"{name} in the batch: {error}", rule="a batch is a dict of arrays", fix=f"leave {name!r} out") from error
+            raise refuse(
+                f"{name} in the batch: {error}", rule="a batch is a dict of arrays", fix=f"leave {name!r} out"
+            ) from error
         if value.dtype.kind not in "biuf" and value.dtype != jnp.bfloat16:
-            raise refuse(f"{name} in the batch has dtype {value.dtype}", rule="a batch holds numbers", fix=f"leave {name!r} out, or encode it")
+            raise refuse(
+                f"{name} in the batch has dtype {value.dtype}",
+                rule="a batch holds numbers",
+                fix=f"leave {name!r} out, or encode it",
+            )
         self._check_rows(name, value)
         return jax.device_put(value, self.layout.sharding(self.layout.batch_spec(value.shape)))
 
@@ -145,14 +155,14 @@ class Step:
             factors = {axis: self.layout.sizes[axis] for axis in BATCH_AXES} | {"accumulate": self.numerics.accumulate}
             shown = " x ".join(f"{axis}={size}" for axis, size in factors.items() if size > 1) or "one device"
             raise refuse(
-                f"{name} of shape {list(value.shape)} in the batch has {rows} examples; {shown} needs a multiple of {ways}",
+                f"{name} {list(value.shape)} in the batch has {rows} examples; {shown} needs a multiple of {ways}",
                 rule="data x fsdp x accumulate divides the global batch, the first dim of every array",
                 fix=f"a global batch of {max(1, round(rows / ways)) * ways}",
             )
 
     @contextmanager
     def _traced(self):
-        with jax.set_mesh(self.layout.sharding(jax.P()).mesh), activation_names(self.layout.names, self.layout.sizes):
+        with jax.set_mesh(self.layout.on), activation_names(self.layout.names, self.layout.sizes):
             yield
 
     def _forward(self, params: Tree, rest: Tree, batch: Batch, *, train: bool) -> tuple[Sums, Tree]:
@@ -207,7 +217,9 @@ class Step:
         params = self._constrain(state.params, self.layout.updated)
         optimizer = state.optimizer
         if self.numerics.offload:
-            optimizer = jax.tree.map(lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer)
+            optimizer = jax.tree.map(
+                lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer
+            )
         updates, optimizer = self.optimizer.update(gradients, optimizer, params)
         params = optax.apply_updates(params, updates)
         metrics = {name: total / count for name, (total, count) in sums.items()}
@@ -220,8 +232,9 @@ class Step:
     def _constrain(self, tree: Tree, specs: Tree) -> Tree:
         if self.layout.parallel.stage == 0 and self.layout.sizes["tensor"] == 1:
             return tree
-        return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, self.layout.sharding(spec)), tree, specs)
-
+        return jax.tree.map(
+            lambda x, spec: jax.lax.with_sharding_constraint(x, self.layout.sharding(spec)), tree, specs
+        )
 
 
 def _signature(kind: str, batch: Batch):

@@ -1,6 +1,6 @@
 """Which examples make the batch of a step: a pure function, the same on every layout.
 
-    step, batch ─► positions step * batch ... ─► epoch, place ─► permutation(seed, epoch)[place]
+step, batch ─► positions step * batch ... ─► epoch, place ─► permutation(seed, epoch)[place]
 """
 
 from functools import lru_cache

@@ -1,10 +1,10 @@
 """What a job may train on.
 
-    stdlib    the source code of this machine's Python: real text, no download
-    text      any file, folder or glob
-    digits    scikit-learn's handwritten digits
-    arrays    .npz, .npy or a folder of .npy
-    pkg:name  any Python iterable of batches, or an object with `batch(step, size)`
+stdlib    the source code of this machine's Python: real text, no download
+text      any file, folder or glob
+digits    scikit-learn's handwritten digits
+arrays    .npz, .npy or a folder of .npy
+pkg:name  any Python iterable of batches, or an object with `batch(step, size)`
 """
 
 import hashlib
@@ -61,7 +61,9 @@ class Data:
         for key, low, high in (("seq", 1, 2**24), ("vocab", 257, 2**24), ("held_out", 0.0, 0.5)):
             if not low <= getattr(self, key) <= high:
                 raise refuse(
-                    f"data.{key} = {getattr(self, key)}", rule=f"{key} is within {low}..{high}", fix=f"{key} = {getattr(Data, key)}"
+                    f"data.{key} = {getattr(self, key)}",
+                    rule=f"{key} is within {low}..{high}",
+                    fix=f"{key} = {getattr(Data, key)}",
                 )
         known = ("stdlib", "text", "digits", "arrays")
         if self.source not in known and ":" not in self.source:
@@ -71,7 +73,9 @@ class Data:
                 fix=nearest(self.source, known),
             )
         if self.source in ("text", "arrays") and not self.path:
-            raise refuse(f"data.source = {self.source!r} without a path", rule="it reads files", fix='path = "corpus/*.txt"')
+            raise refuse(
+                f"data.source = {self.source!r} without a path", rule="it reads files", fix='path = "corpus/*.txt"'
+            )
 
 
 class Source(Protocol):
@@ -237,7 +241,11 @@ def text_files(spec: Data) -> list[Path]:
             anchor = Path(path.anchor or ".")
             some = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
         if not some:
-            raise refuse(f"data.path = {text!r} names no file", rule="a path is a file, a folder or a glob", fix="check it from where you start jaxpar")
+            raise refuse(
+                f"data.path = {text!r} names no file",
+                rule="a path is a file, a folder or a glob",
+                fix="check it from where you start jaxpar",
+            )
         found += some
     return sorted(set(found))
 
@@ -249,11 +257,17 @@ def read(files: list[Path]) -> tuple[list[bytes], str]:
         try:
             data = file.read_bytes()
         except OSError as error:
-            raise JaxparError(*refuse(f"{file}: {error.strerror}", rule="text files are readable", fix="check its permissions").problems) from error
+            raise JaxparError(
+                *refuse(
+                    f"{file}: {error.strerror}", rule="text files are readable", fix="check its permissions"
+                ).problems
+            ) from error
         texts.append(data)
         digest.update(len(data).to_bytes(8, "big") + data)
     if not any(texts):
-        raise refuse(f"{len(files)} files without a single byte", rule="there is text to train on", fix="another data.path")
+        raise refuse(
+            f"{len(files)} files without a single byte", rule="there is text to train on", fix="another data.path"
+        )
     return texts, digest.hexdigest()[:16]
 
 
@@ -262,8 +276,12 @@ def load_digits() -> dict[str, np.ndarray]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise refuse("data.source = 'digits' without scikit-learn", rule="the digits come with scikit-learn", fix="pip install 'jaxpar[digits]'") from error
-    digits = load_digits()
+        raise refuse(
+            "data.source = 'digits' without scikit-learn",
+            rule="the digits come with scikit-learn",
+            fix="pip install 'jaxpar[digits]'",
+        ) from error
+    digits: Any = load_digits()
     return {"inputs": (digits["images"] / 16).astype(np.float32), "labels": digits["target"].astype(np.int32)}
 
 
@@ -275,7 +293,9 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """
     try:
         if path.is_dir():
-            arrays = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))}
+            arrays = {
+                file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))
+            }
         elif path.suffix == ".npy":
             arrays = {"inputs": np.load(path, mmap_mode="r", allow_pickle=False)}
         else:
@@ -288,8 +308,19 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             fix="np.savez(path, inputs=..., labels=...)",
         ) from error
     if not arrays:
-        raise refuse(f"data.path = '{path}' holds no arrays", rule="arrays come as .npz or .npy", fix="np.savez(path, inputs=...)")
-    return {name: value.astype(np.int32) if value.dtype == np.int64 else value.astype(np.float32) if value.dtype == np.float64 else value for name, value in arrays.items()}
+        raise refuse(
+            f"data.path = '{path}' holds no arrays",
+            rule="arrays come as .npz or .npy",
+            fix="np.savez(path, inputs=...)",
+        )
+    return {
+        name: value.astype(np.int32)
+        if value.dtype == np.int64
+        else value.astype(np.float32)
+        if value.dtype == np.float64
+        else value
+        for name, value in arrays.items()
+    }
 
 
 def _hash(arrays: Mapping[str, np.ndarray]) -> str:

@@ -58,7 +58,10 @@ def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=["<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator((text.decode("utf-8", errors="replace") for text in texts), trainer)
     if tokenizer.get_vocab_size() > vocab:
@@ -83,7 +86,11 @@ class Text:
 
             files = sorted(folder.glob("bpe-*.json"))
             if not files:
-                raise refuse(f"no tokenizer in {folder}", rule="a run keeps its tokenizer", fix="give the run folder that was trained")
+                raise refuse(
+                    f"no tokenizer in {folder}",
+                    rule="a run keeps its tokenizer",
+                    fix="give the run folder that was trained",
+                )
             self.bpe = Tokenizer.from_file(str(files[-1]))
 
     def encode(self, text: str) -> list[int]:
