@@ -22,6 +22,14 @@ _HOMES = {
     "build": "jaxpar.train.step:build",
     "next_token": "jaxpar.train.losses",
     "classify": "jaxpar.train.losses",
+    "Data": "jaxpar.train.data.sources",
+    "open_source": "jaxpar.train.data.sources",
+    "Run": "jaxpar.train.loop",
+    "run": "jaxpar.train.loop",
+    "Decoder": "jaxpar.models.decoder",
+    "DecoderSettings": "jaxpar.models.decoder",
+    "ViT": "jaxpar.models.vit",
+    "ViTSettings": "jaxpar.models.vit",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]

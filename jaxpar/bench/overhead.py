@@ -17,6 +17,7 @@ import jax
 
 import jaxpar as jp
 from jaxpar.bench import ours, twin
+from jaxpar.bench.record import where
 from jaxpar.mesh.devices import describe
 
 LAYOUTS = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 8 = data 2 x tensor 4": (2, 1, 4), "2 x 2 x 2": (2, 2, 2)}
@@ -52,7 +53,7 @@ def overhead(*, rounds: int = 12, starts: int = 3) -> dict[str, Any]:
     )  # fmt: skip
     bounds = ", ".join(f"{name} {bound}" for name, bound in BOUNDS.items())
     print(f"bounds ({bounds}) {'hold' if holds else 'DO NOT HOLD'}")
-    return {"layouts": rows, "bounds": BOUNDS, "holds": holds, "jax": jax.__version__}
+    return {"layouts": rows, "bounds": BOUNDS, "holds": holds, "where": where()}
 
 
 def _compare(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:

@@ -31,13 +31,15 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
     from jaxpar.errors import JaxparError
     from jaxpar.job.build import check, device_count, resolve_loss, resolve_model
-    from jaxpar.job.schema import load
+    from jaxpar.job.schema import read
     from jaxpar.parallel.compose import compose
 
-    job = load(args.job, args.overrides)
+    job, problems = read(args.job, args.overrides)
     if job.mesh.simulate or job.mesh.devices:  # the devices need not be there, so do not look for them
         jax.config.update("jax_platforms", "cpu")
-    if problems := check(job):
+    if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
+        problems += check(job)
+    if problems:
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, device_count(job))
     print(f"ok: {layout.summary()}")

@@ -5,15 +5,13 @@ RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 """
 
-import importlib.metadata
 import json
-import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxpar.bench.record import where
 from jaxpar.errors import refuse
 from jaxpar.inspect.flop import forward_flop
 from jaxpar.job.build import Built, abstract_batch, build
@@ -95,11 +93,7 @@ def step_flop(built: Built) -> float:
 
 def record(built: Built) -> dict[str, Any]:
     """Returns what a run should remember of where it was made."""
-    packages = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-    return {
-        "versions": {name: importlib.metadata.version(name) for name in packages}
-        | {"python": platform.python_version()},
-        "commit": _commit(),
+    return where() | {
         "devices": describe(list(built.layout.on.devices.flat)),
         "mesh": built.layout.sizes,
         "data": built.source.fingerprint,
@@ -159,17 +153,3 @@ def _peak(devices: list[Any]) -> float:
         return 0.0
     chip = find_chip(devices[0].device_kind)
     return chip.bf16_flops * len(devices) if chip else 0.0
-
-
-def _commit() -> str:
-    """Returns the commit of the working directory, `+` for uncommitted changes, or "" outside of git."""
-    try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return "" if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

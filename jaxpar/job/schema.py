@@ -8,6 +8,7 @@ import dataclasses
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -138,48 +139,54 @@ TABLES: dict[str, type] = {
 }  # pyright: ignore[reportAssignmentType]
 
 
-def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
     """Returns the job of a TOML file, with `section.key=value` overrides.
 
     Raises:
       JaxparError: With every unknown key, wrong type and value out of range at once.
     """
-    path = Path(path)
+    job, problems = read(path, overrides)
+    if problems:
+        raise JaxparError(*problems)
+    return job
+
+
+def loads(text: str, overrides: Sequence[str] = ()) -> Job:
+    """Returns the job of a TOML text; see `load`."""
+    job, problems = _read(text, overrides, "job")
+    if problems:
+        raise JaxparError(*problems)
+    return job
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job, list[Problem]]:
+    """Returns the job of a file and what is wrong with it; what is wrong has its default in the job.
+
+    Raises:
+      JaxparError: If the file cannot be read, or is no TOML.
+    """
+    path, way_out = Path(path), "jaxpar train configs/quickstart.toml"
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise refuse(
-            f"job file {path}: {error.strerror}",
-            rule="a job is a TOML file",
-            fix="jaxpar train configs/quickstart.toml",
-        ) from error
+        raise refuse(f"job file {path}: {error.strerror}", rule="a job is a TOML file", fix=way_out) from error
     except UnicodeDecodeError as error:
-        raise refuse(
-            f"job file {path} is no text",
-            rule="a job is a TOML file in utf-8",
-            fix="jaxpar train configs/quickstart.toml",
-        ) from error
-    job = loads(text, overrides, name=str(path))
-    if job.run.dir:
-        return job
-    return dataclasses.replace(job, run=dataclasses.replace(job.run, dir=f"runs/{path.stem}"))
+        raise refuse(f"job file {path} is no text", rule="a job is a TOML file in utf-8", fix=way_out) from error
+    job, problems = _read(text, overrides, str(path))
+    if not job.run.dir:
+        job = dataclasses.replace(job, run=dataclasses.replace(job.run, dir=f"runs/{path.stem}"))
+    return job, problems
 
 
-def loads(text: str, overrides: list[str] | tuple[str, ...] = (), *, name: str = "job") -> Job:
-    """Returns the job of a TOML text; see `load`."""
+def _read(text: str, overrides: Sequence[str], name: str) -> tuple[Job, list[Problem]]:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise refuse(
-            f"{name}: {error}", rule="a job is TOML", fix='key = value under [section]; text in "quotes"'
-        ) from error
-    problems = []
-    for override in overrides:
-        problems += _override(raw, override)
+        way_out = 'key = value under [section]; text in "quotes"'
+        raise refuse(f"{name}: {error}", rule="a job is TOML", fix=way_out) from error
+    problems = [problem for override in overrides for problem in _override(raw, override)]
     job, more = _validated(raw)
-    if problems or more or job is None:
-        raise JaxparError(*problems, *more)
-    return job
+    return job, problems + more
 
 
 def _override(raw: dict[str, Any], text: str) -> list[Problem]:
@@ -201,7 +208,7 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     return []
 
 
-def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
+def _validated(raw: dict[str, Any]) -> tuple[Job, list[Problem]]:
     problems: list[Problem] = []
     made: dict[str, Any] = {}
     for section, table in raw.items():
@@ -225,20 +232,31 @@ def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
             made["model"] = {"name": "decoder", **table}
             if not isinstance(made["model"]["name"], str):
                 problems.append(Problem(f"model.name = {table['name']!r}", "a model has a name", 'name = "decoder"'))
+                made["model"]["name"] = "decoder"
         else:
             value, wrong = validated(TABLES[section], table, section)
             problems += wrong
             made[section] = value
-    return (None if problems else Job(**made)), problems
+    return Job(**made), problems
 
 
 def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
-    """Returns the dataclass of a table, or what is wrong with the table: every key at once."""
+    """Returns the dataclass of a table, and what is wrong with the table: every key at once.
+
+    A key that is wrong has its default in the dataclass, so that the rest can be checked too.
+    """
     adapter = _adapter(cls)
     try:
         return adapter.validate_json(json.dumps(table, default=str)), []
     except pydantic.ValidationError as error:
-        return None, [problem for wrong in error.errors() for problem in _problems(cls, wrong, section)]
+        wrong = error.errors()
+    problems = [problem for each in wrong for problem in _problems(cls, each, section)]
+    bad = {str(each["loc"][0]) for each in wrong if each["loc"]}
+    rest = {key: value for key, value in table.items() if key not in bad}
+    if len(rest) == len(table):  # the values do not go together: nothing of the table can be used
+        return cls(), problems
+    value, more = validated(cls, rest, section)
+    return value, problems + more
 
 
 def _adapter(cls: type) -> pydantic.TypeAdapter:

@@ -57,7 +57,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
         return _configure(model, compute)
 
     return Blueprint(
-        name=name,
+        name=type(abstract).__name__,
         leaves={"/".join(_words(path)): _leaf(path, variable) for path, variable in nnx.to_flat_state(params)},
         init=init,
         bind=bind,

@@ -3,8 +3,8 @@
     batch(i) ─► step i ─► in flight (at most 2) ─► row i ─► metrics.jsonl, progress
                                                      └─► every so often: evaluate, save
 
-Without the bound a simulated mesh deadlocks: its devices share one thread pool, and about 34
-unfinished steps fill it (measured on jax 0.10.2 and 0.11.2). Two keep a GPU busy.
+Two in flight keep a GPU busy, and metrics late by one step. (`Step` itself bounds them on simulated
+devices, where about 34 deadlock.)
 """
 
 import collections

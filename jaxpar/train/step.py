@@ -7,6 +7,7 @@ The specs of the layout say where each piece lives; XLA compiles the collectives
 """
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ import optax
 
 from jaxpar.errors import nearest, refuse
 from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.mesh.devices import is_simulated
 from jaxpar.models.remat import POLICIES, remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
@@ -76,6 +78,9 @@ class Step:
         self.products: check.Products | None = None
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
         self._compiled: dict[Any, Any] = {}
+        # simulated devices share one pool of threads; about 34 unfinished steps fill it and deadlock
+        self._flying: deque = deque()
+        self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
         self._train = jax.jit(self._update, donate_argnums=0, out_shardings=(self.placed, None))
         self._eval = jax.jit(self._measure)
 
@@ -94,7 +99,16 @@ class Step:
         key = _signature("train", batch)
         if key not in self._compiled:
             self._compiled[key] = self.lower(state, batch).compile()
-        return self._compiled[key](state, batch)
+        state, metrics = self._compiled[key](state, batch)
+        self._bound(metrics)
+        return state, metrics
+
+    def _bound(self, result: Any) -> None:
+        """Waits, on simulated devices, until at most eight programs are unfinished."""
+        if self._most is not None:
+            self._flying.append(result)
+            if len(self._flying) > self._most:
+                jax.block_until_ready(self._flying.popleft())
 
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, without dropout and without an update."""
@@ -103,7 +117,9 @@ class Step:
         if key not in self._compiled:
             with self._traced():
                 self._compiled[key] = self._eval.lower(state.params, state.rest, batch).compile()
-        return self._compiled[key](state.params, state.rest, batch)
+        sums = self._compiled[key](state.params, state.rest, batch)
+        self._bound(sums)
+        return sums
 
     def lower(self, state: State, batch: Batch):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""

@@ -30,7 +30,7 @@ def rows(step: int, batch: int, examples: int, *, seed: int, shuffle: bool = Tru
 
 def held_out(examples: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns (training, held-out) examples: every k-th is held out, spread over the whole set."""
-    if fraction <= 0:
+    if fraction * examples < 0.5:
         return np.arange(examples), np.arange(0)
     every = max(2, round(1 / fraction))
     out = np.arange(every - 1, examples, every)

@@ -182,7 +182,7 @@ class Stream:
         return None
 
 
-def open_source(spec: Data, folder: Path, *, seed: int, named: Any = None) -> Source:
+def open_source(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None) -> Source:
     """Returns the source of a job.
 
     Args:
@@ -194,6 +194,7 @@ def open_source(spec: Data, folder: Path, *, seed: int, named: Any = None) -> So
     Raises:
       JaxparError: If there is nothing to read, or it cannot be read.
     """
+    folder = Path(folder)
     if spec.is_text:
         files = stdlib_files() if spec.source == "stdlib" else text_files(spec)
         texts, digest = read(files)

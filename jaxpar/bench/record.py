@@ -1,0 +1,38 @@
+"""Where a number was taken: without it a number is a rumour."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from typing import Any
+
+import jax
+
+from jaxpar.mesh.devices import describe
+
+PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def where() -> dict[str, Any]:
+    """Returns the devices, the machine, the versions and the commit of this process."""
+    return {
+        "devices": describe(jax.devices()),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+        | {"python": platform.python_version()},
+        "commit": commit(),
+    }
+
+
+def commit() -> str:
+    """Returns the commit of the working directory, `+` for uncommitted changes, or "" outside of git."""
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False
+        )
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return "" if head.returncode else head.stdout.strip() + ("+" if dirty.stdout.strip() else "")

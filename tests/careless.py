@@ -1,0 +1,186 @@
+"""Models, losses and data as careless users write them: each is wrong in one way, and named for it."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+X = np.random.default_rng(0).random((16, 64), np.float32)
+Y = (np.arange(16) % 10).astype(np.int32)
+BATCH = {"inputs": X, "labels": Y}
+number = 5
+
+
+class Net(nnx.Module):
+    def __init__(self, width=16, *, rngs):
+        self.a = nnx.Linear(64, width, rngs=rngs)
+        self.b = nnx.Linear(width, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.a(x)))
+
+
+class Lin(nn.Module):
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(10)(nn.relu(nn.Dense(self.width)(x)))
+
+
+class NeedsSize(nnx.Module):
+    def __init__(self, size, *, rngs):
+        self.a = nnx.Linear(size, 10, rngs=rngs)
+
+
+class RaisesWhenMade(nnx.Module):
+    def __init__(self, *, rngs):
+        raise RuntimeError("no such weights")
+
+
+class RaisesWhenCalled(Net):
+    def __call__(self, x):
+        raise NotImplementedError("to do")
+
+
+class WrongWidth(Net):
+    def __call__(self, x):
+        return self.b(x)
+
+
+class NoParameters(nnx.Module):
+    def __init__(self, *, rngs):
+        pass
+
+    def __call__(self, x):
+        return x[:, :10]
+
+
+class IntegerParameter(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.steps = nnx.Param(jnp.zeros((8,), jnp.int32))
+
+
+class HalfAnnotated(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.w = nnx.Param(jnp.ones((64, 10)), out_sharding=("embed",))
+
+
+class ArrayAttribute(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.table = jnp.arange(10.0)
+
+    def __call__(self, x):
+        return super().__call__(x) * self.table
+
+
+class WrongConstrain(Net):
+    def __call__(self, x):
+        import jaxpar as jp
+
+        return super().__call__(jp.constrain(x, "batch", "seq", "embed"))
+
+
+def returns_none(rngs):
+    return None
+
+
+def returns_linen(rngs):
+    return Lin()
+
+
+def losses(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"])
+
+
+def mean(model, batch):
+    return losses(model, batch).mean()
+
+
+def vector(model, batch):
+    return losses(model, batch)
+
+
+def without_loss(model, batch):
+    return {"lss": (losses(model, batch).sum(), 16)}
+
+
+def mean_and_aux(model, batch):
+    return losses(model, batch).mean(), {"accuracy": 1.0}
+
+
+def wrong_key(model, batch):
+    return batch["label"]
+
+
+def raises(model, batch):
+    raise RuntimeError("no luck")
+
+
+def python_if(model, batch):
+    total = losses(model, batch).sum()
+    return total if total > 0 else -total
+
+
+def whole_number(model, batch):
+    return losses(model, batch).sum().astype(jnp.int32), 16
+
+
+def takes_names(model, batch):
+    return {"loss": (losses(model, batch).sum(), 16), "tokens": (jnp.ones(()), 1)}
+
+
+def sums(model, batch):
+    return losses(model, batch).sum(), 16
+
+
+def batches():
+    while True:
+        yield BATCH
+
+
+once = batches()
+few = [BATCH]
+
+
+def not_dicts():
+    while True:
+        yield X, Y
+
+
+def strings():
+    while True:
+        yield {"inputs": X, "labels": np.array(["a"] * 16)}
+
+
+def ragged():
+    while True:
+        yield {"inputs": [[1.0], [1.0, 2.0]] * 8, "labels": Y}
+
+
+def half_a_batch():
+    while True:
+        yield {"inputs": X[:8], "labels": Y[:8]}
+
+
+def breaks():
+    raise OSError("the disk is gone")
+    yield
+
+
+def needs_path(path):
+    yield path
+
+
+class Source:
+    fingerprint = "x"
+
+    def batch(self, step):
+        return BATCH
+
+
+source = Source()

@@ -1,0 +1,132 @@
+"""What the README, the docstrings and the jobs say is what happens."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jaxpar
+from jaxpar.job import schema
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+JOBS = sorted((ROOT / "configs").glob("*.toml"))
+
+
+def blocks(kind):
+    return re.findall(rf"```{kind}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def shell(command, **settings):
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(Path.home())}
+    return subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=False,
+        env=environment,
+        **settings,
+    )
+
+
+def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
+    code, said = blocks("python")[0], blocks("text")[0]
+    assert len(code.splitlines()) <= 12
+    assert README[: README.index("```python")].count("\n") + len(code.splitlines()) < 20
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    before, loss = done.stdout.strip().rsplit(" ", 1)
+    assert before == said.strip().rsplit(" ", 1)[0]
+    assert float(loss) == pytest.approx(
+        float(said.strip().rsplit(" ", 1)[1]), abs=0.15
+    )  # the text is this Python's own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [block.strip() for block in blocks("bash") if "pytest" not in block])
+def test_the_commands_of_the_readme_run_as_printed(command):
+    done = shell(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    loss, evaluated = re.findall(r"loss (\d\.\d+)  eval (\d\.\d+)", done.stdout)[-1]
+    assert float(loss) < 2.0
+    assert float(evaluated) < 2.0
+
+
+def test_the_test_command_of_the_readme_is_what_ci_calls():
+    (command,) = [block.strip() for block in blocks("bash") if "pytest" in block]
+    assert command == "pip install -e '.[test]' && pytest"
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert "pip install --quiet -e '.[test]'" in ci
+    assert re.search(r"^pytest$", ci, flags=re.MULTILINE)
+
+
+def test_the_problem_the_readme_shows_is_the_one_that_is_printed():
+    shown = next(block for block in blocks("text") if block.startswith("$ jaxpar check"))
+    command, _, said = shown.partition("\n")
+    done = shell(command.removeprefix("$ "))
+    assert done.returncode == 1
+    assert done.stderr.strip() == said.strip()
+
+
+def test_files_the_readme_names_exist():
+    for path in re.findall(r"`((?:configs|jaxpar|tests|notebooks)/[\w./]+)`", README):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda path: path.stem)
+def test_every_job_passes_its_check(job):
+    from jaxpar.job.build import check
+
+    assert check(schema.load(job)) == []
+
+
+@pytest.mark.slow
+def test_the_digits_are_read():
+    done = shell("jaxpar train configs/digits.toml run.dir=$(mktemp -d)/digits")
+    assert done.returncode == 0, done.stdout + done.stderr
+    accuracy = float(re.findall(r"\((\d+\.\d+)%\)", done.stdout)[-1])
+    assert accuracy > 97
+
+
+def test_print_defaults_is_a_job_and_explains_every_key(capsys):
+    from jaxpar.cli.main import main
+
+    assert main(["train", "--print-defaults"]) == 0
+    text = capsys.readouterr().out
+    job = schema.loads(text)
+    assert job == schema.loads("")
+    for cls in schema.TABLES.values():
+        for key, meaning in schema.meanings(cls).items():
+            assert key in text
+            assert meaning.strip(), f"{cls.__name__}.{key} has no meaning"
+
+
+def test_a_resolved_job_reads_back_as_itself():
+    for path in JOBS:
+        job = schema.load(path)
+        assert schema.loads(schema.dumps(job)) == job
+
+
+MODULES = [name for _, name, _ in pkgutil.walk_packages(jaxpar.__path__, "jaxpar.") if not name.endswith("__main__")]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings_run_and_public_names_have_one(name):
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    assert doctest.testmod(module, raise_on_error=False).failed == 0
+
+
+def test_the_public_face_resolves_and_is_small():
+    assert 15 <= len(jaxpar.__all__) <= 30
+    for name in jaxpar.__all__:
+        assert getattr(jaxpar, name) is not None

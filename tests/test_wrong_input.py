@@ -1,0 +1,662 @@
+"""What is wrong is said, with the rule and a fix: no traceback, no guess, no silent other value.
+
+JOBS      job files                  `loads` and `check`; no device is used and nothing is compiled
+VALUES    the same from Python       `jp.compose`, `jp.create`, `jp.build`, the step
+RUNS      damaged run folders        `jaxpar.job.run.train` going on from them
+COMMANDS  the command line           status and stderr
+"""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import careless
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from careless import BATCH, Lin, Net, X, Y
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError
+from jaxpar.job import run
+from jaxpar.job.build import check
+from jaxpar.job.sample import sample
+from jaxpar.job.schema import load, loads
+from jaxpar.models.decoder import DecoderSettings
+from jaxpar.train.losses import cross_entropy
+
+jp.simulate(8)
+
+DECODER = """
+[mesh]
+simulate = 8
+[parallel]
+data = 2
+fsdp = 2
+tensor = 2
+[model]
+layers = 1
+dim = 32
+heads = 4
+[data]
+seq = 64
+[train]
+steps = 40
+"""
+OWN = """
+[mesh]
+simulate = 8
+[parallel]
+data = 8
+[model]
+name = "careless:Net"
+[data]
+source = "careless:batches"
+[train]
+steps = 40
+global_batch = 16
+loss = "classify"
+"""
+ARRAYS = OWN.replace('"careless:batches"', '"arrays"').replace("careless:Net", "mlp")
+LEAKS = ("Traceback", "pydantic", "Errno", "tuple[", "list[str]", "null", " a integer", " a array", "allow_pickle")
+
+
+def said(error, *words, problems=1):
+    """Asserts that an error says these words in so many problems, each with a rule and a fix, and leaks nothing."""
+    text = str(error)
+    assert len(error.problems) == problems, text
+    assert all(problem.got and problem.rule and problem.fix for problem in error.problems), text
+    missing = [word for word in words if word not in text]
+    assert not missing, f"{missing} not in:\n{text}"
+    leaked = [leak for leak in LEAKS if leak in text]
+    assert not leaked, f"{leaked} in:\n{text}"
+
+
+def checked(text, *overrides):
+    """Returns a job that can be trained; raises what is wrong with it."""
+    job = loads(text, overrides)
+    if problems := check(job):
+        raise JaxparError(*problems)
+    return job
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A folder of texts, arrays, modules and jobs, good and bad."""
+    folder = tmp_path_factory.mktemp("here")
+    files = {
+        "ok.txt": b"all is well. " * 500, "short.txt": b"hello", "empty.txt": b"", "text.npz": b"1,2,3\n",
+        "empty.npz": b"", "syntax.py": b"def f(:", "raising.py": b"raise RuntimeError('not here')", "leaving.py": b"exit(3)",
+        "missing_part.py": b"import no_such_package", "bad.toml": b"[train\nsteps = 3", "binary.toml": b"\xff\xfe[train]",
+        "windows.toml": b"\xef\xbb\xbf" + DECODER.encode(), "ok.toml": DECODER.encode(), "file": b"",
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    inputs, labels = np.zeros((64, 64), np.float32), np.arange(64) % 10
+    np.savez(folder / "ok.npz", inputs=inputs, labels=labels)
+    np.savez(folder / "lengths.npz", inputs=inputs, labels=labels[:60])
+    np.savez(folder / "objects.npz", inputs=np.array([object()] * 4), labels=labels)
+    np.savez(folder / "strings.npz", inputs=inputs, labels=np.array(["a"] * 64))
+    np.savez(folder / "scalar.npz", inputs=inputs, labels=np.int32(3))
+    np.savez(folder / "rowless.npz", inputs=inputs[:0], labels=labels[:0])
+    np.savez(folder / "columns.npz", inputs=inputs, labels=labels[:, None])
+    np.savez(folder / "large.npz", inputs=inputs, labels=labels + 2**40)
+    np.savez(folder / "unnamed.npz", inputs, labels)
+    ok = (folder / "ok.npz").read_bytes()
+    (folder / "half.npz").write_bytes(ok[: len(ok) // 2])
+    (folder / "flipped.npz").write_bytes(ok[:600] + bytes(byte ^ 255 for byte in ok[600:700]) + ok[700:])
+    (folder / "nothing").mkdir()
+    return folder
+
+
+# The job, what is wrong (overrides, "; " between them), and words of the one problem. HERE is the folder above.
+JOBS = [
+    # spelling
+    (DECODER, "train.step=5", "train.step", "did you mean 'steps'?"),
+    (DECODER, "trian.steps=5", "[trian]", "did you mean 'train'?"),
+    (DECODER, "model.layer=2", "model.layer", "did you mean 'layers'?"),
+    (DECODER, "parallel.tenser=2", "parallel.tenser", "did you mean 'tensor'?"),
+    (DECODER, "model.name=decodr", "'decodr'", "did you mean 'decoder'?"),
+    (DECODER, "train.loss=nexttoken", "'nexttoken'", "did you mean 'next_token'?"),
+    (DECODER, "train.remat=ful", '"ful"', "did you mean 'full'?"),
+    (DECODER, "train.precision=fp16", '"fp16"', "'bf16'"),
+    (DECODER, "optimizer.name=adamv", '"adamv"', "'adam'"),
+    (DECODER, "data.source=txt", "'txt'", "did you mean 'text'?"),
+    (DECODER, "run.resume=always", '"always"', "auto, must, never"),
+    # types
+    (DECODER, "train.steps=true", "train.steps = true", "integer"),
+    (DECODER, "train.steps=1.5", "train.steps = 1.5", "integer"),
+    (DECODER, "train.steps=[1]", "train.steps = [1]", "integer"),
+    (DECODER, "train.steps=", 'train.steps = ""', "integer"),
+    (DECODER, "parallel.data='8'", 'parallel.data = "8"', "integer"),
+    (DECODER, "parallel.zero='3'", 'parallel.zero = "3"', "integer"),
+    (DECODER, "parallel.sequence=yes", '"yes"', "true or false"),
+    (DECODER, "optimizer.learning_rate=fast", '"fast"', "number"),
+    (DECODER, "model.name=5", "model.name = 5", "decoder"),
+    (DECODER, "data.path=5; data.source=text", "data.path = 5", "path"),
+    (DECODER, "parallel.rules.mlp=5", "mlp = 5", "rules"),
+    (DECODER, "parallel.paths.head=embed", '"embed"', "paths"),
+    (
+        DECODER,
+        "data.path=\udcff; data.source=text",
+        "data.path",
+        "file",
+    ),  # bytes that are no utf-8, on the command line
+    # overrides
+    (DECODER, "train.steps", "'train.steps'", "section.key=value"),
+    (DECODER, "steps=5", "'steps=5'", "section.key=value"),
+    (DECODER, "parallel.data.x=3", "data is no table", "section.key=value"),
+    # ranges
+    (DECODER, "train.steps=0", "train.steps = 0", "steps = "),
+    (DECODER, "train.steps=99999999999999999999", "train.steps = 9999", "steps"),
+    (DECODER, "train.seed=-1", "train.seed = -1", "seed = 0"),
+    (DECODER, "train.seed=4294967296", "train.seed = 4294967296", "seed"),  # JAX would take its lower 32 bits: seed 0
+    (DECODER, "train.accumulate=0", "train.accumulate = 0", "accumulate = 1"),
+    (DECODER, "optimizer.learning_rate=nan", "optimizer.learning_rate = nan", "learning_rate = "),
+    (DECODER, "optimizer.learning_rate=inf", "optimizer.learning_rate = inf", "learning_rate = "),
+    (DECODER, "optimizer.beta1=1.0", "optimizer.beta1 = 1.0", "beta1 = "),  # the mean of gradients would never move
+    (DECODER, "optimizer.clip=-1.0", "optimizer.clip = -1.0", "clip = "),
+    (DECODER, "optimizer.weight_decay=inf", "optimizer.weight_decay = inf", "weight_decay = "),
+    (DECODER, "optimizer.warmup=50", "optimizer.warmup = 50", "train.steps = 40"),
+    (DECODER, "optimizer.name=sgd; optimizer.weight_decay=0.1", "weight_decay = 0.1", "sgd", "adamw"),
+    (DECODER, "data.held_out=0.9", "data.held_out = 0.9", "held_out = "),
+    (DECODER, "checkpoint.keep_last=0", "checkpoint.keep_last = 0", "keep_last = "),
+    (DECODER, "metrics.show_every=0", "metrics.show_every = 0", "show_every = "),
+    (DECODER, "mesh.devices=8", "mesh.simulate = 8", "mesh.devices = 8", "leave one out"),
+    # sizes
+    (DECODER, "parallel.data=-1; parallel.fsdp=-1", "data=-1 and fsdp=-1", "give data a number"),
+    (DECODER, "parallel.data=3", "data=3", "12 devices", "data=2"),
+    (DECODER, "parallel.data=0", "data=0", "positive"),
+    (DECODER, "parallel.zero=5", "zero=5", "zero=3"),
+    (DECODER, "parallel.zero=3; parallel.fsdp=1; parallel.data=4", "zero=3 with fsdp=1", "fsdp=2"),
+    (DECODER, "parallel.zero=3; parallel.fsdp=-1; parallel.data=4", "zero=3 with fsdp=1", "fsdp=2"),
+    (DECODER, "parallel.sequence=true; parallel.tensor=1; parallel.data=4", "sequence=True with tensor=1", "tensor=2"),
+    (DECODER, "parallel.sequence=true; data.seq=63", "63", "tensor", "64"),
+    (DECODER, "train.global_batch=33", "global_batch = 33", "global_batch = 36"),
+    (DECODER, "train.accumulate=3", "accumulate=3", "global_batch = 36"),
+    (DECODER, "model.heads=3", "heads = 3", "dim = "),
+    (DECODER, "model.heads=0", "heads = 0", "at least 1"),
+    (DECODER, "model.kv_heads=3", "kv_heads = 3", "kv_heads = 2"),
+    (DECODER, "model.kv_heads=-1", "kv_heads = -1", "kv_heads = "),
+    (DECODER, "model.hidden=-1", "hidden = -1", "hidden = "),
+    (DECODER, "model.rope_base=0.0", "rope_base = 0.0", "rope_base = "),
+    (DECODER, "model.vocab=100", "model.vocab = 100", "256"),
+    (DECODER, "model.position=learned; model.seq=8", "model.seq = 8", "model.seq = 64"),
+    # rules
+    (DECODER, "parallel.rules.foo=tensor", "'foo' matches nothing", "one of"),
+    (DECODER, "parallel.rules.mlp=tensr", "'tensr'", "did you mean 'tensor'?"),
+    (DECODER, "parallel.rules.mlp=pipe", "'pipe'", "one of: data, fsdp, tensor"),  # no such axis in this mesh
+    (DECODER, "parallel.rules.mlp=['tensor', 'tensor']", "tensor", "mlp"),
+    (DECODER, "parallel.paths.haed=['embed', 'vocab']", "'haed'", "did you mean 'head'?"),
+    (DECODER, "parallel.paths.head=['a', 'b', 'c']", "3 dims of head", "2 dims or fewer"),
+    (DECODER, "parallel.paths.[=['embed']", "'['", "regular expression"),
+    (DECODER, "parallel.paths.*/key=['embed']", "'*/key'", "regular expression"),
+    # the user's own code
+    (OWN, "model.name=nowhere:Net", "No module named 'nowhere'", "working directory"),
+    (OWN, "model.name=careless:Nett", "'careless:Nett'", "did you mean 'Net'?"),
+    (OWN, "model.name=:Net", "':Net'", "package.module:Object"),
+    (OWN, "model.name=..x:Net", "'..x:Net'", "package.module:Object"),
+    (OWN, "model.name=syntax:f", "syntax.py, line 1", "python -c 'import syntax'"),
+    (OWN, "model.name=raising:f", "not here", "python -c 'import raising'"),
+    (OWN, "model.name=leaving:f", "leaving", "python -c 'import leaving'"),
+    (OWN, "model.name=missing_part:f", "no_such_package"),
+    (OWN, "model.name=careless:number", "is a int", "class"),
+    (OWN, "model.name=careless:NeedsSize", "it also needs size", "lambda rngs"),
+    (OWN, "model.name=careless:RaisesWhenMade", "no such weights", "careless.py"),
+    (OWN, "model.name=careless:RaisesWhenCalled", "to do", "careless.py"),
+    (OWN, "model.name=careless:WrongWidth", "(64,)", "(16,)"),
+    (OWN, "model.name=careless:NoParameters", "no parameters"),
+    (OWN, "model.name=careless:IntegerParameter", "steps", "int32", "nnx.Variable"),
+    (OWN, "model.name=careless:HalfAnnotated", "w of shape [64, 10]", "one name (or None) per dim"),
+    (OWN, "model.name=careless:ArrayAttribute", "table", "nnx.Variable"),
+    (OWN, "model.name=careless:WrongConstrain", "batch", "embed"),
+    (OWN, "model.name=careless:returns_linen", "returned Lin", "jp.linen"),
+    (OWN, "model.witdh=8", "witdh", "did you mean 'width'?"),
+    (OWN, "model.width=wide", "'wide'"),
+    (OWN, "model.width=0", "0]"),  # trained, and then Orbax could not save it
+    (OWN, "model.name=careless:Lin; model.witdh=8", "witdh", "width"),
+    (OWN, "model.name=careless:Lin; train.loss=careless:wrong_key", "'label'"),
+    (OWN, "train.loss=careless:vector", "float32[16]", "jnp.sum(losses), losses.size"),
+    (OWN, "train.loss=careless:without_loss", "lss", '"loss"'),
+    (OWN, "train.loss=careless:mean; train.accumulate=2", "accumulate=2", "(sum, count)"),
+    (OWN, "train.loss=careless:mean_and_aux", "accuracy", "(sum, count)"),
+    (OWN, "train.loss=careless:wrong_key", "'label'", "labels int32[16]"),
+    (OWN, "train.loss=careless:raises", "no luck", "careless.py"),
+    (OWN, "train.loss=careless:python_if", "boolean", "careless.py"),
+    (OWN, "train.loss=careless:whole_number", "int32", "float32"),
+    (OWN, "train.loss=careless:takes_names", "tokens", "another name"),
+    (OWN, "train.loss=math:pi", "'math:pi' is a float", "function"),
+    (OWN, "train.loss=next_token", "'targets'", "data.source"),
+    (OWN, "data.source=careless:not_dicts", "careless:not_dicts", "{'inputs': ..."),
+    (OWN, "data.source=careless:strings", "labels", "<U1"),
+    (OWN, "data.source=careless:ragged", "inputs", "careless:ragged"),
+    (OWN, "data.source=careless:half_a_batch", "[8, 64]", "global_batch = 16"),
+    (OWN, "data.source=careless:once", "generator", "function"),  # to check it would be to use it up
+    (OWN, "data.source=careless:breaks", "the disk is gone", "careless.py"),
+    (OWN, "data.source=careless:needs_path", "'path'", "defaults"),
+    (OWN, "data.source=careless:number", "is a int", "yield"),
+    (OWN, "data.source=careless:source", "careless:source", "batch(step, size)"),
+    # data
+    (DECODER, "data.path=HERE/ok.txt", "data.path", "'stdlib'", 'source = "text"'),  # would train on something else
+    (DECODER, "data.source=text", "'text' without a path", "path ="),
+    (DECODER, "data.source=text; data.path=HERE/none.txt", "none.txt", "names no file"),
+    (DECODER, "data.source=text; data.path=HERE/**x", "**x", "glob"),
+    (DECODER, "data.source=text; data.path=~nobody_here/x", "~nobody_here", "glob"),
+    (DECODER, "data.source=text; data.path=HERE; data.pattern=*.doc", "*.doc", "names no file"),
+    (DECODER, "data.source=text; data.path=HERE/short.txt", "6 tokens", "data.seq = 2"),
+    (DECODER, "data.source=text; data.path=HERE/empty.txt", "text", "another data.path"),
+    (ARRAYS, "data.path=HERE/none.npz", "none.npz", "No such file"),
+    (ARRAYS, "data.path=['HERE/ok.npz']", "ok.npz']", "one .npz"),
+    (ARRAYS, "data.path=HERE/empty.npz", "empty.npz", "np.savez"),
+    (ARRAYS, "data.path=HERE/text.npz", "text.npz", "np.savez"),
+    (ARRAYS, "data.path=HERE/half.npz", "half.npz", "np.savez"),
+    (ARRAYS, "data.path=HERE/flipped.npz", "flipped.npz", "np.savez"),
+    (ARRAYS, "data.path=HERE/objects.npz", "objects.npz", "np.savez"),
+    (ARRAYS, "data.path=HERE/nothing", "no arrays", "np.savez"),
+    (ARRAYS, "data.path=HERE/lengths.npz", "64 inputs, 60 labels", "as many rows"),
+    (ARRAYS, "data.path=HERE/strings.npz", "labels", "<U1"),
+    (ARRAYS, "data.path=HERE/scalar.npz", "labels", "[]"),
+    (ARRAYS, "data.path=HERE/rowless.npz", "[0, 64]"),
+    (ARRAYS, "data.path=HERE/columns.npz", "[16, 1]", "labels"),  # [n, 1] against [n] broadcasts to [n, n]
+    (ARRAYS, "data.path=HERE/large.npz", "1099511627", "labels"),  # 2**40 as int32 is 0
+    (ARRAYS, "data.path=HERE/unnamed.npz", "arr_0", "'inputs'"),
+    (ARRAYS, "data.path=HERE/ok.npz; model.classes=5", "classes = 5", "classes = 10"),  # a label of none has no loss
+    (ARRAYS, "data.path=HERE/ok.npz; model.inputs=63", "(63,)", "(64,)"),
+    (ARRAYS, "data.path=HERE/ok.npz; model.dim=0", "dim = 0", "dim = "),
+    (ARRAYS, "data.path=HERE/ok.npz; model.name=vit; model.patch=0", "patch = 0", "patch = "),
+    (ARRAYS, "data.path=HERE/ok.npz; model.name=resnet; model.width=-4", "width = -4", "width = "),
+]
+
+
+@pytest.mark.parametrize(("text", "wrong", "words"), [pytest.param(t, w, words, id=ascii(w)) for t, w, *words in JOBS])
+def test_a_wrong_job_is_one_precise_problem(text, wrong, words, here, monkeypatch):
+    monkeypatch.syspath_prepend(here)
+    with pytest.raises(JaxparError) as caught:
+        checked(text, *wrong.replace("HERE", str(here)).split("; "))
+    said(caught.value, *words)
+
+
+@pytest.mark.parametrize("text", [DECODER, OWN], ids=["decoder", "own"])
+def test_the_jobs_that_are_made_wrong_are_right(text):
+    checked(text)
+
+
+FIVE = {
+    "spelling": (
+        DECODER + '[optimizer]\nlearning_rate = "x"\n[trian]\n',
+        ["train.step=3", "parallel.dtaa=2", "metrics.show_every=0"],
+        ["train.step", "learning_rate", "[trian]", "parallel.dtaa", "show_every = 0"],
+    ),
+    "meaning": (
+        DECODER,
+        ["parallel.data=3", "parallel.zero=7", "model.heads=3", "train.loss=nexttoken", "optimizer.warmup=50"],
+        ["12 devices", "zero=7", "heads = 3", "nexttoken", "warmup = 50"],
+    ),
+    "one table": (
+        DECODER,
+        ["train.steps=0", "train.seed=-1", "train.accumulate=0", "train.global_batch=0", "train.eval_every=-1"],
+        ["steps = 0", "seed = -1", "accumulate = 0", "global_batch = 0", "eval_every = -1"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "wrong", "words"), FIVE.values(), ids=FIVE)
+def test_five_mistakes_are_reported_at_once(text, wrong, words):
+    with pytest.raises(JaxparError) as caught:
+        checked(text, *wrong)
+    said(caught.value, *words, problems=5)
+
+
+def test_one_mistake_is_one_problem_however_many_parameters_have_it():
+    with pytest.raises(JaxparError) as caught:
+        checked(DECODER, "model.vocab=257", "model.layers=3")
+    said(caught.value, "257", "tensor=1", "{'vocab': None}")
+
+
+@pytest.mark.parametrize(
+    ("section", "wrong"),
+    [
+        ("train", "global_batch=33"), ("train", "accumulate=3"), ("train", "steps=0"), ("model", "dim=33"), ("model", "dim=20"),
+        ("model", "kv_heads=3"), ("model", "vocab=100"), ("parallel", "tensor=3"), ("parallel", "zero=5"),
+        ("optimizer", "beta2=1.5"), ("data", "held_out=0.9"),
+    ],
+)  # fmt: skip
+def test_the_fix_works(section, wrong):
+    with pytest.raises(JaxparError) as caught:
+        checked(DECODER, f"{section}.{wrong}")
+    key, value = re.search(r"(\w+) ?= ?'?([\w.]+)", caught.value.problems[0].fix).groups()
+    checked(DECODER, f"{section}.{wrong}", f"{section}.{key}={value}")
+
+
+def test_a_fix_in_the_model_names_keys_that_the_model_has():
+    with pytest.raises(JaxparError) as caught:
+        checked(DECODER, "model.hidden=33")
+    keys = re.findall(r"(\w+)=\d+ in the model", str(caught.value))
+    assert all(key in DecoderSettings.__dataclass_fields__ for key in keys), str(caught.value)
+
+
+def test_a_job_with_a_windows_byte_order_mark_is_read(here):
+    assert load(here / "windows.toml").train.steps == 40
+
+
+@pytest.mark.parametrize("value", ["5\nx = 3", "[1,"])
+def test_an_override_is_one_value(value):
+    with pytest.raises(JaxparError) as caught:
+        loads(DECODER, [f"train.steps={value}"])
+    said(caught.value, "train.steps", "integer")
+
+
+@cache
+def layout(**sizes):
+    return jp.compose(Net, jp.Parallel(**(sizes or {"data": 8})))
+
+
+ADAM = optax.adam(1e-3)
+
+
+@cache
+def state(optimizer=ADAM, **sizes):
+    """A state that is never given up: the steps that see it refuse something else first."""
+    return jp.create(layout(**sizes), optimizer)
+
+
+def compose(model=Net, devices=None, **parallel):
+    return jp.compose(model, jp.Parallel(**(parallel or {"data": 8})), devices)
+
+
+def step(batch=BATCH, loss=jp.classify, given=None, model=Net, **numerics):
+    where = layout() if model is Net else compose(model)
+    made = given() if given else state() if model is Net else jp.create(where, ADAM)
+    return jp.build(where, loss, ADAM, **numerics)(made, batch)
+
+
+def twice(evaluate=False):
+    made, one = jp.create(layout(), ADAM), jp.build(layout(), jp.classify, ADAM)
+    one(made, BATCH)
+    return one.evaluate(made, BATCH) if evaluate else one(made, BATCH)
+
+
+ONE = np.zeros((1, 64), np.float32)
+VALUES = {
+    # the declaration
+    "data as text": (lambda: compose(data="8"), "data='8'", "data=8"),
+    "fsdp as truth": (lambda: compose(fsdp=True), "fsdp=True", "positive whole number"),
+    "zero as float": (lambda: compose(fsdp=8, zero=2.0), "zero=2.0", "zero="),
+    "sequence as text": (lambda: compose(data=4, tensor=2, sequence="no"), "sequence='no'", "True"),
+    "zero=3 over an inferred 1": (lambda: compose(data=8, fsdp=-1, zero=3), "zero=3 with fsdp=1", "fsdp=2"),
+    "-1 and what does not divide": (lambda: compose(data=-1, fsdp=3), "fsdp=3", "3 does not divide", "divisor of 8"),
+    "replicate_above as text": (lambda: compose(fsdp=8, replicate_above="4MiB"), "'4MiB'", "bytes"),
+    "rules as a list": (lambda: compose(data=4, tensor=2, rules=[("mlp", "tensor")]), "rules=", '{"mlp": "tensor"}'),
+    "rules as nothing": (lambda: compose(data=8, rules=None), "rules=None", "rules="),
+    "a rule to a number": (lambda: compose(data=4, tensor=2, rules={"mlp": 5}), "mlp", "5"),
+    "a rule for no name": (lambda: compose(data=4, tensor=2, rules={"foo": "tensor"}), "'foo'", "one of"),
+    "paths as a number": (lambda: compose(data=4, tensor=2, paths=5), "paths=5", "paths="),
+    "a path to one name": (lambda: compose(data=4, tensor=2, paths={"a/kernel": "embed"}), "'embed'", "a/kernel"),
+    "a path to nothing": (lambda: compose(data=4, tensor=2, paths={"a/kernl": ("embed",)}), "did you mean 'a/kernel'?"),
+    "a path that is no regex": (lambda: compose(data=4, tensor=2, paths={"[": ("embed",)}), "'['", "regular expression"),
+    "a path that is a glob": (lambda: compose(data=4, tensor=2, paths={"*/kernel": ("mlp",)}), "*/kernel", "regular expression"),
+    # the model
+    "no model": (lambda: compose(None), "model=None", "lambda rngs"),
+    "a model made": (lambda: compose(Net(rngs=nnx.Rngs(0))), "Net that is built already", "lambda rngs: Net"),
+    "a Linen module": (lambda: compose(Lin()), "Lin", "jp.linen(Lin"),
+    "a Linen class": (lambda: compose(Lin), "Lin", "jp.linen(Lin"),
+    "a factory of Linen": (lambda: compose(lambda rngs: Lin()), "Lin", "jp.linen"),
+    "a factory of nothing": (lambda: compose(careless.returns_none), "returned NoneType", "lambda rngs: MyNet"),
+    "a factory of text": (lambda: compose(lambda rngs: "Net"), "str", "lambda rngs: MyNet"),
+    "a factory of no arguments": (lambda: compose(lambda: Net(rngs=nnx.Rngs(0))), "rngs", "lambda rngs: MyNet"),
+    "a factory with others": (lambda: compose(careless.NeedsSize), "it also needs size", "lambda rngs"),
+    "a factory that raises": (lambda: compose(careless.RaisesWhenMade), "no such weights", "careless.py"),
+    "a layout as model": (lambda: compose(layout()), "Layout", "lambda rngs"),
+    "linen of a class": (lambda: jp.linen(Lin, ONE), "Lin", "jp.linen("),
+    "linen of NNX": (lambda: jp.linen(Net, ONE), "Net", "NNX"),
+    "linen of nothing": (lambda: jp.linen(Lin()), "Lin", "jnp.zeros([1, ...])"),
+    "linen of a shape": (lambda: jp.linen(Lin(), (1, 64)), "(1, 64)", "jnp.zeros"),
+    "linen called otherwise": (lambda: jp.linen(Lin(), ONE, train=True), "'train'", "__call__"),
+    # devices
+    "a dict for a Parallel": (lambda: jp.compose(Net, {"data": 8}), "{'data': 8}", "jp.Parallel(data=8)"),
+    "no devices": (lambda: compose(devices=0, data=-1), "devices=0", "devices=8"),
+    "an empty list of devices": (lambda: compose(devices=[]), "devices=[]", "jax.devices()"),
+    "devices as text": (lambda: compose(devices="8"), "devices='8'", "jax.devices()"),
+    "one device": (lambda: compose(devices=jax.devices()[0]), "device"),
+    "a device twice": (lambda: compose(devices=[jax.devices()[0]] * 8), "devices=", "jax.devices()"),
+    "too few devices": (lambda: compose(devices=jax.devices()[:3]), "data=8", "3 are visible", "data=3"),
+    "simulated as text": (lambda: jp.simulate("8"), "simulate('8')", "simulate(8)"),
+    "simulated none": (lambda: jp.simulate(0), "simulate(0)", "positive"),
+    "simulated too late": (lambda: jp.simulate(4), "simulate(4)", "first thing"),
+    # state and step
+    "an optimizer not called": (lambda: jp.create(layout(), optax.adam), "adam", "optax.adamw(3e-4)"),
+    "a list of optimizers": (lambda: jp.create(layout(), [ADAM]), "optimizer=[", "optax.adamw(3e-4)"),
+    "arguments swapped": (lambda: jp.create(ADAM, layout()), "layout=", "jp.compose"),
+    "a seed as text": (lambda: jp.create(layout(), ADAM, seed="0"), "seed='0'", "seed=0"),
+    "a seed of 65 bits": (lambda: jp.create(layout(), ADAM, seed=2**64), "seed=18446744073709551616", "seed=0"),
+    "offload as text": (lambda: jp.create(layout(), ADAM, offload="yes"), "offload='yes'", "offload=True"),
+    "no devices to hold a state": (lambda: jp.create(compose(devices=16, data=16), ADAM), "without devices", "compose("),
+    "a remat unknown": (lambda: jp.build(layout(), jp.classify, ADAM, remat="ful"), "remat='ful'", "'full'"),
+    "a remat as a list": (lambda: jp.build(layout(), jp.classify, ADAM, remat=["dots"]), "['dots']", "dots"),
+    "a precision as dtype": (lambda: jp.build(layout(), jp.classify, ADAM, precision=jnp.bfloat16), "bfloat16", "bf16"),
+    "accumulate as float": (lambda: jp.build(layout(), jp.classify, ADAM, accumulate=2.0), "accumulate=2.0", "whole number"),
+    "a setting unknown": (lambda: jp.build(layout(), jp.classify, ADAM, acumulate=2), "acumulate=2", "'accumulate'"),
+    "no loss": (lambda: jp.build(layout(), None, ADAM), "loss=None", "(model, batch)"),
+    "a loss by name": (lambda: jp.build(layout(), "classify", ADAM), "loss='classify'", "(model, batch)"),
+    "no layout": (lambda: jp.build(None, jp.classify, ADAM), "layout=None", "jp.compose"),
+    "constrain of too few names": (lambda: jp.constrain(jnp.ones((2, 3)), "batch"), "[2, 3]", "'batch'"),
+    # batches
+    "no batch": (lambda: step(None), "None", '"inputs"'),
+    "a batch as a tuple": (lambda: step((X, Y)), "batch", '"inputs"'),
+    "an empty batch": (lambda: step({}), "{}", '"inputs"'),
+    "a batch of no rows": (lambda: step({"inputs": X[:0], "labels": Y[:0]}), "[0, 64]", "global batch of 8"),
+    "a batch that does not divide": (lambda: step({"inputs": X[:15], "labels": Y[:15]}), "[15, 64]", "global batch of 16"),
+    "a scalar in the batch": (lambda: step({**BATCH, "epoch": 3}), "epoch", "[]"),
+    "nothing in the batch": (lambda: step({**BATCH, "labels": None}), "labels", "numbers"),
+    "objects in the batch": (lambda: step({**BATCH, "inputs": np.array([object()] * 16)}), "inputs", "object"),
+    "text in the batch": (lambda: step({**BATCH, "labels": np.array(["a"] * 16)}), "labels", "<U1"),
+    "ragged rows": (lambda: step({**BATCH, "inputs": [[1.0], [1.0, 2.0]] * 8}), "inputs", "inhomogeneous"),
+    "an array missing": (lambda: step({"inputs": X}), "'labels'", "inputs float32[16, 64]"),
+    "inputs too narrow": (lambda: step({**BATCH, "inputs": X[:, :63]}), "63", "64"),
+    "labels of another length": (lambda: step({**BATCH, "labels": Y[:8]}), "labels", "8"),
+    "labels one-hot": (lambda: step({**BATCH, "labels": np.eye(10, dtype=np.float32)[Y]}), "[16, 10]", "labels"),
+    "labels [n, 1]": (lambda: step({**BATCH, "labels": Y[:, None]}), "labels", "[16, 1]"),
+    "a mask [n, 1]": (lambda: step({**BATCH, "mask": np.ones((16, 1), np.float32)}), "mask", "[16, 1]"),
+    # losses
+    "a vector": (lambda: step(loss=careless.vector), "float32[16]", "jnp.sum(losses)"),
+    "a mean where microbatches are summed": (lambda: step(loss=careless.mean, accumulate=2), "accumulate=2", "(sum, count)"),
+    "a dict without loss": (lambda: step(loss=careless.without_loss), "lss", '"loss"'),
+    "a loss that raises": (lambda: step(loss=careless.raises), "no luck", "careless.py"),
+    "a loss of a wrong key": (lambda: step(loss=careless.wrong_key), "'label'", "careless.py"),
+    "a loss with an if": (lambda: step(loss=careless.python_if), "boolean", "careless.py"),
+    "a loss without a gradient": (lambda: step(loss=careless.whole_number), "int32", "float32"),
+    "a model that raises": (lambda: step(model=careless.RaisesWhenCalled), "to do", "careless.py"),
+    # states
+    "no state": (lambda: step(given=lambda: {"params": 1}), "dict", "jp.create"),
+    "a state of another layout": (lambda: step(given=lambda: state(data=2, fsdp=2, tensor=2)), "layout", "jp.create"),
+    "a state of another optimizer": (lambda: step(given=lambda: state(optax.sgd(0.1))), "optimizer", "jp.create"),
+    "a state of another model": (
+        lambda: step(given=lambda: jp.create(compose(lambda rngs: Net(32, rngs=rngs)), ADAM)), "[32]", "[16]",
+    ),  # fmt: skip
+    "a state used twice": (twice, "state", "state, metrics = step(state, batch)"),
+    "a state evaluated after its step": (lambda: twice(evaluate=True), "state", "state, metrics = step(state, batch)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "words"), [pytest.param(call, words, id=name) for name, (call, *words) in VALUES.items()]
+)
+def test_a_wrong_value_is_one_precise_problem(call, words):
+    with pytest.raises(JaxparError) as caught:
+        call()
+    said(caught.value, *words)
+
+
+def test_a_refused_batch_leaves_the_state_alone():
+    made, one = jp.create(layout(), ADAM), jp.build(layout(), jp.classify, ADAM)
+    with pytest.raises(JaxparError):
+        one(made, {"inputs": X[:15], "labels": Y[:15]})
+    assert np.isfinite(one(made, BATCH)[1]["loss"])
+
+
+def test_a_label_that_is_none_has_no_number_for_a_loss():
+    assert jnp.isnan(cross_entropy(jnp.zeros((3, 4)), jnp.array([3, 4, -1]))).tolist() == [False, True, True]
+
+
+@pytest.fixture(scope="module")
+def trained(here):
+    """The folder of a run of two steps."""
+    job = loads(ARRAYS, [f"data.path={here}/ok.npz", "model.dim=8", "train.steps=2", f"run.dir={here}/run"])
+    run.train(job, stream=io.StringIO())
+    return here / "run"
+
+
+def _last(folder):
+    return max((folder / "checkpoints").iterdir())
+
+
+def _emptied(folder):
+    for path in _last(folder).iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+RUNS = {
+    "another width": (None, ["model.dim=16"], "8] in the checkpoint", "16] in the job", "run.dir"),
+    "another optimizer": (None, ["optimizer.name=sgd"], "in the checkpoint", "run.dir"),
+    "other data": (None, ["data.path=HERE/other.npz"], "was trained on data", "run.dir"),
+    "resume=never": (None, ["run.resume=never"], "checkpoints up to step 2", "run.resume = 'auto'"),
+    "resume=must": (
+        lambda folder: shutil.rmtree(folder / "checkpoints"),
+        ["run.resume=must"],
+        "no checkpoint",
+        "'auto'",
+    ),
+    "run.json": (lambda folder: (folder / "run.json").write_text("{"), [], "run.json"),
+    "run.json of another kind": (lambda folder: (folder / "run.json").write_text("[]"), [], "run.json"),
+    "metrics.jsonl": (lambda folder: (folder / "metrics.jsonl").write_text("{{\n"), [], "metrics.jsonl"),
+    "a checkpoint emptied": (_emptied, [], "checkpoints", "000002"),
+    "a file for checkpoints": (
+        lambda folder: (shutil.rmtree(folder / "checkpoints"), (folder / "checkpoints").write_text("")),
+        [],
+        "checkpoints",
+    ),  # fmt: skip
+}
+
+
+@pytest.mark.xdist_group("runs")
+@pytest.mark.parametrize(
+    ("damage", "overrides", "words"), [pytest.param(d, o, words, id=k) for k, (d, o, *words) in RUNS.items()]
+)
+def test_a_run_that_cannot_go_on_says_why(damage, overrides, words, trained, here, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    np.savez(here / "other.npz", inputs=X, labels=Y)
+    if damage:
+        damage(folder)
+    wrong = [text.replace("HERE", str(here)) for text in overrides]
+    job = loads(ARRAYS, [f"data.path={here}/ok.npz", "model.dim=8", "train.steps=4", f"run.dir={folder}", *wrong])
+    with pytest.raises(JaxparError) as caught:
+        run.train(job, stream=io.StringIO())
+    said(caught.value, *words)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "x" * 300], ids=["a file", "below a file", "too long"])
+def test_a_run_folder_that_cannot_be_made_is_refused(place, here):
+    job = loads(ARRAYS, [f"data.path={here}/ok.npz", "train.steps=1", f"run.dir={here / place}"])
+    with pytest.raises(JaxparError) as caught:
+        run.train(job, stream=io.StringIO())
+    said(caught.value, "run", str(here), "run.dir = ")
+
+
+@pytest.mark.xdist_group("runs")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["trained on arrays", "data.source = 'text'"]),
+        ({"tokens": 0}, ["tokens 0", "--tokens"]),
+        ({"temperature": float("nan")}, ["temperature nan", "--temperature"]),
+        ({"seed": 2**70}, ["seed", "1180591620717411303424"]),
+    ],
+    ids=["no text", "no tokens", "nan", "seed"],
+)
+def test_a_sample_that_makes_no_sense_is_refused(settings, words, trained):
+    with pytest.raises(JaxparError) as caught:
+        sample(trained, "a", **{"tokens": 3, "temperature": 0.8, "seed": 0, **settings})
+    said(caught.value, *words)
+
+
+# What is typed (HERE is the folder), the status, and words on stderr.
+COMMANDS = [
+    ("", 2, "VERB"),
+    ("trian HERE/ok.toml", 2, "invalid choice", "train"),
+    ("train", 1, "without a job", "jaxpar train configs/quickstart.toml"),
+    ("check HERE/ok.toml --steps=5", 2, "--steps"),
+    ("check HERE/none.toml", 1, "none.toml", "No such file"),
+    ("check HERE", 1, "Is a directory", "TOML"),
+    ("check HERE/bad.toml", 1, "line 1", "[section]"),
+    ("check HERE/binary.toml", 1, "binary.toml", "utf-8"),
+    ("check HERE/ok.toml train.step=5", 1, "error: unknown key train.step", "rule:", "fix:  did you mean 'steps'?"),
+    (
+        "check HERE/ok.toml train.step=5 run.resum=must",
+        1,
+        "problem: unknown key train.step",
+        "problem: unknown key run.resum",
+    ),
+    ("check HERE/ok.toml data.path=\udcff data.source=text", 1, "data.path", "fix:"),
+    ("check HERE/ok.toml --json HERE/none/x.json", 1, "none/x.json"),
+    ("sample HERE/none", 1, "holds no job.toml", "jaxpar train"),
+    ("sample HERE/ok.toml", 1, "holds no job.toml", "jaxpar train"),
+    ("sample HERE --tokens many", 2, "--tokens", "'many'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("typed", "status", "words"), [pytest.param(t, s, words, id=ascii(t)) for t, s, *words in COMMANDS]
+)
+def test_a_wrong_command_says_so_and_has_a_status(typed, status, words, here, capsys):
+    try:
+        found = main(typed.replace("HERE", str(here)).split())
+    except SystemExit as leaving:  # how argparse leaves
+        found = leaving.code
+    text = capsys.readouterr().err
+    assert found == status, text
+    assert not [word for word in words if word not in text], text
+    assert "Traceback" not in text
+
+
+def test_json_has_every_problem(here, tmp_path):
+    main(["check", str(here / "ok.toml"), "train.step=5", "run.resum=must", "--json", str(tmp_path / "x.json")])
+    problems = json.loads((tmp_path / "x.json").read_text())["problems"]
+    assert [sorted(problem) for problem in problems] == [["fix", "got", "rule"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "wrong", "words"),
+    [
+        ("train", "run.dir=HERE/file/below", ["file/below", "fix:"]),
+        ("check", "model.name=leaving:Net", ["leaving", "fix:"]),
+    ],
+    ids=["train", "check"],
+)
+def test_a_process_ends_with_status_1_and_no_traceback(verb, wrong, words, here):
+    typed = [verb, str(here / "ok.toml"), wrong.replace("HERE", str(here)), "train.steps=1"]
+    typed += ["data.source=text", f"data.path={here}/ok.txt"] if verb == "train" else ["train.loss=next_token"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "jaxpar", *typed],
+        cwd=here,
+        env=os.environ | {"JAXPAR_NO_HUGE_PAGES": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not [word for word in words if word not in ended.stderr], ended.stderr
+
+
+def test_the_table_is_not_smaller_than_promised():
+    assert len(JOBS) + len(VALUES) + len(RUNS) + len(COMMANDS) >= 200
