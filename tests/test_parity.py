@@ -1,5 +1,6 @@
 """The promise: losses and parameters after five steps equal one device, whatever the layout."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import jax
@@ -50,7 +51,9 @@ CASES = [
 @pytest.mark.parametrize(("kind", "variant", "layout"), CASES)
 def test_losses_and_parameters_equal_one_device(kind, variant, layout):
     want, reference = alone(kind, variant)
-    got, state, step = train(blueprint(kind), LAYOUTS[layout], **VARIANTS[variant])
+    unnamed = LAYOUTS[layout].sequence and kind != "linen"  # names too few activations for it, and is told so
+    with pytest.warns(UserWarning, match="sequence=True, but") if unnamed else nullcontext():
+        got, state, step = train(blueprint(kind), LAYOUTS[layout], **VARIANTS[variant])
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert_same_arrays((state.params, state.rest), (reference.params, reference.rest))
     assert_bytes_follow_zero(step.layout, state)

@@ -149,15 +149,15 @@ class Attention(nnx.Module):
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         """Returns [batch, seq, dim]."""
-        q = _plus(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), self.query_bias)
-        k = _plus(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), self.key_bias)
-        v = _plus(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), self.value_bias)
+        # named as soon as they exist, so that under sequence parallelism the stream is gathered and not the weights
+        q = constrain(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), "batch", "seq", "heads", "head_dim")
+        k = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
+        v = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
+        q, k, v = _plus(q, self.query_bias), _plus(k, self.key_bias), _plus(v, self.value_bias)
         if self.settings.rope is not None:
             q, k = rotate(q, self.settings.rope), rotate(k, self.settings.rope)
-        q = constrain(q, "batch", "seq", "heads", "head_dim")
-        k = constrain(k, "batch", "seq", "kv_heads", "head_dim")
-        v = constrain(v, "batch", "seq", "kv_heads", "head_dim")
         y = self.settings.attend(q, k, v, is_causal=self.settings.causal)
+        y = constrain(y, "batch", "seq", "heads", "head_dim")
         return _plus(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
 
 
@@ -173,12 +173,13 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         """Returns [batch, seq, dim]."""
-        h = _plus(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), self.up_bias)
+        h = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), "batch", "seq", "mlp")
+        h = _plus(h, self.up_bias)
         if self.gate is None:
             h = jax.nn.gelu(h)
         else:
-            h = jax.nn.silu(jnp.einsum("bsd,df->bsf", x_bsd, self.gate[...])) * h
-        h = constrain(h, "batch", "seq", "mlp")
+            gate = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.gate[...]), "batch", "seq", "mlp")
+            h = jax.nn.silu(gate) * h
         return _plus(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
 
 

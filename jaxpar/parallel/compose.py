@@ -119,8 +119,19 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
     layout = Layout(parallel=parallel, blueprint=blueprint, placements=placements, names=names, mesh=mesh)
     problems += _idle_axes(layout) + _left_whole(layout)
     if problems:
-        raise JaxparError(*problems)
+        raise JaxparError(*_grouped(problems))
     return layout
+
+
+def _grouped(problems: list[Problem]) -> list[Problem]:
+    """Returns one problem for all that have the same rule and way out, such as every layer of a model."""
+    groups: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        groups.setdefault((problem.rule, problem.fix), []).append(problem)
+    return [
+        replace(first, got=first.got + (f" (and {len(rest)} more like it)" if rest else ""))
+        for first, *rest in groups.values()
+    ]
 
 
 def _names(parallel: Parallel) -> dict[str, Axes]:
@@ -132,7 +143,8 @@ def _names(parallel: Parallel) -> dict[str, Axes]:
 def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
     if parallel.stage == 0:
         return ""
-    return "; fsdp: no dim divides, whole" if used == sharded else "; fsdp on the largest dim"
+    whose = ("", "optimizer state: ", "gradients and optimizer state: ", "")[parallel.stage]
+    return f"; {whose}fsdp divides no dim" if used == sharded else f"; {whose}fsdp on the largest dim"
 
 
 def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:

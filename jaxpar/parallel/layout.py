@@ -189,16 +189,19 @@ class Layout:
         return f"{_short(place.leaf.dtype)}[{', '.join(dims)}]"
 
     def explain(self) -> str:
-        """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it."""
-        rows = [("parameter", "placed as", "shape", "per device", "because")]
+        """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it.
+
+        In stages 1 and 2, where it differs, also the bytes of one moment of the optimizer.
+        """
+        split = self.parallel.stage in (1, 2)
+        rows = [("parameter", "placed as", "shape", "per device", *(("per moment",) if split else ()), "because")]
         for path, place in self.placements.items():
-            own = shard_bytes(place.leaf, place.stored, self.sizes)
+            specs = (place.stored, place.sharded) if split else (place.stored,)
+            sizes = [show_bytes(shard_bytes(place.leaf, spec, self.sizes)) for spec in specs]
             shape = " x ".join(map(str, place.leaf.shape)) or "scalar"
-            rows.append((path, self.describe(path), shape, show_bytes(own), place.why))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]).rstrip() for row in rows
-        ]
+            rows.append((path, self.describe(path), shape, *sizes, place.why))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.summary(), "", *lines])
 
     def summary(self) -> str:

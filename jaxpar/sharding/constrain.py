@@ -5,7 +5,7 @@ A model calls Flax's own `nn.with_logical_constraint(x, ("batch", "seq", "embed"
 do nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from flax.core import spmd
@@ -13,13 +13,37 @@ from flax.core import spmd
 from jaxpar.sharding.rules import Axes
 
 
+class _Noted(str):
+    """A name that remembers being found among the names of an activation."""
+
+    seen: set[str]
+
+    def __eq__(self, other: object) -> bool:
+        same = str.__eq__(self, other)
+        if same is True:
+            self.seen.add(str(self))
+        return same
+
+    __hash__ = str.__hash__
+
+
 @contextmanager
-def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]):
-    """Resolves names of activation dims by these rules, earlier rules first, while the context lasts."""
+def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Iterator[set[str]]:
+    """Resolves names of activation dims by these rules, earlier rules first, while the context lasts.
+
+    Yields:
+      The names that the model used, complete when the context ends.
+    """
 
     def present(axes: Axes) -> Axes:
         kept = tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if sizes.get(a, 1) > 1)
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
-    with spmd.logical_axis_rules(tuple((name, present(axes)) for name, axes in names.items())):
-        yield
+    seen: set[str] = set()
+    rules = []
+    for name, axes in names.items():
+        noted = _Noted(name)
+        noted.seen = seen
+        rules.append((noted, present(axes)))
+    with spmd.logical_axis_rules(tuple(rules)):
+        yield seen

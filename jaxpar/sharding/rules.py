@@ -174,9 +174,11 @@ def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
     axes: list[tuple[str, ...]] = [()] * len(leaf.shape)
     ways, own = sizes.get("tensor", 1), own_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
+    why = "no names"
     if ways > 1 and own > 1 and fitting:
+        why = "no names: tensor on the largest dim"
         axes[max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, leaf.shape[dim], dim))] = ("tensor",)
-    return Choice((None,) * len(leaf.shape), tuple(axes), "no names: largest dim")
+    return Choice((None,) * len(leaf.shape), tuple(axes), why)
 
 
 def own_dims(path: str, leaf: Leaf) -> int:

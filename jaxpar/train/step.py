@@ -7,6 +7,7 @@ The specs of the layout say where each piece lives; XLA compiles the collectives
 """
 
 import dataclasses
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -123,10 +124,10 @@ class Step:
 
     def lower(self, state: State, batch: Batch):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
-        for name, value in batch.items():
-            self._check_rows(name, value)
-        with self._traced():
+        batch = {name: self._abstract(name, value) for name, value in batch.items()}
+        with self._traced() as named:
             lowered = self._train.lower(state, batch)
+        self._check_sequence(named)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())
             check.check_bf16(self.products)
@@ -164,6 +165,26 @@ class Step:
         self._check_rows(name, value)
         return jax.device_put(value, self.layout.sharding(self.layout.batch_spec(value.shape)))
 
+    def _abstract(self, name: str, value: Any) -> Any:
+        """Returns the shape of a batch array with the sharding that it will have."""
+        if isinstance(value, jax.Array):
+            return value
+        self._check_rows(name, value)
+        placed = self.layout.sharding(self.layout.batch_spec(value.shape))
+        return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype), sharding=placed)
+
+    def _check_sequence(self, named: set[str]) -> None:
+        """Says so where sequence parallelism has too few names to be one."""
+        inner = {name for name, axes in self.layout.names.items() if axes and "tensor" in axes} - {"seq"}
+        missing = [what for what, names in (("seq", {"seq"}), ("heads or mlp", inner)) if not named & names]
+        if self.layout.parallel.sequence and missing:
+            warnings.warn(
+                f"sequence=True, but {self.layout.blueprint.name} names no activation dim {' and none '.join(missing)}: "
+                "the tokens are split, and XLA may gather weights where it should gather activations. Name them: "
+                'jp.constrain(x, "batch", "seq", "embed") on the stream, (..., "mlp") and (..., "heads", None) inside.',
+                stacklevel=4,
+            )
+
     def _check_rows(self, name: str, value: Any) -> None:
         ways = self.layout.replicas * self.numerics.accumulate
         rows = value.shape[0] if value.shape else 0
@@ -178,8 +199,8 @@ class Step:
 
     @contextmanager
     def _traced(self):
-        with jax.set_mesh(self.layout.on), activation_names(self.layout.names, self.layout.sizes):
-            yield
+        with jax.set_mesh(self.layout.on), activation_names(self.layout.names, self.layout.sizes) as named:
+            yield named
 
     def _forward(self, params: Tree, rest: Tree, batch: Batch, *, train: bool) -> tuple[Sums, Tree]:
         dtype = PRECISIONS[self.numerics.precision]
