@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("runs")  # one worker, one undisturbed run to compare with
+
 JOB = """
 [mesh]
 simulate = 4
@@ -144,7 +146,6 @@ def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     assert {step: row[:2] for step, row in losses(target).items()} == {step: row[:2] for step, row in want.items()}
 
 
-@pytest.mark.xdist_group("kill")
 def test_ten_sigkills_at_random_moments_lose_nothing(whole, folder):
     """Killed anywhere, also while a checkpoint is written or renamed; then left alone to finish."""
     target, moments = folder / "killed", random.Random(0)

@@ -179,8 +179,8 @@ class Step:
         missing = [what for what, names in (("seq", {"seq"}), ("heads or mlp", inner)) if not named & names]
         if self.layout.parallel.sequence and missing:
             warnings.warn(
-                f"sequence=True, but {self.layout.blueprint.name} names no activation dim {' and none '.join(missing)}: "
-                "the tokens are split, and XLA may gather weights where it should gather activations. Name them: "
+                f"sequence=True, but {self.layout.blueprint.name} names no activation dim {' and none '.join(missing)}:"
+                " the tokens are split, and XLA may gather weights where it should gather activations. Name them: "
                 'jp.constrain(x, "batch", "seq", "embed") on the stream, (..., "mlp") and (..., "heads", None) inside.',
                 stacklevel=4,
             )
