@@ -63,6 +63,12 @@ class IntegerParameter(Net):
         self.steps = nnx.Param(jnp.zeros((8,), jnp.int32))
 
 
+class EmptyParameter(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.empty = nnx.Param(jnp.zeros((0, 4)))
+
+
 class HalfAnnotated(Net):
     def __init__(self, *, rngs):
         super().__init__(rngs=rngs)
