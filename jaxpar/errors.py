@@ -6,8 +6,12 @@ JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
 """
 
 import difflib
-from collections.abc import Iterable
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,71 @@ def refuse(got: str, *, rule: str, fix: str) -> JaxparError:
     return JaxparError(Problem(got, rule, fix))
 
 
+@contextmanager
+def users_code(what: str, *, rule: str, fix: str) -> Iterator[None]:
+    """Turns whatever a user's own code raises into a refusal that names the line; jaxpar's refusals pass.
+
+    The one place that catches everything, because a user's code may raise anything; nothing is
+    swallowed: the error is raised again, with its cause.
+    """
+    try:
+        yield
+    except JaxparError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise refuse(f"{what}: {said(error)}", rule=rule, fix=fix) from error
+
+
+def said(error: BaseException) -> str:
+    """Returns an exception in one line, with the user's own line that raised it."""
+    text = str(error).strip().splitlines()
+    what = f"no entry {error}" if isinstance(error, KeyError) else text[0] if text else ""
+    if type(error).__name__ not in ("KeyError", "TypeError", "ValueError", "OSError"):
+        what = f"{type(error).__name__}: {what}".rstrip(": ")
+    known = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "<")
+    lines = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(known)]
+    return (
+        f"{what or type(error).__name__} ({Path(lines[-1].filename).name}, line {lines[-1].lineno})"
+        if lines
+        else what or type(error).__name__
+    )
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns how a misspelt `word` was probably meant: "did you mean 'x'?", or the known words."""
     choices = sorted(known)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(choices)}"
+
+
+def within(spec: object, section: str, ranges: Mapping[str, tuple[float, float]], *, below: Iterable[str] = ()) -> None:
+    """Checks numbers of a dataclass against (lowest, highest), all at once; `nan` is in no range.
+
+    Args:
+      spec: The dataclass.
+      section: What its keys are called by, or "".
+      ranges: Key to lowest and highest.
+      below: The keys whose highest is out itself.
+
+    Raises:
+      JaxparError: With every number that is out of its range.
+    """
+    problems = []
+    for key, (low, high) in ranges.items():
+        value = getattr(spec, key)
+        if not low <= value <= high or (key in below and value == high):
+            usual = getattr(type(spec), key, low)
+            rule = (
+                f"{key} is at least {low}"
+                if high >= 2**31 - 1 and value < low
+                else f"{key} is within {low}..{high}{', below the latter' * (key in below)}"
+            )
+            problems.append(
+                Problem(
+                    f"{section}{'.' * bool(section)}{key} = {value}",
+                    rule,
+                    f"{key} = {usual if low <= usual <= high else low}",
+                )
+            )
+    if problems:
+        raise JaxparError(*problems)

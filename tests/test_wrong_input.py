@@ -167,7 +167,6 @@ JOBS = [
     (DECODER, "optimizer.beta1=1.0", "optimizer.beta1 = 1.0", "beta1 = "),  # the mean of gradients would never move
     (DECODER, "optimizer.clip=-1.0", "optimizer.clip = -1.0", "clip = "),
     (DECODER, "optimizer.weight_decay=inf", "optimizer.weight_decay = inf", "weight_decay = "),
-    (DECODER, "optimizer.warmup=50", "optimizer.warmup = 50", "train.steps = 40"),
     (DECODER, "optimizer.name=sgd; optimizer.weight_decay=0.1", "weight_decay = 0.1", "sgd", "adamw"),
     (DECODER, "data.held_out=0.9", "data.held_out = 0.9", "held_out = "),
     (DECODER, "checkpoint.keep_last=0", "checkpoint.keep_last = 0", "keep_last = "),

@@ -30,17 +30,33 @@ PARAMETERS = {
     "embed": ((VOCAB, DIM), P("tensor", None), 1, 1.0),
     "head": ((DIM, VOCAB), P(None, "tensor"), 0, DIM**-0.5),
     "norm": ((DIM,), P(None), 0, None),
-    "query": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
-    "key": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
-    "value": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
-    "out": ((LAYERS, HEADS, DIM // HEADS, DIM), P(None, "tensor", None, None), 3, DIM**-0.5 * _OUT),
-    "up": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
-    "gate": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
-    "down": ((LAYERS, HIDDEN, DIM), P(None, "tensor", None), 2, HIDDEN**-0.5 * _OUT),
-    "norm1": ((LAYERS, DIM), P(None, None), 1, None),
-    "norm2": ((LAYERS, DIM), P(None, None), 1, None),
+    "attention_query": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
+    "attention_key": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
+    "attention_value": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
+    "attention_out": ((LAYERS, HEADS, DIM // HEADS, DIM), P(None, "tensor", None, None), 3, DIM**-0.5 * _OUT),
+    "mlp_up": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
+    "mlp_gate": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
+    "mlp_down": ((LAYERS, HIDDEN, DIM), P(None, "tensor", None), 2, HIDDEN**-0.5 * _OUT),
+    "norm_attention": ((LAYERS, DIM), P(None, None), 1, None),
+    "norm_mlp": ((LAYERS, DIM), P(None, None), 1, None),
 }
-STACKED = ("query", "key", "value", "out", "up", "gate", "down", "norm1", "norm2")
+STACKED = (
+    "attention_query",
+    "attention_key",
+    "attention_value",
+    "attention_out",
+    "mlp_up",
+    "mlp_gate",
+    "mlp_down",
+    "norm_attention",
+    "norm_mlp",
+)
+
+
+def nest(flat: dict) -> dict:
+    """Returns the stacked parameters under `blocks`, beside the others."""
+    blocks = {name: flat[name] for name in STACKED}
+    return {"blocks": blocks, **{name: value for name, value in flat.items() if name not in STACKED}}
 
 
 def stored_spec(name: str) -> P:
@@ -54,10 +70,11 @@ def stored_spec(name: str) -> P:
 def init(key) -> dict:
     """Returns the parameters."""
     keys = jax.random.split(key, len(PARAMETERS))
-    return {
+    made = {
         name: jnp.ones(shape) if scale is None else scale * jax.random.normal(k, shape)
         for k, (name, (shape, _, _, scale)) in zip(keys, PARAMETERS.items(), strict=True)
     }
+    return nest(made)
 
 
 def rms_norm(x, scale):
@@ -90,18 +107,18 @@ def forward(params, tokens, mesh):
 
     def layer(x, p):
         p = {name: gathered(name, value) for name, value in p.items()}
-        y = rms_norm(x, p["norm1"])
-        q = on(rotary(jnp.einsum("bsd,dhk->bshk", y, p["query"])), ROWS, None, "tensor")
-        k = on(rotary(jnp.einsum("bsd,dhk->bshk", y, p["key"])), ROWS, None, "tensor")
-        v = on(jnp.einsum("bsd,dhk->bshk", y, p["value"]), ROWS, None, "tensor")
+        y = rms_norm(x, p["norm_attention"])
+        q = on(rotary(jnp.einsum("bsd,dhk->bshk", y, p["attention_query"])), ROWS, None, "tensor")
+        k = on(rotary(jnp.einsum("bsd,dhk->bshk", y, p["attention_key"])), ROWS, None, "tensor")
+        v = on(jnp.einsum("bsd,dhk->bshk", y, p["attention_value"]), ROWS, None, "tensor")
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = on(x + jnp.einsum("bshk,hkd->bsd", y, p["out"]), ROWS)
-        y = rms_norm(x, p["norm2"])
-        h = jax.nn.silu(jnp.einsum("bsd,df->bsf", y, p["gate"])) * jnp.einsum("bsd,df->bsf", y, p["up"])
-        return on(x + jnp.einsum("bsf,fd->bsd", on(h, ROWS, None, "tensor"), p["down"]), ROWS), None
+        x = on(x + jnp.einsum("bshk,hkd->bsd", y, p["attention_out"]), ROWS)
+        y = rms_norm(x, p["norm_mlp"])
+        h = jax.nn.silu(jnp.einsum("bsd,df->bsf", y, p["mlp_gate"])) * jnp.einsum("bsd,df->bsf", y, p["mlp_up"])
+        return on(x + jnp.einsum("bsf,fd->bsd", on(h, ROWS, None, "tensor"), p["mlp_down"]), ROWS), None
 
     x = on(jnp.take(gathered("embed", params["embed"]), tokens, axis=0), ROWS)
-    x, _ = jax.lax.scan(layer, x, {name: params[name] for name in STACKED})
+    x, _ = jax.lax.scan(layer, x, params["blocks"])
     x = rms_norm(x, gathered("norm", params["norm"]))
     return on(jnp.einsum("bsd,dv->bsv", x, gathered("head", params["head"])), ROWS, None, "tensor")
 
@@ -112,13 +129,13 @@ def mean_loss(params, batch, mesh):
     shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == batch["targets"][..., None]
     losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
-    return jnp.mean(losses)
+    known = (batch["targets"] >= 0) & (batch["targets"] < VOCAB)
+    return jnp.mean(jnp.where(known, losses, jnp.nan))  # as ours: a target that is no token is no loss either
 
 
 def build(mesh, optimizer):
     """Returns (state, step) with parameters born sharded."""
-    specs = {name: stored_spec(name) for name in PARAMETERS}
-    placed = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    placed = nest({name: NamedSharding(mesh, stored_spec(name)) for name in PARAMETERS})
 
     def make(key):
         params = init(key)

@@ -35,10 +35,12 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.parallel.compose import compose
 
     job, problems = read(args.job, args.overrides)
+    if job is None:
+        raise JaxparError(*problems)
     if job.mesh.simulate or job.mesh.devices:  # the devices need not be there, so do not look for them
         jax.config.update("jax_platforms", "cpu")
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
-        problems += check(job)
+        problems += check(job, whole=not problems)
     if problems:
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, device_count(job))

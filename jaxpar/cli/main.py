@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cli import bench, check, sample, train
-from jaxpar.errors import JaxparError
+from jaxpar.errors import JaxparError, refuse
 
 VERBS = (train, check, sample, bench)
 
@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         verb.add(verbs)
     args = parser.parse_args(argv)
     try:
+        if getattr(args, "json", None) and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
+            raise refuse(f"--json {args.json}", rule="it is a file, in a folder that exists", fix="--json result.json")
         result, status = args.run(args)
     except JaxparError as error:
         count = len(error.problems)

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, nearest, refuse, said, users_code
 from jaxpar.job.schema import Job, validated
+from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.devices import simulate
 from jaxpar.models import decoder, mlp, resnet, vit
 from jaxpar.optim import chain
@@ -97,8 +98,14 @@ def build(job: Job) -> Built:
     )
 
 
-def check(job: Job) -> list[Problem]:
-    """Returns everything that is wrong with a job, without a device and before any compile."""
+def check(job: Job, *, whole: bool = True) -> list[Problem]:
+    """Returns everything that is wrong with a job, without a device and before any compile.
+
+    Args:
+      job: The job.
+      whole: Whether it is as it was written. Where some keys have their defaults instead, model,
+        loss and data need not belong together, so that is not asked.
+    """
     problems: list[Problem] = []
 
     def attempt(function: Callable, *args):
@@ -110,13 +117,21 @@ def check(job: Job) -> list[Problem]:
 
     loss = attempt(resolve_loss, job)
     attempt(_check_data, job)
-    problems.extend(_check_batch(job))
-    blueprint = attempt(resolve_model, job, loss) if loss else None
+    if whole:
+        attempt(_check_path, job)
+    sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
+    if sizes:
+        problems.extend(_check_batch(job, sizes))
+    # without a loss or a batch, a Linen module cannot be called
+    blueprint = (
+        attempt(resolve_model, job, loss or losses.next_token)
+        if (whole and not problems) or ":" not in job.model["name"]
+        else None
+    )
+    layout = attempt(compose, blueprint, job.parallel, device_count(job)) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in job.parallel.problems() if problem not in problems)
-        return problems
-    layout = attempt(compose, blueprint, job.parallel, device_count(job))
-    if layout and not problems:
+    if layout and whole and not problems:
         attempt(_trace, job, layout, loss)
     return problems
 
@@ -161,6 +176,8 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
             raise JaxparError(*problems)
         if job.data.is_text and "vocab" in keys:
             _check_text(job, made)
+        if not job.data.is_text and "classes" in keys:
+            _check_labels(job, made)
         return partial(cls, made)
     if ":" not in name:
         raise refuse(
@@ -178,24 +195,45 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
             fix="name a class",
         )
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        try:
+        with users_code(
+            name,
+            rule="keys of [model] are the module's fields",
+            fix=f"its fields: {', '.join(key for key in target.__dataclass_fields__ if key not in ('parent', 'name'))}",
+        ):
             module = target(**settings)
-        except TypeError as error:
-            raise refuse(
-                f"{name}: {error}", rule="keys of [model] are the module's fields", fix="see the module"
-            ) from error
         batch = abstract_batch(job)
 
         def call(model):
             return loss(model, {key: jnp.zeros(leaf.shape, leaf.dtype) for key, leaf in batch.items()})
 
         return linen_model.blueprint(module, call, name=target.__name__)
+    if inspect.isclass(target) or inspect.isfunction(target):
+        keys = inspect.signature(target.__init__ if inspect.isclass(target) else target).parameters
+        unknown = [key for key in settings if key not in keys or key == "rngs"]
+        if unknown and not any(p.kind is p.VAR_KEYWORD for p in keys.values()):
+            own = [key for key in keys if key not in ("self", "rngs")]
+            raise JaxparError(
+                *(
+                    Problem(
+                        f"unknown key model.{key}",
+                        f"{name} takes {', '.join(own) or 'no settings'}",
+                        nearest(key, own) if own else "leave it out",
+                    )
+                    for key in unknown
+                )
+            )
     return partial(target, **settings) if settings else target
 
 
 def import_object(name: str, key: str) -> Any:
     """Returns the object that `package.module:name` names; the working directory is searched first."""
     module, _, attribute = name.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise refuse(
+            f"{key} = {name!r}",
+            rule='an object has a module and a name: "package.module:Object"',
+            fix='"my_module:MyObject"',
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -207,17 +245,18 @@ def import_object(name: str, key: str) -> Any:
             rule="the module is found from the working directory or installed",
             fix="start jaxpar where the module lies",
         ) from error
-    except (ImportError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:  # an import runs the user's code
         raise refuse(
-            f"{key} = {name!r}: {error}", rule="the module can be imported", fix=f"python -c 'import {module}'"
+            f"{key} = {name!r}: {said(error)}", rule="the module can be imported", fix=f"python -c 'import {module}'"
         ) from error
     try:
         for word in attribute.split("."):
             found = getattr(found, word)
     except AttributeError as error:
         public = [word for word in vars(importlib.import_module(module)) if not word.startswith("_")]
+        fix = nearest(attribute, public) if public else f"define {attribute} in {module}"
         raise refuse(
-            f"{key} = {name!r}: {error}", rule="the module has such an object", fix=nearest(attribute, public)
+            f"{key} = {name!r}: module {module!r} has no {attribute!r}", rule="the module has such an object", fix=fix
         ) from error
     return found
 
@@ -234,7 +273,12 @@ def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     if job.data.is_text:
         tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)
         return {"inputs": tokens, "targets": tokens}
-    batch = open_source(job).batch(0, size)
+    try:
+        batch = open_source(job).batch(0, size)
+    except MemoryError as error:
+        raise refuse(
+            f"train.global_batch = {size}", rule="a batch fits into memory", fix="global_batch = 32"
+        ) from error
     return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
 
 
@@ -260,20 +304,47 @@ def _check_text(job: Job, settings: Any) -> None:
         raise JaxparError(*problems)
 
 
+def _check_labels(job: Job, settings: Any) -> None:
+    arrays = getattr(open_source(job), "arrays", {})
+    labels = arrays.get("labels")
+    if labels is not None and labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < settings.classes:
+        raise refuse(
+            f"model.classes = {settings.classes}, labels are {labels.min()}..{labels.max()}",
+            rule="a label is within 0..classes-1",
+            fix=f"model.classes = {labels.max() + 1}"
+            if labels.min() >= 0
+            else "labels from 0, and a mask for rows that do not count",
+        )
+
+
+def _check_path(job: Job) -> None:
+    if job.data.path and job.data.source not in ("text", "arrays"):
+        raise refuse(
+            f"data.path = {job.data.path!r} with data.source = {job.data.source!r}, which reads no path",
+            rule="a path is read by text and arrays",
+            fix='source = "text"',
+        )
+
+
 def _check_data(job: Job) -> None:
+    if job.data.is_text and job.parallel.sequence and job.parallel.tensor > 1 and job.data.seq % job.parallel.tensor:
+        ways = job.parallel.tensor
+        raise refuse(
+            f"data.seq = {job.data.seq}, sequence=true over tensor={ways}",
+            rule="`tensor` divides the sequence that it splits",
+            fix=f"data.seq = {-(-job.data.seq // ways) * ways}",
+        )
     if job.data.source == "text":
-        sources.text_files(job.data)
+        files = sources.text_files(job.data)
+        if job.data.tokenizer == "bytes":
+            sources.check_length(sum(file.stat().st_size + 1 for file in files), job.data)
     elif job.data.source == "arrays":
         sources.load_arrays(Path(str(job.data.path)))
 
 
-def _check_batch(job: Job) -> list[Problem]:
-    sizes = job.parallel.sizes
-    if -1 in sizes.values():
-        known = int(np.prod([size for size in sizes.values() if size != -1]))
-        sizes = {axis: device_count(job) // max(1, known) if size == -1 else size for axis, size in sizes.items()}
+def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:
     ways = sizes["data"] * sizes["fsdp"] * job.train.accumulate
-    if ways > 0 and job.train.global_batch % ways:
+    if job.train.global_batch % ways:
         up = -(-job.train.global_batch // ways) * ways
         return [
             Problem(
@@ -298,30 +369,10 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
         model = blueprint.bind(params, rest, lambda path, value: value, Compute(remat=job.train.remat))
         return losses.as_sums(loss(model, batch), accumulate=job.train.accumulate)
 
-    try:
+    shapes = ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in batch.items())
+    with users_code(
+        f"{blueprint.name} with loss {job.train.loss} on {shapes}",
+        rule="model and loss accept the batches of the data",
+        fix="model.name, train.loss and data.source that belong together, or the line of the model that this names",
+    ):
         jax.eval_shape(forward, jax.random.key(0), batch)
-    except JaxparError:
-        raise
-    except (
-        TypeError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        IndexError,
-        NameError,
-        AssertionError,
-        ArithmeticError,
-    ) as error:
-        shapes = ", ".join(f"{name} {leaf.dtype}{list(leaf.shape)}" for name, leaf in batch.items())
-        text = (
-            f"no entry {error}"
-            if isinstance(error, KeyError)
-            else str(error).splitlines()[0]
-            if str(error)
-            else type(error).__name__
-        )
-        raise refuse(
-            f"{blueprint.name} with loss {job.train.loss} on {shapes}: {text}",
-            rule="model and loss accept the batches of the data",
-            fix="model.name, train.loss and data.source that belong together, or the line of the model that this names",
-        ) from error

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar.bench.record import where
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, said
 from jaxpar.inspect.flop import forward_flop
 from jaxpar.job.build import Built, abstract_batch, build
 from jaxpar.job.schema import Job, dumps
@@ -20,7 +20,7 @@ from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.sharding.names import Compute
 from jaxpar.train import loop, state
-from jaxpar.train.checkpoint import Store, write_json
+from jaxpar.train.checkpoint import Store, make_folder, write_json
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress
 
@@ -36,7 +36,7 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
     steps = _check_folder(job, folder, store)
     built = build(job)
     _check_same_run(folder, built, steps)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     like = state.abstract(built.layout, built.optimizer)
     if steps:
         placed = built.step.placed
@@ -112,13 +112,20 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress) -> loop.Run:
 
 def _check_folder(job: Job, folder: Path, store: Store) -> list[int]:
     """Returns the steps of the checkpoints to go on from, by the job's wish."""
-    if folder.exists() and not folder.is_dir():
+    try:
+        if file := next((path for path in (folder, store.folder) if path.exists() and not path.is_dir()), None):
+            raise refuse(
+                f"run.dir = {job.run.dir!r}: {file} is a file",
+                rule="a run lives in a folder of its own",
+                fix="run.dir = 'runs/mine'",
+            )
+        steps = store.steps()
+    except OSError as error:
         raise refuse(
-            f"run.dir = {job.run.dir!r} is a file",
+            f"run.dir = {job.run.dir!r:.200}: {error.strerror}",
             rule="a run lives in a folder of its own",
             fix="run.dir = 'runs/mine'",
-        )
-    steps = store.steps()
+        ) from error
     if job.run.resume == "must" and not steps:
         raise refuse(
             f"run.resume = 'must', {folder} has no checkpoint",
@@ -139,7 +146,14 @@ def _check_same_run(folder: Path, built: Built, steps: list[int]) -> None:
     file = folder / "run.json"
     if not steps or not file.exists():
         return
-    before = json.loads(file.read_text()).get("data")
+    try:
+        before = json.loads(file.read_text())["data"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise refuse(
+            f"{file} is damaged: {said(error)}",
+            rule="it says on which data the run was trained",
+            fix=f"rm {file}, if the data is the same",
+        ) from error
     if before != built.source.fingerprint:
         raise refuse(
             f"{folder} was trained on data {before}, the job's data is {built.source.fingerprint}",

@@ -41,11 +41,11 @@ def sample(folder: str | Path, prompt: str, *, tokens: int, temperature: float, 
             rule="text is sampled from the folder of a run",
             fix="jaxpar train configs/quickstart.toml",
         )
-    if tokens < 1 or temperature < 0:
+    if tokens < 1 or not 0 <= temperature <= 1e6 or not 0 <= seed < 2**31:
         raise refuse(
-            f"tokens {tokens}, temperature {temperature}",
-            rule="tokens is at least 1, temperature at least 0",
-            fix="--tokens 200 --temperature 0.8",
+            f"tokens {tokens}, temperature {temperature}, seed {seed}",
+            rule="tokens is at least 1, temperature and seed at least 0, and none of them huge",
+            fix="--tokens 200 --temperature 0.8 --seed 0",
         )
     job = load(folder / "job.toml")
     if not job.data.is_text:

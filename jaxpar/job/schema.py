@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 
 import pydantic
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, nearest, refuse, within
 from jaxpar.optim.chain import Optimizer
 from jaxpar.parallel.declare import Parallel
 from jaxpar.train.checkpoint import Checkpoints
@@ -51,11 +51,7 @@ class MeshTable:
     devices: int = 0
 
     def __post_init__(self):
-        for key in ("simulate", "devices"):
-            if getattr(self, key) < 0:
-                raise refuse(
-                    f"mesh.{key} = {getattr(self, key)}", rule="a number of devices is not negative", fix=f"{key} = 8"
-                )
+        within(self, "mesh", {"simulate": (0, 2**16), "devices": (0, 2**31 - 1)})
         if self.simulate and self.devices:
             raise refuse(
                 f"mesh.simulate = {self.simulate} and mesh.devices = {self.devices}",
@@ -93,18 +89,9 @@ class TrainTable:
     eval_batches: int = 0
 
     def __post_init__(self):
-        for key, low in (
-            ("steps", 1),
-            ("global_batch", 1),
-            ("accumulate", 1),
-            ("seed", 0),
-            ("eval_every", 0),
-            ("eval_batches", 0),
-        ):
-            if getattr(self, key) < low:
-                raise refuse(
-                    f"train.{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"{key} = {low}"
-                )
+        most = 2**31 - 1  # the step is an int32; a seed has 32 bits
+        lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
+        within(self, "train", {key: (low, most) for key, low in lows.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +133,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
       JaxparError: With every unknown key, wrong type and value out of range at once.
     """
     job, problems = read(path, overrides)
-    if problems:
+    if problems or job is None:
         raise JaxparError(*problems)
     return job
 
@@ -154,44 +141,49 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
 def loads(text: str, overrides: Sequence[str] = ()) -> Job:
     """Returns the job of a TOML text; see `load`."""
     job, problems = _read(text, overrides, "job")
-    if problems:
+    if problems or job is None:
         raise JaxparError(*problems)
     return job
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job, list[Problem]]:
+def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job | None, list[Problem]]:
     """Returns the job of a file and what is wrong with it; what is wrong has its default in the job.
+
+    The job is None where a whole table makes no sense: its defaults would be another job.
 
     Raises:
       JaxparError: If the file cannot be read, or is no TOML.
     """
-    path, way_out = Path(path), "jaxpar train configs/quickstart.toml"
+    way_out = "jaxpar train configs/quickstart.toml"
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise refuse(f"job file {path}: {error.strerror}", rule="a job is a TOML file", fix=way_out) from error
-    except UnicodeDecodeError as error:
+        path = Path(path)
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, TypeError) as error:
+        said = getattr(error, "strerror", error)
+        raise refuse(f"job file {path!s:.200}: {said}", rule="a job is a TOML file", fix=way_out) from error
+    except ValueError as error:  # no utf-8, or a null byte in the path
         raise refuse(f"job file {path} is no text", rule="a job is a TOML file in utf-8", fix=way_out) from error
     job, problems = _read(text, overrides, str(path))
-    if not job.run.dir:
+    if job and not job.run.dir:
         job = dataclasses.replace(job, run=dataclasses.replace(job.run, dir=f"runs/{path.stem}"))
     return job, problems
 
 
-def _read(text: str, overrides: Sequence[str], name: str) -> tuple[Job, list[Problem]]:
+def _read(text: str, overrides: Sequence[str], name: str) -> tuple[Job | None, list[Problem]]:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         way_out = 'key = value under [section]; text in "quotes"'
         raise refuse(f"{name}: {error}", rule="a job is TOML", fix=way_out) from error
-    problems = [problem for override in overrides for problem in _override(raw, override)]
+    each = [overrides] if isinstance(overrides, str) else overrides
+    problems = [problem for override in each for problem in _override(raw, override)]
     job, more = _validated(raw)
     return job, problems + more
 
 
 def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     key, equals, value = text.partition("=")
-    words = key.strip().split(".")
+    words = [word.strip() for word in key.split(".")]
     if not equals or len(words) < 2 or not all(words):
         return [Problem(f"override {text!r}", "an override is section.key=value", "train.steps=100")]
     table = raw
@@ -202,13 +194,13 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
                 Problem(f"override {text!r}: {word} is no table", "an override is section.key=value", "train.steps=100")
             ]
     try:
-        table[words[-1]] = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        (table[words[-1]],) = tomllib.loads(f"value = {value}").values()  # one value: not two lines of TOML
+    except ValueError:
         table[words[-1]] = value.strip()
     return []
 
 
-def _validated(raw: dict[str, Any]) -> tuple[Job, list[Problem]]:
+def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
     problems: list[Problem] = []
     made: dict[str, Any] = {}
     for section, table in raw.items():
@@ -237,26 +229,34 @@ def _validated(raw: dict[str, Any]) -> tuple[Job, list[Problem]]:
             value, wrong = validated(TABLES[section], table, section)
             problems += wrong
             made[section] = value
-    return Job(**made), problems
+    return (None if None in made.values() else Job(**made)), problems
 
 
 def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
     """Returns the dataclass of a table, and what is wrong with the table: every key at once.
 
-    A key that is wrong has its default in the dataclass, so that the rest can be checked too.
+    A key that is wrong has its default in the dataclass, so that the rest can be checked too. The
+    dataclass is None where values that are right alone do not go together.
     """
     adapter = _adapter(cls)
     try:
-        return adapter.validate_json(json.dumps(table, default=str)), []
+        return adapter.validate_json(
+            json.dumps(table, default=str, ensure_ascii=False)
+            .encode("utf-8", "surrogatepass")
+            .decode("utf-8", "replace")
+        ), []
     except pydantic.ValidationError as error:
         wrong = error.errors()
-    problems = [problem for each in wrong for problem in _problems(cls, each, section)]
+    found = [problem for each in wrong for problem in _problems(cls, each, section)]
+    problems = list({problem.got: problem for problem in found}.values())  # a union says it once per member
     bad = {str(each["loc"][0]) for each in wrong if each["loc"]}
+    bad |= {key for key in table for problem in problems if problem.got.startswith(f"{section}.{key} = ")}
     rest = {key: value for key, value in table.items() if key not in bad}
     if len(rest) == len(table):  # the values do not go together: nothing of the table can be used
-        return cls(), problems
+        return None, problems
     value, more = validated(cls, rest, section)
-    return value, problems + more
+    told = re.compile(rf"\b({'|'.join(map(re.escape, bad))})\b")  # what follows from a key taken out is no news
+    return value, problems + [problem for problem in more if not told.search(f"{problem.got} {problem.fix}")]
 
 
 def _adapter(cls: type) -> pydantic.TypeAdapter:
@@ -267,7 +267,10 @@ def _adapter(cls: type) -> pydantic.TypeAdapter:
 
 
 def _problems(cls: type, error: Any, section: str) -> list[Problem]:
-    key = ".".join(str(part) for part in (section, *error["loc"]))
+    own = [
+        part for part in error["loc"] if not re.match(r"str$|list\[|tuple\[", str(part))
+    ]  # not pydantic's members of a union
+    key = ".".join(str(part) for part in (section, *own))
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, JaxparError):
         return list(cause.problems)
@@ -279,12 +282,20 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
             )
         ]
     expected = re.sub(r"^Input should be ", "", error["msg"])
-    expected = expected.replace("a valid ", "a ").replace("boolean", "boolean (true or false)")
+    expected = re.sub(r"\ba (?:valid )?(integer|array|object)", r"an \1", expected).replace("a valid ", "a ")
+    expected = (
+        expected.replace("boolean", "boolean (true or false)")
+        .replace("an array", "a list")
+        .replace("an object", "a table")
+    )
+    if len(own) < len(error["loc"]):
+        expected = "text or a list of text"
     wrong = error["input"]
-    fix = f"default: {_shown(default(cls, str(error['loc'][0])))}"
+    usual = default(cls, str(error["loc"][0]))
+    fix = "leave it out" if usual is None or usual in ("", {}) else f"default: {_shown(usual)}"
     if error["type"] == "literal_error" and isinstance(wrong, str):
         fix = nearest(wrong, re.findall(r"'([^']*)'", error["msg"]))
-    return [Problem(f"{key} = {_shown(wrong)}", f"{error['loc'][0]} is {expected}", fix)]
+    return [Problem(f"{key} = {_shown(wrong)}", f"{key.split('.', 1)[1]} is {expected}", fix)]
 
 
 def default(cls: type, key: str) -> Any:

@@ -10,7 +10,7 @@ Outermost (slowest network) first. An axis belongs to the technique that communi
 import math
 from collections.abc import Mapping
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, Problem, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp")  # the axes that each see other examples
@@ -30,11 +30,23 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -
     >>> infer_sizes({"data": -1, "tensor": 2}, 8)
     {'data': 4, 'tensor': 2}
     """
-    for axis, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise refuse(
-                f"{axis}={size!r}", rule="an axis size is a positive whole number, or -1 to infer it", fix=f"{axis}=1"
-            )
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise refuse(
+            f"devices={devices!r}",
+            rule="a mesh has a positive whole number of devices",
+            fix="devices=8, or leave it out for all visible ones",
+        )
+    wrong = [
+        Problem(
+            f"{axis}={size!r}",
+            "an axis size is a positive whole number, or -1 to infer it",
+            f"{axis}={_meant(size)}",
+        )
+        for axis, size in sizes.items()
+        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1)
+    ]
+    if wrong:
+        raise JaxparError(*wrong)
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         raise refuse(
@@ -60,6 +72,11 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -
             fix=_fix_sizes(sizes, devices),
         )
     return dict(sizes)
+
+
+def _meant(size: object) -> str:
+    text = str(size).removesuffix(".0")
+    return text if isinstance(size, str | float) and text.isdecimal() and int(text) else "1"
 
 
 def _fix_sizes(sizes: Mapping[str, int], devices: int) -> str:

@@ -1,12 +1,13 @@
 """Sizes and devices become a mesh."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jaxpar.errors import refuse
 from jaxpar.mesh.axes import AXES, infer_sizes
 
 
@@ -22,7 +23,13 @@ def build(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mes
     Raises:
       JaxparError: If the sizes do not multiply to the number of devices.
     """
-    chosen = list(jax.devices() if devices is None else devices)
+    chosen = jax.devices() if devices is None else list(devices) if isinstance(devices, Iterable) else [devices]
+    if not chosen or not all(isinstance(device, jax.Device) for device in chosen) or len(set(chosen)) < len(chosen):
+        raise refuse(
+            f"devices={devices!r:.80}",
+            rule="a mesh has devices, each once, or a number of devices that need not be there",
+            fix="devices=jax.devices()[:8], or leave it out for all visible ones",
+        )
     sizes = infer_sizes(sizes, len(chosen), platform=chosen[0].platform)
     names = tuple(axis for axis in AXES if axis in sizes)
     shape = tuple(sizes[axis] for axis in names)

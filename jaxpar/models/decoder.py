@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, within
 from jaxpar.models.layers import (
     Attend,
     Block,
@@ -66,15 +66,20 @@ class DecoderSettings:
     scan: bool = True
 
     def __post_init__(self):
+        most = 2**31 - 1
+        within(
+            self,
+            "model",
+            {name: (1, most) for name in ("vocab", "seq", "layers", "dim", "heads")}
+            | {"kv_heads": (0, most), "hidden": (0, most), "rope_base": (1, 1e30), "dropout": (0, 1)},
+            below=["dropout"],
+        )
         kv = self.kv_heads or self.heads
-        for name in ("vocab", "seq", "layers", "dim", "heads"):
-            if getattr(self, name) < 1:
-                raise refuse(f"{name} = {getattr(self, name)}", rule=f"{name} is at least 1", fix=f"{name} = 1")
         if self.dim % self.heads:
             raise refuse(
                 f"dim = {self.dim}, heads = {self.heads}",
                 rule="heads divide dim",
-                fix=f"dim = {-(-self.dim // self.heads) * self.heads}",
+                fix=f"dim = {-(-self.dim // (2 * self.heads)) * 2 * self.heads}",
             )
         if self.heads % kv:
             raise refuse(
@@ -86,10 +91,8 @@ class DecoderSettings:
             raise refuse(
                 f"head_dim = {self.dim // self.heads} with rotary positions",
                 rule="rotary positions turn pairs, so head_dim is even",
-                fix="position = 'learned', or other heads",
+                fix=f"dim = {(self.dim // self.heads + 1) * self.heads}, or position = 'learned'",
             )
-        if not 0 <= self.dropout < 1:
-            raise refuse(f"dropout = {self.dropout}", rule="a rate is within 0..1", fix="dropout = 0.1")
 
     @property
     def width(self) -> int:

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import PartitionSpec
 
+from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 
 Attend = Callable[..., jax.Array]  # (q_bshk, k_bsgk, v_bsgk, *, is_causal) -> bshk
@@ -29,6 +30,12 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
       x: An activation.
       *names: One name, or None, for every dim.
     """
+    if len(names) != x.ndim or not all(name is None or isinstance(name, str) for name in names):
+        raise refuse(
+            f"constrain(x of shape {list(x.shape)}, {', '.join(map(repr, names))})",
+            rule="every dim has one name, or None",
+            fix=f"constrain(x, {', '.join(map(repr, (*names, *(None,) * x.ndim)[: x.ndim]))})",
+        )
     rules = get_logical_axis_rules()
     if not rules:
         return x

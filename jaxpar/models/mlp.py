@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.errors import within
 from jaxpar.models.layers import constrain, weight
 
 
@@ -26,6 +27,14 @@ class MLPSettings:
     layers: int = 2
     dim: int = 64
     hidden: int = 256
+
+    def __post_init__(self):
+        most = 2**31 - 1
+        within(
+            self,
+            "model",
+            {"inputs": (1, most), "classes": (1, most), "layers": (0, most), "dim": (1, most), "hidden": (1, most)},
+        )
 
 
 class MLP(nnx.Module):

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.errors import refuse, within
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetSettings:
@@ -22,6 +24,14 @@ class ResNetSettings:
     classes: int = 10
     blocks: tuple[int, ...] = (1, 1, 1)
     width: int = 16
+
+    def __post_init__(self):
+        most = 2**31 - 1
+        within(self, "model", {"channels": (1, most), "classes": (1, most), "width": (1, most)})
+        if not self.blocks or min(self.blocks) < 1:
+            raise refuse(
+                f"model.blocks = {list(self.blocks)}", rule="every stage has a block", fix="blocks = [1, 1, 1]"
+            )
 
 
 class ResidualBlock(nnx.Module):

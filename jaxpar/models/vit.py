@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, within
 from jaxpar.models.layers import Block, BlockSettings, Norm, constrain, dropout, run_stack, stack, weight
 
 
@@ -39,6 +39,14 @@ class ViTSettings:
     scan: bool = True
 
     def __post_init__(self):
+        most = 2**31 - 1
+        within(
+            self,
+            "model",
+            {name: (1, most) for name in ("size", "channels", "patch", "classes", "layers", "dim", "heads")}
+            | {"hidden": (0, most), "dropout": (0, 1)},
+            below=["dropout"],
+        )
         if self.size % self.patch:
             raise refuse(
                 f"size = {self.size}, patch = {self.patch}",

@@ -1,6 +1,5 @@
 """The optimizer of a job: an optax chain and its learning rate, from a handful of settings."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +7,7 @@ from typing import Literal
 import jax
 import optax
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +37,27 @@ class Optimizer:
     clip: float = 1.0
 
     def __post_init__(self):
-        for key in ("learning_rate", "warmup", "final", "weight_decay", "beta1", "beta2", "clip"):
-            value, low, high = getattr(self, key), 0, 1 if key in ("final", "beta1", "beta2") else math.inf
-            if not low <= value <= high:
-                raise refuse(
-                    f"optimizer.{key} = {value}",
-                    rule=f"{key} is within {low}..{high}",
-                    fix=f"{key} = {getattr(Optimizer, key)}",
-                )
+        most = 3.4e38  # float32
+        within(
+            self,
+            "optimizer",
+            {
+                "learning_rate": (0, most),
+                "warmup": (0, 2**31 - 1),
+                "final": (0, 1),
+                "weight_decay": (0, most),
+                "clip": (0, most),
+                "beta1": (0, 1),
+                "beta2": (0, 1),
+            },
+            below=("beta1", "beta2"),
+        )
+        if self.weight_decay and self.name in ("adam", "sgd"):
+            raise refuse(
+                f"optimizer.weight_decay = {self.weight_decay} with {self.name}",
+                rule=f"{self.name} does not decay weights",
+                fix='name = "adamw", or leave weight_decay out',
+            )
 
 
 def schedule(spec: Optimizer, steps: int) -> Callable:

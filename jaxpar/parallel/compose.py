@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxpar.errors import JaxparError, Problem, nearest
-from jaxpar.mesh.axes import AXES, infer_sizes
+from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout, Placement
@@ -20,6 +20,8 @@ from jaxpar.sharding.place import shard_bytes
 from jaxpar.sharding.rules import NAMES, name_stacks, resolve, spec_of
 from jaxpar.units import show_bytes
 
+REGULAR = "a path rule is a regular expression"
+
 
 def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
     """Returns a Flax Linen module as a model for `compose`.
@@ -29,6 +31,21 @@ def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
       *args: What to call it with to create its parameters: arrays, or anything with shape and dtype.
       **kwargs: Likewise; what is no array is passed as it is (`train=False`).
     """
+    from flax import linen as nn
+
+    if not isinstance(module, nn.Module):
+        what = module.__name__ + ", a class" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise refuse(
+            f"jp.linen({what})",
+            rule="a Linen module, made",
+            fix="jp.linen(MyNet(...), jnp.zeros([1, ...])); an NNX model needs no jp.linen",
+        )
+    if not any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves((args, kwargs))):
+        raise refuse(
+            f"jp.linen({type(module).__name__}(...){', ' * bool(args)}{', '.join(map(repr, args))}) without an array",
+            rule="Linen creates parameters from inputs, so it needs an example of them",
+            fix=f"jp.linen({type(module).__name__}(...), jnp.zeros([1, ...]))",
+        )
 
     def made(value):
         is_array = hasattr(value, "shape") and hasattr(value, "dtype")
@@ -51,12 +68,13 @@ def as_blueprint(model: Any) -> Blueprint:
     from flax import linen as nn
     from flax import nnx
 
-    if isinstance(model, nn.Module):
+    if isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module)):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise JaxparError(
             Problem(
-                f"a Linen module ({type(model).__name__}) on its own",
+                f"a Linen module ({name}) on its own",
                 "Linen creates parameters from inputs, so it needs an example of them",
-                f"jp.linen({type(model).__name__}(...), jnp.zeros([1, ...]))",
+                f"jp.linen({name}(...), jnp.zeros([1, ...]))",
             )
         )
     if isinstance(model, nnx.Module) or not callable(model):
@@ -64,7 +82,7 @@ def as_blueprint(model: Any) -> Blueprint:
             Problem(
                 f"a {type(model).__name__} that is built already"
                 if isinstance(model, nnx.Module)
-                else f"model={model!r}",
+                else f"model={model!r:.80}",
                 "a model is given as a function of `rngs`, so that no device ever holds all of it",
                 f"lambda rngs: {type(model).__name__ if isinstance(model, nnx.Module) else 'MyNet'}(..., rngs=rngs)",
             )
@@ -91,17 +109,28 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
     """
     if not isinstance(parallel, Parallel):
         raise JaxparError(Problem(f"parallel={parallel!r}", "the declaration is a Parallel", "jp.Parallel(data=8)"))
-    problems = parallel.problems()
     mesh = None
-    if isinstance(devices, int):
-        sizes = infer_sizes(parallel.sizes, devices)
-    else:
-        mesh = build(parallel.sizes, devices)
-        sizes = dict(mesh.shape)
-    parallel = replace(parallel, **sizes)
-    blueprint = as_blueprint(model)
+    problems: list[Problem] = []
+    try:
+        if isinstance(devices, int):
+            sizes = infer_sizes(parallel.sizes, devices)
+        else:
+            mesh = build(parallel.sizes, devices)
+            sizes = dict(mesh.shape)
+        parallel = replace(parallel, **sizes)  # before it is looked at: fsdp=-1 may become 1
+    except JaxparError as error:
+        problems += error.problems
+    problems += parallel.problems()
+    try:
+        blueprint = as_blueprint(model)
+    except JaxparError as error:
+        raise JaxparError(*problems, *error.problems) from error
+    if problems:  # what follows reads the sizes and the rules
+        raise JaxparError(*problems)
     names = _names(parallel)
-    problems += _rule_problems(parallel, blueprint)
+    problems += _leaf_problems(blueprint) + _rule_problems(parallel, blueprint)
+    if any(problem.rule == REGULAR for problem in problems):
+        raise JaxparError(*problems)
     placements = {}
     for path, leaf in name_stacks(blueprint.leaves).items():
         choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
@@ -134,6 +163,33 @@ def _grouped(problems: list[Problem]) -> list[Problem]:
     ]
 
 
+def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
+    """Returns a model without parameters, and parameters that cannot be trained."""
+    if not blueprint.leaves:
+        return [
+            Problem(
+                f"{blueprint.name} has no parameters",
+                "a model has parameters to train",
+                "nnx.Param, or layers made in __init__",
+            )
+        ]
+    problems = []
+    for path, leaf in blueprint.leaves.items():
+        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+            problems.append(
+                Problem(
+                    f"{path} is {leaf.dtype}",
+                    "a parameter has a gradient, so it is floating point",
+                    "nnx.Variable, or a Linen collection of its own, for what is not trained",
+                )
+            )
+        elif not leaf.size:
+            problems.append(
+                Problem(f"{path} of {list(leaf.shape)} is empty", "a parameter has entries", "a width of at least 1")
+            )
+    return problems
+
+
 def _names(parallel: Parallel) -> dict[str, Axes]:
     names = {**NAMES, "seq": "tensor" if parallel.sequence else None}
     user = dict(parallel.rules)
@@ -153,9 +209,20 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
     known |= {name for names in parallel.paths.values() for name in names if name}
     problems = []
     for name, axes in parallel.rules.items():
-        for axis in (axes,) if isinstance(axes, str) else axes or ():
-            if axis not in AXES:
-                problems.append(Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", nearest(axis, AXES)))
+        each = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for axis in each:
+            if axis not in parallel.sizes:
+                problems.append(
+                    Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", nearest(axis, parallel.sizes))
+                )
+        if len(set(each)) < len(each):
+            problems.append(
+                Problem(
+                    f"rule {name} -> {each}",
+                    "a dim is split over an axis once",
+                    f"{name} -> {tuple(dict.fromkeys(each))}",
+                )
+            )
         if name not in known and name not in NAMES:
             problems.append(
                 Problem(
@@ -166,10 +233,14 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
             )
     for pattern in parallel.paths:
         try:
-            hit = any(re.search(rf"(^|/){pattern}$", path) for path in blueprint.leaves)
+            hit = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in blueprint.leaves)
         except re.error as error:
             problems.append(
-                Problem(f"path rule {pattern!r}: {error}", "a path rule is a regular expression", "escape it")
+                Problem(
+                    f"path rule {pattern!r}: {error}",
+                    REGULAR,
+                    f"{re.sub(r'(?<![.)])[*]', '.*', pattern)!r}" if "*" in pattern else repr(re.escape(pattern)),
+                )
             )
             continue
         if not hit:

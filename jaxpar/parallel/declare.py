@@ -59,7 +59,7 @@ class Parallel:
     def problems(self) -> list[Problem]:
         """Returns what is wrong with the declaration on its own, before any model or device."""
         found = []
-        if self.zero not in (None, 0, 1, 2, 3) or isinstance(self.zero, bool):
+        if self.zero is not None and (type(self.zero) is not int or not 0 <= self.zero <= 3):
             found.append(
                 Problem(
                     f"zero={self.zero!r}",
@@ -75,7 +75,9 @@ class Parallel:
                     "fsdp=2 or more (fsdp=-1 takes what is left), or leave zero out",
                 )
             )
-        if self.sequence and self.tensor == 1:
+        if not isinstance(self.sequence, bool):
+            found.append(Problem(f"sequence={self.sequence!r}", "sequence is True or False", "sequence=True"))
+        elif self.sequence and self.tensor == 1:
             found.append(
                 Problem(
                     "sequence=True with tensor=1 does nothing",
@@ -83,4 +85,38 @@ class Parallel:
                     "tensor=2 or more, or sequence=False",
                 )
             )
+        if type(self.replicate_above) is not int or self.replicate_above < 0:
+            found.append(
+                Problem(
+                    f"replicate_above={self.replicate_above!r}",
+                    "replicate_above is a number of bytes",
+                    "replicate_above=4 * 2**20",
+                )
+            )
+        for key, example in (("rules", '{"mlp": "tensor"}'), ("paths", '{"up/kernel": ("embed", "mlp")}')):
+            found += _shape_problems(key, getattr(self, key), example)
         return found
+
+
+def _shape_problems(key: str, given: object, example: str) -> list[Problem]:
+    """Returns what is no name, or no tuple of names, in `rules` or `paths`."""
+    rule = (
+        "rules map the name of a dim to a mesh axis, a tuple of them, or None"
+        if key == "rules"
+        else "paths map the end of a path to a tuple of names of dims"
+    )
+    if not isinstance(given, Mapping):
+        return [Problem(f"{key}={given!r}", rule, f"{key}={example}")]
+
+    def good(value: object) -> bool:
+        alone = value is None or isinstance(value, str)
+        each = isinstance(value, (tuple, list)) and all(
+            isinstance(v, str) or (v is None and key == "paths") for v in value
+        )
+        return each or (alone and key == "rules")
+
+    return [
+        Problem(f"{key}={{{name!r}: {value!r}}}", rule, f"{key}={example}")
+        for name, value in given.items()
+        if not isinstance(name, str) or not good(value)
+    ]

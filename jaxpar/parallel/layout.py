@@ -194,7 +194,9 @@ class Layout:
         In stages 1 and 2, where it differs, also the bytes of one moment of the optimizer.
         """
         split = self.parallel.stage in (1, 2)
-        rows = [("parameter", "placed as", "shape", "per device", *(("per moment",) if split else ()), "because")]
+        rows: list[tuple[str, ...]] = [
+            ("parameter", "placed as", "shape", "per device", *(("per moment",) if split else ()), "because")
+        ]
         for path, place in self.placements.items():
             specs = (place.stored, place.sharded) if split else (place.stored,)
             sizes = [show_bytes(shard_bytes(place.leaf, spec, self.sizes)) for spec in specs]

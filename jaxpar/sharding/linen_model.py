@@ -15,7 +15,7 @@ from flax import struct
 from flax.core import meta
 from flax.errors import InvalidRngError
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, users_code
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, path_of
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
@@ -135,7 +135,18 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         call(model)
         return dict(model.variables)
 
-    boxed = jax.eval_shape(variables, jax.random.key(0))
+    with users_code(
+        name,
+        rule="a Linen module can be called with its example of inputs",
+        fix=f"jp.linen({type(module).__name__}(...), what its __call__ takes)",
+    ):
+        boxed = jax.eval_shape(variables, jax.random.key(0))
+    if not boxed:
+        raise refuse(
+            f"the loss did not call {name}, or it has no variables",
+            rule="a model is called by its loss, and has parameters",
+            fix='model(batch["inputs"]) in the loss',
+        )
     leaves = {}
     flat, _ = jax.tree_util.tree_flatten_with_path(boxed.get("params", {}), is_leaf=meta.is_axis_metadata)
     for keys, box in flat:

@@ -11,9 +11,10 @@ from functools import cache, partial
 from typing import Any
 
 import jax
+import jax.core
 from flax import nnx
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, users_code
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, nest, pick
 
 
@@ -30,13 +31,28 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
         with nnx.use_eager_sharding(False):  # names stay metadata; jaxpar resolves them
             return _call(factory, nnx.Rngs(key), name)
 
-    abstract = nnx.eval_shape(lambda: build(jax.random.key(0)))
-    if not isinstance(abstract, nnx.Module):
-        raise refuse(
-            f"{name} returned {type(abstract).__name__}",
-            rule="a model is a function of `rngs` that returns an nnx.Module, or a Linen module in jp.linen",
-            fix="lambda rngs: MyNet(..., rngs=rngs)",
-        )
+    def checked() -> nnx.Module:
+        made = build(jax.random.key(0))
+        if not isinstance(made, nnx.Module):
+            raise refuse(
+                f"{name} returned {type(made).__name__}",
+                rule="a model is a function of `rngs` that returns an nnx.Module, or a Linen module in jp.linen",
+                fix="lambda rngs: MyNet(..., rngs=rngs)",
+            )
+        return made
+
+    with users_code(
+        name, rule="a model can be made from `rngs`, on shapes alone", fix="the line of the model that this names"
+    ):
+        abstract = nnx.eval_shape(checked)
+    for path, module in nnx.iter_modules(abstract):
+        for key, value in vars(module).items():
+            if isinstance(value, jax.core.Tracer):
+                raise refuse(
+                    f"{'/'.join(_words((*path, key)))} of {name} is an array that is no variable",
+                    rule="a model keeps arrays in variables, which are born sharded with it",
+                    fix=f"self.{key} = nnx.Variable(...), or nnx.Param(...) if it is trained",
+                )
     graph, params, rest = nnx.split(abstract, nnx.Param, ...)
 
     def init(key) -> tuple[Tree, Tree]:
@@ -49,10 +65,14 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
             metadata = {**variable.get_metadata(), "at_use": at_use}
             return _used(type(variable)).from_metadata(pick(values, _words(path)), metadata)
 
+        def refilled(path, variable):
+            value = pick(state, _words(path))
+            return variable.replace(value) if isinstance(variable, nnx.Variable) else value  # an array in nnx.data
+
         model = nnx.merge(
             graph,
             nnx.from_flat_state([(path, hooked(path, v)) for path, v in nnx.to_flat_state(params)]),
-            nnx.from_flat_state([(path, v.replace(pick(state, _words(path)))) for path, v in nnx.to_flat_state(rest)]),
+            nnx.from_flat_state([(path, refilled(path, v)) for path, v in nnx.to_flat_state(rest)]),
         )
         return _configure(model, compute)
 

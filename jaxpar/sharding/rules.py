@@ -146,7 +146,7 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
     """Returns the names of all dims and where they come from; None where nothing names them."""
     rank = len(leaf.shape)
     for pattern, names in paths.items():
-        if re.search(rf"(^|/){pattern}$", path):
+        if re.search(rf"(^|/)(?:{pattern})$", path):
             if len(names) > rank:
                 return Problem(
                     f"rule {pattern!r} names {len(names)} dims of {path}, which has shape {list(leaf.shape)}",
@@ -194,5 +194,5 @@ def _indivisible(path, leaf: Leaf, dim, name, wanted, ways) -> Problem:
     return Problem(
         f"{path}: dim {dim} ({name}) of {list(leaf.shape)} has {size} entries, {' x '.join(wanted)} is {ways}",
         rule="an axis divides every dim it splits",
-        fix=f"{name}={up} in the model, {wanted[-1]}={would[0]}, or leave that dim whole: rules {{{name!r}: None}}",
+        fix=f"a dim of {up} in the model, {wanted[-1]}={would[0]}, or leave that dim whole: rules {{{name!r}: None}}",
     )

@@ -6,6 +6,7 @@ Only this file knows Orbax: its v1 module still moves.
 """
 
 import json
+import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.errors import JaxparError, Problem, refuse, within
 from jaxpar.sharding.names import path_of
+
+# what Orbax and TensorStore raise where a file is missing, cut off or another
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +37,7 @@ class Checkpoints:
     keep_best: int = 0
 
     def __post_init__(self):
-        for key, low in (("every", 0), ("keep_last", 1), ("keep_best", 0)):
-            if getattr(self, key) < low:
-                raise refuse(
-                    f"checkpoint.{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"{key} = {low}"
-                )
+        within(self, "checkpoint", {"every": (0, 2**31 - 1), "keep_last": (1, 2**31 - 1), "keep_best": (0, 2**31 - 1)})
 
 
 @dataclass
@@ -57,7 +57,9 @@ class Store:
         """Returns the steps of the committed checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdigit() and path.is_dir())
+        return sorted(
+            int(path.name) for path in self.folder.iterdir() if re.fullmatch("[0-9]{6,}", path.name) and path.is_dir()
+        )
 
     def save(self, step: int, state: Any, scores: dict[str, float]) -> None:
         """Starts writing the state; returns as soon as its arrays are copied. Waits for the write before it."""
@@ -66,7 +68,7 @@ class Store:
         self.wait()
         if step in self.steps():
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         # what is in flight must not alias buffers that the next step takes over
         jax.block_until_ready(state)
         self._pending = (
@@ -101,13 +103,28 @@ class Store:
                 rule="a run is resumed from a checkpoint",
                 fix="train it first",
             )
-        saved = ocp.metadata(self._path(step)).metadata
         plain = _plain(like)
+        try:
+            saved = ocp.metadata(self._path(step)).metadata
+            saved.keys()
+        except UNREADABLE as error:
+            raise self._damaged(step, error) from error
         if problems := _differences(
             saved["state"] if isinstance(saved, dict) and "state" in saved and "state" not in plain else saved, plain
         ):
             raise JaxparError(*problems)
-        return _like(like, ocp.load(self._path(step), plain)), step
+        try:
+            return _like(like, ocp.load(self._path(step), plain)), step
+        except UNREADABLE as error:
+            raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, error: Exception) -> JaxparError:
+        before = [other for other in self.steps() if other < step]
+        return refuse(
+            f"checkpoint {self._path(step)} cannot be read: {str(error).splitlines()[0]:.120}",
+            rule="a checkpoint is as Orbax wrote it",
+            fix=f"rm -r {self._path(step)}, " + (f"and go on from step {before[-1]}" if before else "and train anew"),
+        )
 
     def scores(self, step: int) -> dict[str, float]:
         """Returns what was measured when a checkpoint was written."""
@@ -129,6 +146,22 @@ class Store:
             if step not in kept:
                 doomed = Path(self._path(step)).rename(self._path(step) + ".deleted")
                 shutil.rmtree(doomed)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder of a run.
+
+    Raises:
+      JaxparError: If it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise refuse(
+            f"run folder {folder!s:.200}: {getattr(error, 'strerror', None) or error}",
+            rule="a run writes into a folder of its own",
+            fix="run.dir = 'runs/mine'",
+        ) from error
 
 
 def _plain(state: Any) -> dict[str, Any]:
@@ -169,7 +202,20 @@ def _differences(saved: dict[str, Any], wanted: dict[str, Any]) -> list[Problem]
                         "the model that was trained, or another run.dir",
                     )
                 )
-    return problems
+    return _few(problems)
+
+
+def _few(problems: list[Problem]) -> list[Problem]:
+    """Returns the first difference of each kind and how many more there are: the optimizer's follow the parameters'."""
+    kinds: dict[str, list[Problem]] = {}
+    for problem in sorted(problems, key=lambda problem: problem.got.startswith("optimizer.")):
+        kinds.setdefault(problem.fix, []).append(problem)
+    return [
+        Problem(
+            f"{some[0].got}" + (f", and {len(some) - 1} more like it" if some[1:] else ""), some[0].rule, some[0].fix
+        )
+        for some in kinds.values()
+    ]
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -139,7 +139,9 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
         raise refuse(
             f"the loss of step {step} is {values['loss']} (grad_norm {values['grad_norm']})",
             rule="training goes on while the loss is finite; nothing is saved after it is not",
-            fix="resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup",
+            fix="resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
+            if step > 1
+            else "the data (nan, a label or token that is out of range, a mask of zeros) or the model's own arithmetic",
         )
     row = {"step": step, **values, "seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
     if job.learning_rate:

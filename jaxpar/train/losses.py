@@ -25,9 +25,8 @@ def next_token(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
         the target counts.
     """
     losses = cross_entropy(model(batch["inputs"]), batch["targets"])
-    mask = batch.get("mask")
-    mask = jnp.ones_like(losses) if mask is None else mask.astype(losses.dtype)
-    return {"loss": (jnp.sum(losses * mask), jnp.sum(mask))}
+    mask = _mask(batch, losses)
+    return {"loss": (_masked(losses, mask), jnp.sum(mask))}
 
 
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
@@ -40,10 +39,26 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
     logits = model(batch["inputs"])
     losses = cross_entropy(logits, batch["labels"])
     hits = (jnp.argmax(logits, axis=-1) == batch["labels"]).astype(losses.dtype)
-    mask = batch.get("mask")
-    mask = jnp.ones_like(losses) if mask is None else mask.astype(losses.dtype)
+    mask = _mask(batch, losses)
     count = jnp.sum(mask)
-    return {"loss": (jnp.sum(losses * mask), count), "accuracy": (jnp.sum(hits * mask), count)}
+    return {"loss": (_masked(losses, mask), count), "accuracy": (jnp.sum(hits * mask), count)}
+
+
+def _mask(batch: Mapping[str, jax.Array], losses: jax.Array) -> jax.Array:
+    mask = batch.get("mask")
+    if mask is None:
+        return jnp.ones_like(losses)
+    if mask.shape != losses.shape:
+        raise refuse(
+            f"mask of shape {list(mask.shape)}, losses of shape {list(losses.shape)}",
+            rule="the mask has an entry for every loss",
+            fix=f"mask of shape {list(losses.shape)}",
+        )
+    return mask.astype(losses.dtype)
+
+
+def _masked(losses: jax.Array, mask: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(mask == 0, 0.0, losses * mask))  # a label that does not count may be none
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -54,13 +69,32 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     Args:
       logits: Shape [..., vocab].
-      labels: Shape [...], integers.
+      labels: Shape [...], integers. One that is no label of `vocab` gives `nan`, not a number that looks like a loss.
+
+    Raises:
+      JaxparError: If the shapes do not belong together.
     """
+    if labels.shape != logits.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise refuse(
+            f"labels {labels.dtype}{list(labels.shape)} for logits {list(logits.shape)}",
+            rule="labels are whole numbers, one for every row of logits",
+            fix=f"labels int32{list(logits.shape[:-1])}: labels.squeeze(-1), or labels.argmax(-1) of one-hot rows",
+        )
     logits = logits.astype(jnp.float32)
     highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - highest
     at_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
-    return jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - jnp.sum(jnp.where(at_label, shifted, 0.0), axis=-1)
+    losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - jnp.sum(jnp.where(at_label, shifted, 0.0), axis=-1)
+    return jnp.where((labels >= 0) & (labels < logits.shape[-1]), losses, jnp.nan)
+
+
+RESERVED = frozenset(("step", "tokens", "grad_norm", "seconds", "tokens_per_second", "learning_rate"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (
+        getattr(value, "shape", None) == () and not jnp.issubdtype(value.dtype, jnp.complexfloating)
+    )
 
 
 def as_sums(value: Any, *, accumulate: int) -> Sums:
@@ -70,7 +104,8 @@ def as_sums(value: Any, *, accumulate: int) -> Sums:
       JaxparError: If it is neither (sum, count), a dict of them with `loss`, nor a scalar; or a
         scalar where microbatches are summed.
     """
-    returned: Any = {"loss": value} if isinstance(value, tuple) and len(value) == 2 else value
+    pair = isinstance(value, tuple) and len(value) == 2 and not any(isinstance(x, dict) for x in value)
+    returned: Any = {"loss": value} if pair else value
     if hasattr(returned, "shape") and returned.shape == ():
         if accumulate > 1:
             raise refuse(
@@ -79,15 +114,28 @@ def as_sums(value: Any, *, accumulate: int) -> Sums:
                 fix="return (sum, count) from the loss function",
             )
         returned = {"loss": (returned, jnp.ones((), returned.dtype))}
-    good = isinstance(returned, dict) and "loss" in returned
+    good = isinstance(returned, dict) and "loss" in returned and all(isinstance(key, str) for key in returned)
     if not good or any(
-        not isinstance(v, tuple) or len(v) != 2 or any(jnp.ndim(x) for x in v) for v in returned.values()
+        not isinstance(v, tuple) or len(v) != 2 or not all(map(_is_number, v)) for v in returned.values()
     ):
         shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x), returned)
         raise refuse(
             f"the loss function returned {shown}",
             rule='a loss function returns (sum, count), or {"loss": (sum, count), ...}, all scalars',
             fix="jnp.sum(losses), losses.size",
+        )
+    if taken := RESERVED & returned.keys():
+        raise refuse(
+            f"the loss function returned {', '.join(sorted(taken))}",
+            rule=f"a step has its own {', '.join(sorted(RESERVED))}",
+            fix="another name",
+        )
+    total = returned["loss"][0]
+    if not jnp.issubdtype(jnp.result_type(total), jnp.floating):
+        raise refuse(
+            f"the sum of loss is {jnp.result_type(total)}",
+            rule="a loss has a gradient, so it is a real floating-point number",
+            fix="jnp.sum(losses.astype(jnp.float32))",
         )
     for name, pair in returned.items():
         for what, value in zip(("sum", "count"), pair, strict=True):

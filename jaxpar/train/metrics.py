@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,7 @@ class Metrics:
     tensorboard: bool = False
 
     def __post_init__(self):
-        if self.show_every < 1:
-            raise refuse(
-                f"metrics.show_every = {self.show_every}", rule="show_every is at least 1", fix="show_every = 20"
-            )
+        within(self, "metrics", {"show_every": (1, 2**31 - 1)})
 
 
 class Log:
@@ -38,7 +35,14 @@ class Log:
 
     def __init__(self, folder: Path, spec: Metrics, *, start: int):
         self.path = folder / "metrics.jsonl"
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= start]
+        try:
+            kept = [line for line in self._lines() if json.loads(line)["step"] <= start]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise refuse(
+                f"{self.path} is damaged: {error}",
+                rule="each line is a JSON object with a step",
+                fix=f"mv {self.path} {self.path}.damaged",
+            ) from error
         part = self.path.with_suffix(".part")
         part.write_text("".join(line + "\n" for line in kept))
         part.replace(self.path)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, users_code
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 
@@ -46,26 +46,43 @@ def create(layout: Layout, optimizer: optax.GradientTransformation, *, seed: int
     Raises:
       JaxparError: If the layout has no devices, or offload is asked where the backend has no host memory.
     """
-    init = initializer(layout, optimizer)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
     placed = shardings(layout, abstract(layout, optimizer), offload=offload)
-    return jax.jit(init, out_shardings=placed)(jax.random.key(seed))
+    return jax.jit(initializer(layout, optimizer), out_shardings=placed)(jax.random.key(seed))
 
 
 def initializer(layout: Layout, optimizer: optax.GradientTransformation):
     """Returns the pure function of a key that makes the state."""
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise refuse(f"optimizer={optimizer!r}", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
+        raise refuse(f"optimizer={optimizer!r:.80}", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
 
     def init(key) -> State:
         params, rest = layout.blueprint.init(key)
-        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), rest)
+        with users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"):
+            return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), rest)
 
     return init
 
 
-@lru_cache(maxsize=16)
 def abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
-    """Returns the state as shapes and dtypes."""
+    """Returns the state as shapes and dtypes.
+
+    Raises:
+      JaxparError: If the layout is no layout, or the optimizer no optax chain.
+    """
+    if not isinstance(layout, Layout):
+        raise refuse(
+            f"layout={layout!r:.80}",
+            rule="a layout is what jp.compose returns",
+            fix="jp.compose(model, jp.Parallel(data=8))",
+        )
+    initializer(layout, optimizer)  # refuses what cannot be hashed
+    return _abstract(layout, optimizer)
+
+
+@lru_cache(maxsize=16)
+def _abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
     return jax.eval_shape(initializer(layout, optimizer), jax.random.key(0))
 
 
@@ -85,6 +102,8 @@ def shardings(layout: Layout, state: State, *, offload: bool = False) -> State:
     Raises:
       JaxparError: If the backend has no host memory of its own.
     """
+    if not isinstance(offload, bool):
+        raise refuse(f"offload={offload!r}", rule="offload is True or False", fix="offload=True")
     placed = jax.tree.map(layout.sharding, specs(layout, state), is_leaf=lambda x: isinstance(x, PartitionSpec))
     if not offload:
         return placed

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import nearest, refuse, users_code
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.models.remat import POLICIES, remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
-from jaxpar.sharding.names import Compute, Tree
+from jaxpar.sharding.names import Compute, Tree, path_of
 from jaxpar.train import precision as check
 from jaxpar.train import state as states
 from jaxpar.train.losses import Sums, as_sums
@@ -56,7 +56,7 @@ class Numerics:
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise refuse(f"accumulate={self.accumulate!r}", rule="a positive whole number", fix="accumulate=1")
         for key, known in (("precision", PRECISIONS), ("remat", POLICIES)):
-            if getattr(self, key) not in known:
+            if not isinstance(getattr(self, key), str) or getattr(self, key) not in known:
                 raise refuse(
                     f"{key}={getattr(self, key)!r}",
                     rule=f"{key} is one of {', '.join(known)}",
@@ -96,13 +96,15 @@ class Step:
           The new state, and scalars: each entry of the loss function divided by its count,
           `tokens` (the count of `loss`) and `grad_norm` (global, before clipping).
         """
+        _check_given(state)
         batch = self.put(batch)
         key = _signature("train", batch)
         if key not in self._compiled:
+            self._check_state(state)
             self._compiled[key] = self.lower(state, batch).compile()
-        state, metrics = self._compiled[key](state, batch)
+        new, metrics = self._run(key, state, state, batch)
         self._bound(metrics)
-        return state, metrics
+        return new, metrics
 
     def _bound(self, result: Any) -> None:
         """Waits, on simulated devices, until at most eight programs are unfinished."""
@@ -113,19 +115,76 @@ class Step:
 
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, without dropout and without an update."""
+        _check_given(state)
         batch = self.put(batch)
         key = _signature("eval", batch)
         if key not in self._compiled:
-            with self._traced():
-                self._compiled[key] = self._eval.lower(state.params, state.rest, batch).compile()
-        sums = self._compiled[key](state.params, state.rest, batch)
+            self._check_state(state)
+            with self._users_code(batch), self._traced():
+                lowered = self._eval.lower(state.params, state.rest, batch)
+            self._compiled[key] = lowered.compile()
+        sums = self._run(key, state, state.params, state.rest, batch)
         self._bound(sums)
         return sums
+
+    def _run(self, key: Any, state: State, *args: Any) -> Any:
+        try:
+            return self._compiled[key](*args)
+        except (TypeError, ValueError, RuntimeError):
+            self._check_state(state)  # looked at only where JAX refuses, so that a good step costs nothing
+            raise
+
+    def _check_state(self, state: State) -> None:
+        """Refuses a state of another layout, model or optimizer."""
+        fix = "state = jp.create(layout, optimizer), then state, metrics = step(state, batch)"
+        expected = states.abstract(self.layout, self.optimizer)
+        for part, whose in (("params", "model"), ("optimizer", "optimizer"), ("rest", "model")):
+            given, wanted = getattr(state, part), getattr(expected, part)
+            if jax.tree.structure(given) != jax.tree.structure(wanted):
+                raise refuse(
+                    f"a state of another {whose}: its tree of {part} is another",
+                    rule=f"state and step have the same {whose}",
+                    fix=fix,
+                )
+            flat = zip(
+                jax.tree_util.tree_leaves_with_path(given),
+                jax.tree.leaves(wanted),
+                jax.tree.leaves(getattr(self.placed, part)),
+                strict=True,
+            )
+            for (keys, leaf), want, place in flat:
+                path = f"{part}/{path_of(keys)}"
+                if not isinstance(leaf, jax.Array):
+                    raise refuse(
+                        f"{path} of the state is a {type(leaf).__name__}",
+                        rule="a state lives on the devices of its layout",
+                        fix=fix,
+                    )
+                if leaf.shape != want.shape:
+                    raise refuse(
+                        f"{path} of the state is {list(leaf.shape)}, the step's is {list(want.shape)}",
+                        rule=f"state and step have the same {whose}",
+                        fix=fix,
+                    )
+                if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+                    raise refuse(
+                        f"a state of another layout: {path} is on {leaf.sharding}, the step wants {place}"[:300],
+                        rule="state and step have the same layout, and the same offload",
+                        fix=fix,
+                    )
+
+    def _users_code(self, batch: Batch):
+        shapes = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in batch.items())
+        return users_code(
+            f"{self.layout.blueprint.name} and its loss on {shapes}",
+            rule="model, loss and optimizer accept the batch",
+            fix="the line of the model or the loss that this names",
+        )
 
     def lower(self, state: State, batch: Batch):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
         batch = {name: self._abstract(name, value) for name, value in batch.items()}
-        with self._traced() as named:
+        with self._users_code(batch), self._traced() as named:
             lowered = self._train.lower(state, batch)
         self._check_sequence(named)
         if self.numerics.precision == "bf16":
@@ -154,7 +213,9 @@ class Step:
             value = np.asarray(value)
         except (TypeError, ValueError) as error:
             raise refuse(
-                f"{name} in the batch: {error}", rule="a batch is a dict of arrays", fix=f"leave {name!r} out"
+                f"{name} in the batch: {error}",
+                rule="a batch is a dict of arrays",
+                fix=f"np.stack rows of one shape, or leave {name!r} out",
             ) from error
         if value.dtype.kind not in "biuf" and value.dtype != jnp.bfloat16:
             raise refuse(
@@ -250,8 +311,10 @@ class Step:
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         gradients, sums, rest = self._accumulated(state.params, state.rest, batch)
-        gradients = self._constrain(gradients, self.layout.updated)
-        params = self._constrain(state.params, self.layout.updated)
+        params = state.params
+        if self.layout.parallel.stage in (1, 2):  # the optimizer works on a shard of what is whole
+            gradients = self._constrain(gradients, self.layout.updated)
+            params = self._constrain(params, self.layout.updated)
         optimizer = state.optimizer
         if self.numerics.offload:
             optimizer = jax.tree.map(
@@ -274,8 +337,29 @@ class Step:
         )
 
 
+def _check_given(state: Any) -> None:
+    """Refuses what is no state, or was given up; jax 0.10.2 ends the process where a program gets a deleted array."""
+    if not isinstance(state, State):
+        raise refuse(
+            f"a state that is a {type(state).__name__}",
+            rule="a state comes from jp.create, or from the step before",
+            fix="state = jp.create(layout, optimizer), then state, metrics = step(state, batch)",
+        )
+    if isinstance(state.step, jax.Array) and state.step.is_deleted():
+        raise refuse(
+            "a state that an earlier step took over",
+            rule="a step reuses the memory of the state it is given",
+            fix="state, metrics = step(state, batch), and only the new state after that",
+        )
+
+
 def _signature(kind: str, batch: Batch):
-    return kind, tuple(sorted((name, value.shape, str(value.dtype)) for name, value in batch.items()))
+    return kind, tuple(
+        sorted(
+            ((str(name), value.shape, str(value.dtype), value.sharding) for name, value in batch.items()),
+            key=lambda entry: entry[0],
+        )
+    )
 
 
 def build(layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, **numerics: Any) -> Step:
@@ -293,5 +377,13 @@ def build(layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, *
     known = [field.name for field in dataclasses.fields(Numerics)]
     for key in numerics:
         if key not in known:
-            raise refuse(f"{key}={numerics[key]!r}", rule=f"a step takes {', '.join(known)}", fix=nearest(key, known))
+            raise refuse(
+                f"{key}={numerics[key]!r:.60}", rule=f"a step takes {', '.join(known)}", fix=nearest(key, known)
+            )
+    if not callable(loss):
+        raise refuse(
+            f"loss={loss!r:.60}",
+            rule="a loss is a function of (model, batch)",
+            fix="jp.next_token, or lambda model, batch: (jnp.sum(losses), losses.size)",
+        )
     return Step(layout, loss, optimizer, Numerics(**numerics))

@@ -9,14 +9,15 @@ pkg:name  any Python iterable of batches, or an object with `batch(step, size)`
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, nearest, refuse, users_code, within
 from jaxpar.train.data.order import held_out, rows
 from jaxpar.train.data.tokens import pack, train_bpe
 
@@ -58,24 +59,29 @@ class Data:
         return 256 if self.tokenizer == "bytes" else self.vocab
 
     def __post_init__(self):
-        for key, low, high in (("seq", 1, 2**24), ("vocab", 257, 2**24), ("held_out", 0.0, 0.5)):
-            if not low <= getattr(self, key) <= high:
-                raise refuse(
-                    f"data.{key} = {getattr(self, key)}",
-                    rule=f"{key} is within {low}..{high}",
-                    fix=f"{key} = {getattr(Data, key)}",
-                )
+        problems: list[Problem] = []
+        try:
+            within(self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5)})
+        except JaxparError as error:
+            problems += error.problems
         known = ("stdlib", "text", "digits", "arrays")
         if self.source not in known and ":" not in self.source:
-            raise refuse(
-                f"data.source = {self.source!r}",
-                rule=f'a source is {", ".join(known)}, or "package.module:name"',
-                fix=nearest(self.source, known),
+            rule = f'a source is {", ".join(known)}, or "package.module:name"'
+            problems.append(Problem(f"data.source = {self.source!r}", rule, nearest(self.source, known)))
+        elif self.source in ("text", "arrays") and not self.path:
+            problems.append(
+                Problem(f"data.source = {self.source!r} without a path", "it reads files", 'path = "corpus/*.txt"')
             )
-        if self.source in ("text", "arrays") and not self.path:
-            raise refuse(
-                f"data.source = {self.source!r} without a path", rule="it reads files", fix='path = "corpus/*.txt"'
+        elif self.source == "arrays" and not isinstance(self.path, str):
+            problems.append(
+                Problem(
+                    f"data.path = {self.path!r} for arrays",
+                    "arrays come as one .npz, one .npy or a folder of .npy",
+                    'path = "data.npz"',
+                )
             )
+        if problems:
+            raise JaxparError(*problems)
 
 
 class Source(Protocol):
@@ -96,6 +102,13 @@ class Arrays:
     """Examples that lie in arrays, one row each."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], spec: Data, seed: int, fingerprint: str = ""):
+        for name, value in arrays.items():
+            if not value.ndim or not len(value) or value.dtype.kind not in "biuf":
+                raise refuse(
+                    f"{name} is {value.dtype} of shape {list(value.shape)}",
+                    rule="an array has a row of numbers for every example",
+                    fix=f"leave {name} out, or encode it as numbers [examples, ...]",
+                )
         lengths = {name: len(value) for name, value in arrays.items()}
         if len(set(lengths.values())) != 1:
             raise refuse(
@@ -130,14 +143,11 @@ class Tokens(Arrays):
     """Windows of a memmapped token file: `inputs` and `targets` [batch, seq], int32."""
 
     def __init__(self, file: Path, dtype, spec: Data, seed: int, fingerprint: str):
+        if not file.stat().st_size:
+            raise refuse(f"{file} is empty", rule="packed tokens are as jaxpar wrote them", fix=f"rm {file}")
         tokens = np.memmap(file, dtype=dtype, mode="r")
+        check_length(len(tokens), spec)
         count = (len(tokens) - 1) // spec.seq
-        if count < 2:
-            raise refuse(
-                f"{len(tokens)} tokens of text, sequences of {spec.seq}",
-                rule="the text holds at least two sequences",
-                fix=f"more text, or data.seq = {max(1, (len(tokens) - 1) // 2)}",
-            )
         self.tokens = tokens
         super().__init__({"window": np.arange(count)}, spec, seed, fingerprint)
 
@@ -154,6 +164,22 @@ class Tokens(Arrays):
         return batch
 
 
+def check_length(tokens: int, spec: Data) -> None:
+    """Checks that a text is long enough.
+
+    Raises:
+      JaxparError: If it holds less than two sequences.
+    """
+    if (tokens - 1) // spec.seq < 2:
+        raise refuse(
+            f"{tokens} tokens of text, data.seq = {spec.seq}",
+            rule="the text holds at least two sequences",
+            fix=f"more text, or data.seq = {(tokens - 1) // 2}"
+            if tokens > 2
+            else "another data.path: there is no text in it",
+        )
+
+
 class Stream:
     """Batches of the user's own iterable. To reach a step, the batches before it are drawn and dropped."""
 
@@ -167,19 +193,107 @@ class Stream:
             self._iterator, self._next = iter(self.iterable), 0
         batch: Any = None
         while self._next <= step:
-            batch = next(self._iterator, None)
+            with users_code(
+                f"{self.fingerprint}, batch {self._next}",
+                rule="an iterable has a batch for every step",
+                fix="the line that it names",
+            ):
+                batch = next(self._iterator, None)
             if batch is None:
                 raise refuse(
                     f"{self.fingerprint} ended after {self._next} batches, step {step} needs one more",
                     rule="an iterable has a batch for every step, or starts over by itself",
-                    fix=f"train.steps = {self._next}, or loop inside it",
+                    fix=f"train.steps = {self._next}, or loop inside it"
+                    if self._next
+                    else "yield {'inputs': ..., 'targets': ...} for every step",
                 )
             self._next += 1
-        return {name: np.asarray(value) for name, value in batch.items()}
+        return as_batch(batch, size, self.fingerprint)
 
     def evaluation(self, index: int, size: int) -> Batch | None:
         """Returns None: nothing is held out of an iterable."""
         return None
+
+
+class Own:
+    """The user's own object with `batch(step, size)`, each batch checked."""
+
+    def __init__(self, source: Any, name: str):
+        self.source, self.name = source, name
+        self.fingerprint = str(getattr(source, "fingerprint", name))
+
+    def batch(self, step: int, size: int) -> Batch:
+        """Returns the training batch of a step."""
+        with users_code(
+            f"{self.name}.batch({step}, {size})", rule="a source has batch(step, size)", fix="the line that it names"
+        ):
+            batch = self.source.batch(step, size)
+        return as_batch(batch, size, self.name)
+
+    def evaluation(self, index: int, size: int) -> Batch | None:
+        """Returns a held-out batch, or None; also where the source holds nothing out."""
+        if not hasattr(self.source, "evaluation"):
+            return None
+        with users_code(
+            f"{self.name}.evaluation({index}, {size})",
+            rule="a source has evaluation(index, size)",
+            fix="the line that it names",
+        ):
+            batch = self.source.evaluation(index, size)
+        return None if batch is None else as_batch(batch, size, self.name)
+
+
+def as_batch(batch: Any, size: int, name: str) -> Batch:
+    """Returns a user's batch as arrays of numbers in 32 bits.
+
+    Raises:
+      JaxparError: If it is no dict of arrays with `size` rows each.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        raise refuse(
+            f"{name} yields {f'{batch!r:.60}' if not hasattr(batch, 'shape') else type(batch).__name__}",
+            rule="a batch is a dict of arrays",
+            fix="yield {'inputs': ..., 'targets': ...}",
+        )
+    made = {}
+    for key, value in batch.items():
+        try:
+            array = in_32_bits(np.asarray(value), f"{name}: {key}")
+        except (TypeError, ValueError) as error:
+            if isinstance(error, JaxparError):
+                raise
+            raise refuse(
+                f"{name} yields {key}: {error}",
+                rule="a batch is a dict of arrays",
+                fix=f"np.stack rows of one shape, or leave {key!r} out",
+            ) from error
+        if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+            raise refuse(
+                f"{name} yields {key} of dtype {array.dtype}",
+                rule="a batch holds numbers",
+                fix=f"leave {key!r} out, or encode it",
+            )
+        if array.shape[:1] != (size,):
+            raise refuse(
+                f"{name} yields {key} of shape {list(array.shape)}, train.global_batch = {size}",
+                rule="the first dim of every array is the global batch",
+                fix=f"{size} rows in every array" if array.shape else f"leave {key!r} out",
+            )
+        made[key] = array
+    return made
+
+
+def in_32_bits(value: np.ndarray, name: str) -> np.ndarray:
+    """Returns 64-bit numbers in 32 bits, which is what a step computes in.
+
+    Raises:
+      JaxparError: If a whole number does not fit.
+    """
+    if value.dtype.kind in "iu" and value.dtype.itemsize == 8:
+        if value.size and (value.max() >= 2**31 or value.min() < -(2**31)):
+            raise refuse(f"{name} has {value.max()}", rule="whole numbers fit into 32 bits", fix="smaller ids")
+        return value.astype(np.int32)
+    return value.astype(np.float32) if value.dtype == np.float64 else value
 
 
 def open_source(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None) -> Source:
@@ -205,10 +319,23 @@ def open_source(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, 
         return Arrays(load_digits(), spec, seed)
     if spec.source == "arrays":
         return Arrays(load_arrays(Path(str(spec.path))), spec, seed)
-    if callable(getattr(named, "batch", None)):
-        return named
+    if isinstance(named, Iterator):
+        raise refuse(
+            f"data.source = {spec.source!r} is a {type(named).__name__}, which can be read once",
+            rule="a source is read from its start again: to check it, and to resume",
+            fix="name the function that makes it",
+        )
+    if callable(getattr(named, "batch", None)) and not isinstance(named, type):
+        return Own(named, spec.source)
     if callable(named):
-        named = named()
+        with users_code(
+            f"data.source = {spec.source!r}",
+            rule="a function of no arguments returns an iterable of batches",
+            fix="give its arguments defaults",
+        ):
+            named = named()
+        if callable(getattr(named, "batch", None)):
+            return Own(named, spec.source)
     if not isinstance(named, Iterable):
         raise refuse(
             f"data.source = {spec.source!r} is a {type(named).__name__}",
@@ -233,17 +360,25 @@ def text_files(spec: Data) -> list[Path]:
     """
     found: list[Path] = []
     for text in [spec.path] if isinstance(spec.path, str) else spec.path:
-        path = Path(text).expanduser()
-        if path.is_dir():
-            some = [file for file in path.rglob(spec.pattern) if file.is_file()]
-        elif path.is_file():
-            some = [path]
-        else:
+        try:
+            path = Path(text).expanduser()
             anchor = Path(path.anchor or ".")
-            some = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
-        if not some:
+            if path.is_dir():
+                some = [file for file in path.rglob(spec.pattern) if file.is_file()]
+            elif path.is_file():
+                some = [path]
+            else:
+                some = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
+        except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
             raise refuse(
-                f"data.path = {text!r} names no file",
+                f"data.path = {text!r}, data.pattern = {spec.pattern!r}: {error}",
+                rule="a path is a file, a folder or a glob",
+                fix='path = "corpus", pattern = "*.txt"',
+            ) from error
+        if not some:
+            of = f", data.pattern = {spec.pattern!r}" * path.is_dir()
+            raise refuse(
+                f"data.path = {text!r}{of} names no file",
                 rule="a path is a file, a folder or a glob",
                 fix="check it from where you start jaxpar",
             )
@@ -293,6 +428,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
       JaxparError: If it is not there, is no such file, or holds Python objects.
     """
     try:
+        path = path.expanduser()
         if path.is_dir():
             arrays = {
                 file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))
@@ -300,11 +436,17 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         elif path.suffix == ".npy":
             arrays = {"inputs": np.load(path, mmap_mode="r", allow_pickle=False)}
         else:
-            with np.load(path, allow_pickle=False) as file:
+            with (
+                path.open("rb") as stream,
+                np.load(stream, allow_pickle=False) as file,
+            ):  # numpy leaves a broken one open
                 arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError, EOFError) as error:
+    except (OSError, ValueError, AttributeError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
+        text = getattr(error, "strerror", None) or str(error)
+        if "allow_pickle" in text:  # what numpy says of any file that it does not know
+            text = "it holds Python objects, or is no such file"
         raise refuse(
-            f"data.path = '{path}': {error}",
+            f"data.path = '{path}': {text}",
             rule="arrays come as .npz, .npy or a folder of .npy, and hold numbers",
             fix="np.savez(path, inputs=..., labels=...)",
         ) from error
@@ -314,14 +456,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             rule="arrays come as .npz or .npy",
             fix="np.savez(path, inputs=...)",
         )
-    return {
-        name: value.astype(np.int32)
-        if value.dtype == np.int64
-        else value.astype(np.float32)
-        if value.dtype == np.float64
-        else value
-        for name, value in arrays.items()
-    }
+    return {name: in_32_bits(value, f"{path}: {name}") for name, value in arrays.items()}
 
 
 def _hash(arrays: Mapping[str, np.ndarray]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import refuse
+from jaxpar.train.checkpoint import make_folder
 
 END = 0  # between documents; as a byte it does not occur in text, as a bpe token it is "<end>"
 
@@ -24,7 +25,7 @@ def pack(texts: list[bytes], tokenizer: Any, folder: Path, name: str) -> tuple[P
     file = folder / f"tokens-{name}.bin"
     if file.exists():
         return file, dtype
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     part = file.with_suffix(f".{os.getpid()}.part")
     with part.open("wb") as out:
         for text in texts:
@@ -66,7 +67,7 @@ def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
     tokenizer.train_from_iterator((text.decode("utf-8", errors="replace") for text in texts), trainer)
     if tokenizer.get_vocab_size() > vocab:
         raise refuse(f"data.vocab = {vocab}", rule="a byte-level bpe has at least 257 tokens", fix="vocab = 1024")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     tokenizer.save(str(file))
     return tokenizer
 
@@ -95,7 +96,7 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text."""
-        return list(text.encode()) if self.bpe is None else self.bpe.encode(text).ids
+        return list(text.encode(errors="surrogateescape")) if self.bpe is None else self.bpe.encode(text).ids
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of tokens; bytes that are no utf-8 are shown as the replacement character."""
