@@ -26,3 +26,4 @@ if __name__ == "__main__":
     data, fsdp, tensor = map(int, sys.argv[1:4])
     state, step = build(jp.Parallel(data=data, fsdp=fsdp, tensor=tensor))
     jax.block_until_ready(step(state, twin.make_batch(step.layout.mesh)))
+    print("first step", flush=True)

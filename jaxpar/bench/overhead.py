@@ -5,6 +5,7 @@ ratio is taken pair by pair and its median quoted. The programs are compared wit
 collectives by kind and bytes, and FLOP, as compiled.
 """
 
+import random
 import re
 import statistics
 import subprocess
@@ -18,6 +19,7 @@ import jax
 import jaxpar as jp
 from jaxpar.bench import ours, twin
 from jaxpar.bench.record import where
+from jaxpar.errors import refuse
 from jaxpar.mesh.devices import describe
 
 LAYOUTS = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 8 = data 2 x tensor 4": (2, 1, 4), "2 x 2 x 2": (2, 2, 2)}
@@ -25,7 +27,7 @@ BOUNDS = {"step": 1.02, "temporary": 1.0, "first step": 1.15}
 _COLLECTIVE = re.compile(r"= (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-def overhead(*, rounds: int = 12, starts: int = 3) -> dict[str, Any]:
+def overhead(*, rounds: int = 60, starts: int = 3) -> dict[str, Any]:
     """Measures every layout, prints a table, and returns it with whether the bounds hold.
 
     Args:
@@ -66,22 +68,17 @@ def _compare(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     program = step.lower(state, batch).compile()
     state, _ = jax.block_until_ready(step(state, batch))
     their_state, _ = jax.block_until_ready(their_step(their_state, batch))
-    ratios = []
-    for index in range(rounds):
-
-        def run_ours(state=state):
-            return jax.block_until_ready(step(state, batch))[0]
-
-        def run_theirs(state=their_state):
-            return jax.block_until_ready(their_step(state, batch))[0]
-
-        if index % 2:
-            state, mine = _timed(run_ours)
-            their_state, theirs = _timed(run_theirs)
-        else:
-            their_state, theirs = _timed(run_theirs)
-            state, mine = _timed(run_ours)
-        ratios.append(mine / theirs)
+    ratios, order = [], random.Random(0)
+    for _ in range(rounds):
+        seconds = {}
+        for side in order.sample(("ours", "theirs"), 2):  # in random order: load that comes and goes meets both alike
+            begin = time.perf_counter()
+            if side == "ours":
+                state, _ = jax.block_until_ready(step(state, batch))
+            else:
+                their_state, _ = jax.block_until_ready(their_step(their_state, batch))
+            seconds[side] = time.perf_counter() - begin
+        ratios.append(seconds["ours"] / seconds["theirs"])
     collectives, their_collectives = (count_collectives(made.as_text() or "") for made in (program, their_program))
     flop, their_flop = (made.cost_analysis()["flops"] for made in (program, their_program))  # pyright: ignore
     temporary, their_temporary = (made.memory_analysis().temp_size_in_bytes for made in (program, their_program))  # pyright: ignore
@@ -97,12 +94,6 @@ def _compare(sizes: tuple[int, int, int], rounds: int) -> dict[str, Any]:
     }
 
 
-def _timed(function) -> tuple[Any, float]:
-    begin = time.perf_counter()
-    result = function()
-    return result, time.perf_counter() - begin
-
-
 def _starts(sizes: tuple[int, int, int], pairs: int) -> float:
     """Returns the median ratio of the times from the start of a process to the end of its first step."""
     ratios = []
@@ -114,8 +105,16 @@ def _starts(sizes: tuple[int, int, int], pairs: int) -> float:
 
 def _process(module: str, sizes: tuple[int, int, int]) -> float:
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-m", module, *map(str, sizes)], check=True, env=None)
-    return time.perf_counter() - begin
+    with subprocess.Popen([sys.executable, "-m", module, *map(str, sizes)], stdout=subprocess.PIPE, text=True) as child:
+        said = child.stdout.readline() if child.stdout else ""
+        seconds = time.perf_counter() - begin
+    if said != "first step\n" or child.returncode:
+        raise refuse(
+            f"{module} ended with status {child.returncode} before its first step",
+            rule="both sides run",
+            fix="run it alone",
+        )
+    return seconds
 
 
 def count_collectives(hlo: str) -> dict[str, int]:

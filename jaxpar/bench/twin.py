@@ -184,3 +184,4 @@ if __name__ == "__main__":  # one first step, for the time from the start of the
     chosen = make_mesh(*map(int, sys.argv[1:4]))
     begin, run = build(chosen, make_optimizer())
     jax.block_until_ready(run(begin, make_batch(chosen)))
+    print("first step", flush=True)

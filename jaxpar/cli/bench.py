@@ -17,7 +17,7 @@ def add(verbs) -> None:
         "bench", help="measure jaxpar itself", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verb.add_argument("name", choices=["overhead"], help="what to measure")
-    verb.add_argument("--rounds", type=int, default=12, help="interleaved pairs per layout (default 12)")
+    verb.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout (default 60)")
     add_json(verb)
     verb.set_defaults(run=run)
 

@@ -24,9 +24,7 @@ def next_token(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
       batch: `inputs` and `targets` [batch, seq], int32; optionally `mask` [batch, seq], 1 where
         the target counts.
     """
-    losses = cross_entropy(model(batch["inputs"]), batch["targets"])
-    mask = _mask(batch, losses)
-    return {"loss": (_masked(losses, mask), jnp.sum(mask))}
+    return {"loss": _counted(cross_entropy(model(batch["inputs"]), batch["targets"]), batch)}
 
 
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
@@ -39,26 +37,22 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
     logits = model(batch["inputs"])
     losses = cross_entropy(logits, batch["labels"])
     hits = (jnp.argmax(logits, axis=-1) == batch["labels"]).astype(losses.dtype)
-    mask = _mask(batch, losses)
-    count = jnp.sum(mask)
-    return {"loss": (_masked(losses, mask), count), "accuracy": (jnp.sum(hits * mask), count)}
+    return {"loss": _counted(losses, batch), "accuracy": _counted(hits, batch)}
 
 
-def _mask(batch: Mapping[str, jax.Array], losses: jax.Array) -> jax.Array:
+def _counted(values: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of the values that count, and how many they are."""
     mask = batch.get("mask")
     if mask is None:
-        return jnp.ones_like(losses)
-    if mask.shape != losses.shape:
+        return jnp.sum(values), jnp.float32(values.size)
+    if mask.shape != values.shape:
         raise refuse(
-            f"mask of shape {list(mask.shape)}, losses of shape {list(losses.shape)}",
+            f"mask of shape {list(mask.shape)}, losses of shape {list(values.shape)}",
             rule="the mask has an entry for every loss",
-            fix=f"mask of shape {list(losses.shape)}",
+            fix=f"mask of shape {list(values.shape)}",
         )
-    return mask.astype(losses.dtype)
-
-
-def _masked(losses: jax.Array, mask: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.where(mask == 0, 0.0, losses * mask))  # a label that does not count may be none
+    mask = mask.astype(values.dtype)
+    return jnp.sum(jnp.where(mask == 0, 0.0, values * mask)), jnp.sum(mask)  # a label that does not count may be none
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
