@@ -22,7 +22,7 @@ from jaxpar.bench.record import where
 from jaxpar.errors import refuse
 from jaxpar.mesh.devices import describe
 
-LAYOUTS = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "tensor 8 = data 2 x tensor 4": (2, 1, 4), "2 x 2 x 2": (2, 2, 2)}
+LAYOUTS = {"data 8": (8, 1, 1), "fsdp 8": (1, 8, 1), "data 2 x tensor 4": (2, 1, 4), "2 x 2 x 2": (2, 2, 2)}
 BOUNDS = {"step": 1.02, "temporary": 1.0, "first step": 1.15}
 _COLLECTIVE = re.compile(r"= (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
