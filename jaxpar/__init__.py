@@ -22,7 +22,7 @@ _HOMES = {
     "build": "jaxpar.train.step:build",
     "next_token": "jaxpar.train.losses",
     "classify": "jaxpar.train.losses",
-    "Data": "jaxpar.train.data.sources",
+    "Data": "jaxpar.train.data.spec",
     "open_source": "jaxpar.train.data.sources",
     "Run": "jaxpar.train.loop",
     "run": "jaxpar.train.loop",

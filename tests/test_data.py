@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
+from jaxpar.train.data.arrays import Arrays, load_arrays
+from jaxpar.train.data.iterables import Stream
 from jaxpar.train.data.order import held_out, rows
-from jaxpar.train.data.sources import Arrays, Stream, load_arrays, stdlib_files
+from jaxpar.train.data.text import stdlib_files
 from jaxpar.train.data.tokens import Text
 
 

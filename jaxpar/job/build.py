@@ -26,7 +26,9 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.names import Blueprint
 from jaxpar.train import losses
-from jaxpar.train.data import sources
+from jaxpar.train.data import arrays, text
+from jaxpar.train.data import sources as data
+from jaxpar.train.data.spec import Source
 from jaxpar.train.step import Step
 from jaxpar.train.step import build as build_step
 
@@ -57,7 +59,7 @@ class Built:
     step: Step
     optimizer: optax.GradientTransformation
     learning_rate: Callable[[int], float]
-    source: sources.Source
+    source: Source
 
 
 def build(job: Job) -> Built:
@@ -261,10 +263,10 @@ def import_object(name: str, key: str) -> Any:
     return found
 
 
-def open_source(job: Job) -> sources.Source:
+def open_source(job: Job) -> Source:
     """Returns the source of a job's batches."""
     named = import_object(job.data.source, "data.source") if ":" in job.data.source else None
-    return sources.open_source(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
+    return data.open_source(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
 
 
 def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
@@ -305,8 +307,8 @@ def _check_text(job: Job, settings: Any) -> None:
 
 
 def _check_labels(job: Job, settings: Any) -> None:
-    arrays = getattr(open_source(job), "arrays", {})
-    labels = arrays.get("labels")
+    held = getattr(open_source(job), "arrays", {})
+    labels = held.get("labels")
     if labels is not None and labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < settings.classes:
         raise refuse(
             f"model.classes = {settings.classes}, labels are {labels.min()}..{labels.max()}",
@@ -335,11 +337,11 @@ def _check_data(job: Job) -> None:
             fix=f"data.seq = {-(-job.data.seq // ways) * ways}",
         )
     if job.data.source == "text":
-        files = sources.text_files(job.data)
+        files = text.text_files(job.data)
         if job.data.tokenizer == "bytes":
-            sources.check_length(sum(file.stat().st_size + 1 for file in files), job.data)
+            text.check_length(sum(file.stat().st_size + 1 for file in files), job.data)
     elif job.data.source == "arrays":
-        sources.load_arrays(Path(str(job.data.path)))
+        arrays.load_arrays(Path(str(job.data.path)))
 
 
 def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:

@@ -19,7 +19,7 @@ from jaxpar.errors import JaxparError, Problem, nearest, refuse, within
 from jaxpar.optim.chain import Optimizer
 from jaxpar.parallel.declare import Parallel
 from jaxpar.train.checkpoint import Checkpoints
-from jaxpar.train.data.sources import Data
+from jaxpar.train.data.spec import Data
 from jaxpar.train.metrics import Metrics
 
 

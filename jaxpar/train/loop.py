@@ -20,7 +20,7 @@ import jax
 
 from jaxpar.errors import refuse
 from jaxpar.train.checkpoint import Checkpoints, Store
-from jaxpar.train.data.sources import Source
+from jaxpar.train.data.spec import Source
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress
 from jaxpar.train.state import State

@@ -1,0 +1,114 @@
+"""Text from files becomes windows of tokens."""
+
+import hashlib
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.train.data.arrays import Arrays
+from jaxpar.train.data.spec import Batch, Data
+
+
+class Tokens(Arrays):
+    """Windows of a memmapped token file: `inputs` and `targets` [batch, seq], int32."""
+
+    def __init__(self, file: Path, dtype, spec: Data, seed: int, fingerprint: str):
+        if not file.stat().st_size:
+            raise refuse(f"{file} is empty", rule="packed tokens are as jaxpar wrote them", fix=f"rm {file}")
+        tokens = np.memmap(file, dtype=dtype, mode="r")
+        check_length(len(tokens), spec)
+        count = (len(tokens) - 1) // spec.seq
+        self.tokens = tokens
+        super().__init__({"window": np.arange(count)}, spec, seed, fingerprint)
+
+    def _rows(self, chosen: np.ndarray) -> Batch:
+        at = chosen[:, None] * self.spec.seq + np.arange(self.spec.seq + 1)
+        window = self.tokens[at].astype(np.int32)
+        return {"inputs": window[:, :-1], "targets": window[:, 1:]}
+
+    def evaluation(self, index: int, size: int) -> Batch | None:
+        """Returns the index-th held-out batch, its mask spread over the tokens."""
+        batch = super().evaluation(index, size)
+        if batch is not None:
+            batch["mask"] = np.broadcast_to(batch["mask"][:, None], batch["targets"].shape).copy()
+        return batch
+
+
+def check_length(tokens: int, spec: Data) -> None:
+    """Checks that a text is long enough.
+
+    Raises:
+      JaxparError: If it holds less than two sequences.
+    """
+    if (tokens - 1) // spec.seq < 2:
+        raise refuse(
+            f"{tokens} tokens of text, data.seq = {spec.seq}",
+            rule="the text holds at least two sequences",
+            fix=f"more text, or data.seq = {(tokens - 1) // 2}"
+            if tokens > 2
+            else "another data.path: there is no text in it",
+        )
+
+
+def stdlib_files() -> list[Path]:
+    """Returns the source files of this machine's Python, without tests and installed packages."""
+    home = Path(sysconfig.get_path("stdlib"))
+    skip = {"site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "turtledemo"}
+    return sorted(file for file in home.rglob("*.py") if not skip.intersection(file.relative_to(home).parts))
+
+
+def text_files(spec: Data) -> list[Path]:
+    """Returns the files that `data.path` names, sorted.
+
+    Raises:
+      JaxparError: If a path names no file.
+    """
+    found: list[Path] = []
+    for text in [spec.path] if isinstance(spec.path, str) else spec.path:
+        try:
+            path = Path(text).expanduser()
+            anchor = Path(path.anchor or ".")
+            if path.is_dir():
+                some = [file for file in path.rglob(spec.pattern) if file.is_file()]
+            elif path.is_file():
+                some = [path]
+            else:
+                some = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
+        except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise refuse(
+                f"data.path = {text!r}, data.pattern = {spec.pattern!r}: {error}",
+                rule="a path is a file, a folder or a glob",
+                fix='path = "corpus", pattern = "*.txt"',
+            ) from error
+        if not some:
+            of = f", data.pattern = {spec.pattern!r}" * path.is_dir()
+            raise refuse(
+                f"data.path = {text!r}{of} names no file",
+                rule="a path is a file, a folder or a glob",
+                fix="check it from where you start jaxpar",
+            )
+        found += some
+    return sorted(set(found))
+
+
+def read(files: list[Path]) -> tuple[list[bytes], str]:
+    """Returns the files' contents and a hash of all of them."""
+    texts, digest = [], hashlib.sha256()
+    for file in files:
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise JaxparError(
+                *refuse(
+                    f"{file}: {error.strerror}", rule="text files are readable", fix="check its permissions"
+                ).problems
+            ) from error
+        texts.append(data)
+        digest.update(len(data).to_bytes(8, "big") + data)
+    if not any(texts):
+        raise refuse(
+            f"{len(files)} files without a single byte", rule="there is text to train on", fix="another data.path"
+        )
+    return texts, digest.hexdigest()[:16]
