@@ -298,8 +298,8 @@ FIVE = {
     ),
     "meaning": (
         DECODER,
-        ["parallel.data=3", "parallel.zero=7", "model.heads=3", "train.loss=nexttoken", "optimizer.warmup=50"],
-        ["12 devices", "zero=7", "heads = 3", "nexttoken", "warmup = 50"],
+        ["parallel.data=3", "parallel.zero=7", "model.heads=3", "train.loss=nexttoken", "data.path=nowhere.txt"],
+        ["12 devices", "zero=7", "heads = 3", "nexttoken", "nowhere.txt"],
     ),
     "one table": (
         DECODER,
