@@ -20,8 +20,8 @@ def add_json(verb: argparse.ArgumentParser) -> None:
 def prefer_huge_pages() -> None:
     """Starts this process again with transparent huge pages for malloc, once, where devices are simulated.
 
-    XLA's temporaries on the processor are large and touched anew in every step; with huge
-    pages the same program took 0.65 to 1.0 of the time. glibc reads the setting only at start.
+    XLA's temporaries on the processor are large and touched anew in every step, page by page.
+    glibc reads the setting only at start.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or "hugetlb" in tunables or os.environ.get("JAXPAR_NO_HUGE_PAGES"):

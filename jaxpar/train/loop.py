@@ -4,7 +4,7 @@
                                                      └─► every so often: evaluate, save
 
 Two in flight keep a GPU busy, and metrics late by one step. (`Step` itself bounds them on simulated
-devices, where about 34 deadlock.)
+devices, where a loop of 40 unblocked steps aborted on jax 0.10.2.)
 """
 
 import collections

@@ -79,7 +79,7 @@ class Step:
         self.products: check.Products | None = None
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
         self._compiled: dict[Any, Any] = {}
-        # simulated devices share one pool of threads; about 34 unfinished steps fill it and deadlock
+        # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
         self._flying: deque = deque()
         self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
         self._train = jax.jit(self._update, donate_argnums=0, out_shardings=(self.placed, None))
