@@ -27,7 +27,7 @@ BOUNDS = {"step": 1.02, "temporary": 1.0, "first step": 1.15}
 _COLLECTIVE = re.compile(r"= (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-def overhead(*, rounds: int = 60, starts: int = 3) -> dict[str, Any]:
+def overhead(*, rounds: int = 60, starts: int = 9) -> dict[str, Any]:
     """Measures every layout, prints a table, and returns it with whether the bounds hold.
 
     Args:

@@ -24,21 +24,21 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
     return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-# per parameter: shape, spec for tensor parallelism, the dim that fsdp takes, scale of the initial numbers
+# per parameter: shape, spec for tensor parallelism, the dim that fsdp takes beside it and alone, scale of the initial numbers
 _OUT = (2 * LAYERS) ** -0.5
 PARAMETERS = {
-    "embed": ((VOCAB, DIM), P("tensor", None), 1, 1.0),
-    "head": ((DIM, VOCAB), P(None, "tensor"), 0, DIM**-0.5),
-    "norm": ((DIM,), P(None), 0, None),
-    "attention_query": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
-    "attention_key": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
-    "attention_value": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), 1, DIM**-0.5),
-    "attention_out": ((LAYERS, HEADS, DIM // HEADS, DIM), P(None, "tensor", None, None), 3, DIM**-0.5 * _OUT),
-    "mlp_up": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
-    "mlp_gate": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), 1, DIM**-0.5),
-    "mlp_down": ((LAYERS, HIDDEN, DIM), P(None, "tensor", None), 2, HIDDEN**-0.5 * _OUT),
-    "norm_attention": ((LAYERS, DIM), P(None, None), 1, None),
-    "norm_mlp": ((LAYERS, DIM), P(None, None), 1, None),
+    "embed": ((VOCAB, DIM), P("tensor", None), (1, 0), 1.0),
+    "head": ((DIM, VOCAB), P(None, "tensor"), (0, 1), DIM**-0.5),
+    "norm": ((DIM,), P(None), (0, 0), None),
+    "attention_query": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), (1, 1), DIM**-0.5),
+    "attention_key": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), (1, 1), DIM**-0.5),
+    "attention_value": ((LAYERS, DIM, HEADS, DIM // HEADS), P(None, None, "tensor", None), (1, 1), DIM**-0.5),
+    "attention_out": ((LAYERS, HEADS, DIM // HEADS, DIM), P(None, "tensor", None, None), (3, 3), DIM**-0.5 * _OUT),
+    "mlp_up": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), (1, 2), DIM**-0.5),
+    "mlp_gate": ((LAYERS, DIM, HIDDEN), P(None, None, "tensor"), (1, 2), DIM**-0.5),
+    "mlp_down": ((LAYERS, HIDDEN, DIM), P(None, "tensor", None), (2, 1), HIDDEN**-0.5 * _OUT),
+    "norm_attention": ((LAYERS, DIM), P(None, None), (1, 1), None),
+    "norm_mlp": ((LAYERS, DIM), P(None, None), (1, 1), None),
 }
 STACKED = (
     "attention_query",
@@ -59,12 +59,12 @@ def nest(flat: dict) -> dict:
     return {"blocks": blocks, **{name: value for name, value in flat.items() if name not in STACKED}}
 
 
-def stored_spec(name: str) -> P:
-    """Returns where a parameter lives: its tensor-parallel spec, with fsdp on one more dim."""
-    shape, spec, dim, _ = PARAMETERS[name]
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    entries[dim] = "fsdp"
-    return P(*entries)
+def stored_spec(name: str, mesh: Mesh) -> P:
+    """Returns where a parameter lives: its tensor-parallel spec, with fsdp on the largest dim that is left."""
+    _, spec, (beside, alone), _ = PARAMETERS[name]
+    if mesh.shape["tensor"] == 1:
+        return P(*["fsdp" if dim == alone else None for dim in range(len(spec))])
+    return P(*["fsdp" if dim == beside else axis for dim, axis in enumerate(spec)])
 
 
 def init(key) -> dict:
@@ -135,7 +135,7 @@ def mean_loss(params, batch, mesh):
 
 def build(mesh, optimizer):
     """Returns (state, step) with parameters born sharded."""
-    placed = nest({name: NamedSharding(mesh, stored_spec(name)) for name in PARAMETERS})
+    placed = nest({name: NamedSharding(mesh, stored_spec(name, mesh)) for name in PARAMETERS})
 
     def make(key):
         params = init(key)
