@@ -24,7 +24,7 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
     return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-# per parameter: shape, spec for tensor parallelism, the dim that fsdp takes beside it and alone, scale of the initial numbers
+# per parameter: shape, spec for tensor parallelism, dims fsdp takes (beside it, alone), scale of the initial numbers
 _OUT = (2 * LAYERS) ** -0.5
 PARAMETERS = {
     "embed": ((VOCAB, DIM), P("tensor", None), (1, 0), 1.0),
@@ -94,6 +94,18 @@ def rotary(x):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(value, used, stored):
+    """Gathers a parameter; its gradient goes straight to where it is stored."""
+    return jax.lax.with_sharding_constraint(value, used)
+
+
+gather.defvjp(
+    lambda value, used, stored: (jax.lax.with_sharding_constraint(value, used), None),
+    lambda used, stored, _, gradient: (jax.lax.with_sharding_constraint(gradient, stored),),
+)
+
+
 def forward(params, tokens, mesh):
     """Returns logits [batch, seq, vocab]."""
 
@@ -103,7 +115,9 @@ def forward(params, tokens, mesh):
     def gathered(name, value):
         if mesh.shape["fsdp"] == 1:
             return value
-        return on(value, *PARAMETERS[name][1][len(PARAMETERS[name][0]) - value.ndim :])
+        last = len(PARAMETERS[name][0]) - value.ndim
+        used, stored = (NamedSharding(mesh, P(*spec[last:])) for spec in (PARAMETERS[name][1], stored_spec(name, mesh)))
+        return gather(value, used, stored)
 
     def layer(x, p):
         p = {name: gathered(name, value) for name, value in p.items()}

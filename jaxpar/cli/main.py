@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli import bench, check, sample, train
+from jaxpar.cli import bench, check, inspect, sample, train
 from jaxpar.errors import JaxparError, refuse
 
-VERBS = (train, check, sample, bench)
+VERBS = (train, check, inspect, sample, bench)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +25,11 @@ def main(argv: list[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for verb in VERBS:
         verb.add(verbs)
-    args = parser.parse_args(argv)
+    args, more = parser.parse_known_args(argv)
+    if wrong := [word for word in more if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if more:  # overrides after an option: argparse has closed their list by then
+        args.overrides += more
     try:
         if getattr(args, "json", None) and (Path(args.json).is_dir() or not Path(args.json).absolute().parent.is_dir()):
             raise refuse(f"--json {args.json}", rule="it is a file, in a folder that exists", fix="--json result.json")

@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from jaxpar.errors import JaxparError, Problem, nearest, refuse, said, users_cod
 from jaxpar.job.schema import Job, validated
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.devices import simulate
+from jaxpar.mesh.target import parse_target
 from jaxpar.models import decoder, mlp, resnet, vit
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
@@ -77,27 +78,33 @@ def build(job: Job) -> Built:
             rule="a job trains on devices that are there",
             fix=f"mesh.devices = {len(devices)}, or mesh.simulate = {job.mesh.devices}",
         )
-    if problems := check(job):
-        raise JaxparError(*problems)
-    loss = resolve_loss(job)
-    layout = compose(resolve_model(job, loss), job.parallel, devices[: job.mesh.devices or None])
-    optimizer = chain.build(job.optimizer, job.train.steps)
-    train = job.train
-    step = build_step(
-        layout, loss, optimizer,
-        accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
-    )  # fmt: skip
+    step = assemble(job, devices[: job.mesh.devices or None])
     source = open_source(job)
-    rates = jax.vmap(chain.schedule(job.optimizer, train.steps))(jnp.arange(train.steps))
-    rates = np.broadcast_to(np.asarray(rates), (train.steps,))
+    steps = job.train.steps
+    rates = np.broadcast_to(np.asarray(jax.vmap(chain.schedule(job.optimizer, steps))(jnp.arange(steps))), (steps,))
     return Built(
         job=job,
-        layout=layout,
+        layout=step.layout,
         step=step,
-        optimizer=optimizer,
+        optimizer=step.optimizer,
         source=source,
         learning_rate=lambda index: float(rates[index]),
     )
+
+
+def assemble(job: Job, devices: Sequence[Any]) -> Step:
+    """Returns the step of a job on these devices, which may be absent ones.
+
+    Raises:
+      JaxparError: With everything that is wrong with the job.
+    """
+    if problems := check(job):
+        raise JaxparError(*problems)
+    loss, train = resolve_loss(job), job.train
+    return build_step(
+        compose(resolve_model(job, loss), job.parallel, devices), loss, chain.build(job.optimizer, train.steps),
+        accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
+    )  # fmt: skip
 
 
 def check(job: Job, *, whole: bool = True) -> list[Problem]:
@@ -140,7 +147,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
 
 def device_count(job: Job) -> int:
     """Returns how many devices the job is for, whether they are there or not."""
-    return job.mesh.simulate or job.mesh.devices or len(jax.devices())
+    mesh = job.mesh
+    return mesh.simulate or mesh.devices or (parse_target(mesh.target).devices if mesh.target else len(jax.devices()))
 
 
 def resolve_loss(job: Job) -> Callable:

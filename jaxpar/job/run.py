@@ -9,20 +9,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxpar.bench.record import where
 from jaxpar.errors import refuse, said
-from jaxpar.inspect.flop import forward_flop
 from jaxpar.job.build import Built, abstract_batch, build
 from jaxpar.job.schema import Job, dumps
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
-from jaxpar.sharding.names import Compute
 from jaxpar.train import loop, state
 from jaxpar.train.checkpoint import Store, make_folder, write_json
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress
+from jaxpar.train.subject import model_flop
 
 
 def train(job: Job, *, stream=None) -> dict[str, Any]:
@@ -37,11 +34,8 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
     built = build(job)
     _check_same_run(folder, built, steps)
     make_folder(folder)
-    like = state.abstract(built.layout, built.optimizer)
     if steps:
-        placed = built.step.placed
-        like = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), like, placed)
-        start, _ = store.restore(like)
+        start, _ = store.restore(built.step.abstract())
     else:
         start = state.create(built.layout, built.optimizer, seed=job.train.seed, offload=job.train.offload)
     (folder / "job.toml").write_text(dumps(job))
@@ -79,16 +73,10 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
 
 
 def step_flop(built: Built) -> float:
-    """Returns the model's FLOP per step: the forward pass, and twice that for the backward pass."""
-    blueprint, loss = built.layout.blueprint, built.step.loss
-
-    def forward(key, batch):
-        params, rest = blueprint.init(key)
-        return loss(blueprint.bind(params, rest, lambda path, value: value, Compute()), batch)
-
+    """Returns the model's FLOP per step, 0 where no MFU is shown: on simulated or unknown devices."""
     if not _peak(list(built.layout.on.devices.flat)):
-        return 0.0  # only MFU needs it, and there is none on simulated or unknown devices
-    return 3.0 * forward_flop(forward, jax.random.key(0), abstract_batch(built.job))
+        return 0.0
+    return model_flop(built.step, abstract_batch(built.job))
 
 
 def record(built: Built) -> dict[str, Any]:

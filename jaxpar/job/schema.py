@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 import pydantic
 
 from jaxpar.errors import JaxparError, Problem, nearest, refuse, within
+from jaxpar.mesh.target import parse_target
 from jaxpar.optim.chain import Optimizer
 from jaxpar.parallel.declare import Parallel
 from jaxpar.train.checkpoint import Checkpoints
@@ -45,12 +46,21 @@ class MeshTable:
       simulate: So many simulated devices on the processor; 0 means the real ones.
       devices: So many real devices, the first ones; 0 means all. `jaxpar check` believes it
         on a machine that has fewer.
+      target: The GPUs the job is meant for, CHIP:NODESxGPUS such as h100:16x8; `jaxpar inspect`
+        compiles for them, there or not.
     """
 
     simulate: int = 0
     devices: int = 0
+    target: str = ""
 
     def __post_init__(self):
+        if self.target and (meant := parse_target(self.target).devices) != (self.devices or meant):
+            raise refuse(
+                f"mesh.target = {self.target!r} and mesh.devices = {self.devices}",
+                rule="the GPUs of the target are the devices of the job",
+                fix=f"mesh.devices = {meant}, or leave it out",
+            )
         within(self, "mesh", {"simulate": (0, 2**16), "devices": (0, 2**31 - 1)})
         if self.simulate and self.devices:
             raise refuse(

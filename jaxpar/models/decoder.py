@@ -143,7 +143,8 @@ class Decoder(nnx.Module):
         x = jnp.take(table, tokens_bs, axis=0)
         if self.positions is not None:
             x = x + self.positions[...][: tokens_bs.shape[1]]
-        x = constrain(x, "batch", "seq", "embed")
+        # a table split by rows is looked up by each device and summed; were seq split first, XLA would gather the table
+        x = constrain(constrain(x, "batch", None, "embed"), "batch", "seq", "embed")
         keys = None
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)

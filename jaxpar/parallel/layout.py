@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.declare import Parallel
-from jaxpar.sharding.names import Blueprint, Leaf, Tree, nest, path_of
+from jaxpar.sharding.names import SCOPE, Blueprint, Leaf, Tree, nest, path_of
 from jaxpar.sharding.place import shard_bytes
 from jaxpar.sharding.rules import Axes
 from jaxpar.units import show_bytes, show_count
@@ -140,12 +140,8 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, state)
 
     def batch_spec(self, shape) -> PartitionSpec:
-        """Returns where a batch array goes: examples over `data` and `fsdp`, tokens over `tensor` if sequence."""
-        if not shape:
-            return PartitionSpec()
-        if self.parallel.sequence and len(shape) == 2 and shape[1] % self.sizes["tensor"] == 0:
-            return PartitionSpec(BATCH_AXES, "tensor")
-        return PartitionSpec(BATCH_AXES)
+        """Returns where a batch array goes: examples over `data` and `fsdp`."""
+        return PartitionSpec(BATCH_AXES) if shape else PartitionSpec()
 
     def use(self, path: str, value: jax.Array, dtype=None) -> jax.Array:
         """Returns a parameter as the model reads it: cast to `dtype`, then gathered over `fsdp`.
@@ -153,14 +149,18 @@ class Layout:
         Casting first halves what a bfloat16 gather moves. Inside a scan over stacked layers
         the value is one layer's slice.
         """
-        if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating):
-            value = value.astype(dtype)
-        place = self.placements[path]
-        if self.parallel.stage < 3 or place.stored == place.used or self.mesh is None:
-            return value
-        kept = self._unscanned(path, place, value.ndim)
-        entries = (*place.used, *(None,) * (len(place.leaf.shape) - len(place.used)))
-        return jax.lax.with_sharding_constraint(value, self.sharding(PartitionSpec(*(entries[dim] for dim in kept))))
+        with jax.named_scope(SCOPE + path.replace("/", ".")):
+            cast = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype
+            if cast:
+                value = value.astype(dtype)
+            place = self.placements[path]
+            if self.parallel.stage < 3 or place.stored == place.used or self.mesh is None:
+                return value
+            kept = self._unscanned(path, place, value.ndim)
+            stored = self.sharding(_only(place.stored, place, kept))
+            if cast:  # else XLA may gather float32 and cast what arrives
+                value = jax.lax.with_sharding_constraint(value, stored)
+            return _gather(value, self.sharding(_only(place.used, place, kept)), stored)
 
     def _unscanned(self, path: str, place: Placement, rank: int) -> list[int]:
         """Returns the dims that are left where the model reads one layer of a stack."""
@@ -221,6 +221,33 @@ class Layout:
 
     def _tree(self, value) -> Tree:
         return nest({tuple(path.split("/")): value(place) for path, place in self.placements.items()})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
+    """Returns a stored parameter where it is used; its gradient goes straight to where it is stored.
+
+    Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole over `data` and
+    `fsdp` together, where a reduce-scatter over one and an all-reduce of the shard over the other would do.
+    """
+    return jax.lax.with_sharding_constraint(value, used)
+
+
+def _gather_forward(value, used, stored):
+    return jax.lax.with_sharding_constraint(value, used), None
+
+
+def _gather_backward(used, stored, _, gradient):
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _only(spec: PartitionSpec, place: Placement, dims: list[int]) -> PartitionSpec:
+    """Returns what a spec says of these dims."""
+    entries = (*spec, *(None,) * (len(place.leaf.shape) - len(spec)))
+    return PartitionSpec(*(entries[dim] for dim in dims))
 
 
 def _flat(tree: Tree):

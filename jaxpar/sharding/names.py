@@ -17,6 +17,7 @@ import jax
 
 Tree = Any  # a nested dict of arrays, or of what stands for them
 Use = Callable[[str, jax.Array], jax.Array]  # what happens to a parameter where the model reads it
+SCOPE = "param:"  # begins the scope in which a parameter is read, so that a compiled program can be led back to it
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from jaxpar.errors import nearest, refuse, users_code
+from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.models.remat import POLICIES, remat
@@ -30,6 +32,7 @@ from jaxpar.train import precision as check
 from jaxpar.train import state as states
 from jaxpar.train.losses import Sums, as_sums
 from jaxpar.train.state import State
+from jaxpar.train.subject import subject
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], Any]
@@ -183,7 +186,7 @@ class Step:
 
     def lower(self, state: State, batch: Batch):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
-        batch = {name: self._abstract(name, value) for name, value in batch.items()}
+        batch = {name: self.shaped(name, value) for name, value in batch.items()}
         with self._users_code(batch), self._traced() as named:
             lowered = self._train.lower(state, batch)
         self._check_sequence(named)
@@ -191,6 +194,15 @@ class Step:
             self.products = check.products(lowered.as_text())
             check.check_bf16(self.products)
         return lowered
+
+    def abstract(self) -> State:
+        """Returns the state as shapes, dtypes and shardings: what `lower` needs, where no device holds one."""
+        shapes = states.abstract(self.layout, self.optimizer)
+        return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, self.placed)
+
+    def subject(self, batch: Batch) -> Subject:
+        """Returns this step, lowered for such a batch, as `jp.inspect` wants it; nothing is run."""
+        return subject(self, batch)
 
     def put(self, batch: Batch) -> dict[str, jax.Array]:
         """Returns the batch on its devices; arrays that are there already are left alone.
@@ -226,9 +238,9 @@ class Step:
         self._check_rows(name, value)
         return jax.device_put(value, self.layout.sharding(self.layout.batch_spec(value.shape)))
 
-    def _abstract(self, name: str, value: Any) -> Any:
+    def shaped(self, name: str, value: Any) -> Any:
         """Returns the shape of a batch array with the sharding that it will have."""
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.Array) or isinstance(getattr(value, "sharding", None), NamedSharding):
             return value
         self._check_rows(name, value)
         placed = self.layout.sharding(self.layout.batch_spec(value.shape))
@@ -271,8 +283,8 @@ class Step:
         sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
         return sums, blueprint.collect(model)
 
-    def _gradients(self, params: Tree, rest: Tree, batch: Batch, *, mean: bool):
-        """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch."""
+    def _gradients(self, params: Tree, rest: Tree, batch: Batch, specs: Tree, *, mean: bool):
+        """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch, gradients placed by `specs`."""
 
         def objective(params):
             sums, after = self._forward(params, rest, batch, train=True)
@@ -282,13 +294,13 @@ class Step:
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, self.numerics.remat)
         gradients, (sums, after) = jax.grad(objective, has_aux=True)(params)
-        return self._constrain(gradients, self.layout.gradients), sums, after
+        return self._constrain(gradients, specs), sums, after
 
     def _accumulated(self, params: Tree, rest: Tree, batch: Batch):
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest."""
         count = self.numerics.accumulate
-        if count == 1:
-            return self._gradients(params, rest, batch, mean=True)
+        if count == 1:  # no accumulator to keep whole, so stage 1 too can take a reduce-scatter for an all-reduce
+            return self._gradients(params, rest, batch, self.layout.updated, mean=True)
         # rows i, i + count, ... make microbatch i: each device splits its own rows, nothing moves
         micro = {
             name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
@@ -297,12 +309,12 @@ class Step:
 
         def body(carry, batch):
             gradients, sums, rest = carry
-            more, new, rest = self._gradients(params, rest, batch, mean=False)
+            more, new, rest = self._gradients(params, rest, batch, self.layout.gradients, mean=False)
             gradients = self._constrain(jax.tree.map(jnp.add, gradients, more), self.layout.gradients)
             return (gradients, jax.tree.map(jnp.add, sums, new), rest), None
 
         first = jax.tree.map(lambda value: value[0], micro)
-        shapes = jax.eval_shape(partial(self._gradients, mean=False), params, rest, first)
+        shapes = jax.eval_shape(partial(self._gradients, specs=self.layout.gradients, mean=False), params, rest, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
         zeros = (self._constrain(zeros[0], self.layout.gradients), zeros[1])
         (gradients, sums, rest), _ = jax.lax.scan(body, (*zeros, rest), micro)

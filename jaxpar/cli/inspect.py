@@ -1,0 +1,60 @@
+"""`jaxpar inspect JOB`: what XLA makes of a job, for GPUs that need not be there."""
+
+import argparse
+from typing import Any
+
+from jaxpar.cli.options import add_job
+
+EXAMPLE = """\
+  $ jaxpar inspect configs/gpu_llama_8b_fsdp8.toml
+  $ jaxpar inspect configs/quickstart.toml --target h100:1x8 --html report.html
+  $ jaxpar inspect configs/zero3_fsdp8.toml --target h100 --compare configs/zero2_fsdp8.toml
+
+Ends with status 1 if the job does not fit.
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    verb = verbs.add_parser(
+        "inspect",
+        help="compile a job for GPUs that need not be there: memory, collectives, time",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job(verb)
+    verb.add_argument("--target", metavar="CHIP:NODESxGPUS", default="", help="h100:16x8, h200:1x8, a100:..., or cpu")
+    verb.add_argument("--html", metavar="FILE", help="also write a page, one file that needs nothing else")
+    verb.add_argument("--compare", metavar="OTHER", help="another job, for the same target, side by side")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Prints the report."""
+    from jaxpar.errors import refuse
+    from jaxpar.inspector.compare import compare
+    from jaxpar.job.inspect import inspect
+    from jaxpar.job.schema import load
+
+    if args.html and not is_file_to_be(args.html):
+        raise refuse(f"--html {args.html}", rule="it is a file, in a folder that exists", fix="--html report.html")
+    job = load(args.job, args.overrides)
+    other = load(args.compare, []) if args.compare else None
+    report = inspect(job, args.target)
+    print(report)
+    result, fits = report.to_dict(), report.fits is not False
+    if other is not None:
+        against = inspect(other, args.target)
+        print(compare(report, against))
+        result, fits = {"job": result, "other": against.to_dict()}, fits and against.fits is not False
+    if args.html:
+        report.html(args.html)
+        print(f"page: {args.html}")
+    return result, 0 if fits else 1
+
+
+def is_file_to_be(path: str) -> bool:
+    """Returns whether a file of that name can be written."""
+    from pathlib import Path
+
+    return not Path(path).is_dir() and Path(path).absolute().parent.is_dir()

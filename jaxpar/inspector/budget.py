@@ -1,0 +1,92 @@
+"""Budgets: what a user's own tests may ask of a report.
+
+def test_the_step_keeps_its_collectives():
+report = jp.inspect(step, batch)
+jp.assert_collectives(report, {"tensor": {"all-reduce": 4 * LAYERS + 2}}, at_least=activation_bytes)
+jp.assert_fits(report)
+"""
+
+from collections.abc import Mapping
+
+from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.inspector.report import Report
+from jaxpar.mesh.collective import KINDS, Collective
+from jaxpar.units import parse_bytes, show_bytes
+
+
+def assert_collectives(
+    report: Report, budget: Mapping[str, Mapping[str, int | str]], *, at_least: int | str = 0
+) -> None:
+    """Checks the collectives of a step against a budget.
+
+    Args:
+      report: Of the program.
+      budget: Axes (`data`, or `data,fsdp` where one collective runs over both) to kind to either how many
+        arrays a step sends so, exactly, or a size such as "1.5 GiB" that their payload must not exceed.
+        A kind that is not named for a named axis must not run over it.
+      at_least: Arrays with a smaller payload are not looked at.
+
+    Raises:
+      JaxparError: With every entry that differs and what stands behind it.
+    """
+    smallest = parse_bytes(at_least)
+    axes = {*report.sizes, *(entry.axis for entry in report.ledger)}
+    problems: list[Problem] = []
+    for axis, kinds in budget.items():
+        if axis not in axes and not all(part in report.sizes for part in axis.split(",")):
+            raise refuse(f"axis {axis!r} in a budget", rule=f"an axis of the mesh: {', '.join(report.sizes)}",
+                         fix=nearest(axis, axes))  # fmt: skip
+        for kind in kinds:
+            if kind not in KINDS:
+                raise refuse(f"{kind!r} in a budget", rule=f"one of {', '.join(KINDS)}", fix=nearest(kind, KINDS))
+        here = [entry for entry in report.ledger if entry.axis == axis and entry.payload >= smallest]
+        for kind in KINDS:
+            problems += _differs(axis, kind, kinds.get(kind, 0), [entry for entry in here if entry.kind == kind])
+    if problems:
+        raise JaxparError(*problems)
+
+
+def _differs(axis: str, kind: str, allowed: int | str, entries: list[Collective]) -> list[Problem]:
+    shown = "; ".join(
+        f"{entry.times if entry.times is not None else '?'} x {entry.dtype} {show_bytes(entry.payload)}, {entry.cause}"
+        f"{f' ({entry.source})' if entry.source else ''}"
+        for entry in entries[:6]
+    )
+    if any(entry.times is None for entry in entries):
+        return [Problem(f"{kind} over {axis} an unknown number of times: {shown}", "only what can be counted",
+                        "a loop with a fixed length")]  # fmt: skip
+    if isinstance(allowed, str):
+        found, most = sum(entry.step_payload for entry in entries), parse_bytes(allowed)
+        if found <= most:
+            return []
+        return [Problem(f"{kind} over {axis}: {show_bytes(found)} in a step: {shown}", f"at most {show_bytes(most)}",
+                        "the sharding behind the largest of them, or the budget")]  # fmt: skip
+    times = sum(entry.times or 0 for entry in entries)
+    if times == allowed:
+        return []
+    return [Problem(f"{kind} over {axis}: {times} in a step{': ' * bool(shown)}{shown}", f"the budget says {allowed}",
+                    "the sharding behind what is new, or the budget")]  # fmt: skip
+
+
+def assert_fits(report: Report) -> None:
+    """Checks that a program fits into its devices.
+
+    Raises:
+      JaxparError: If it does not, with its largest causes; or if the devices have no known capacity.
+    """
+    if report.capacity is None:
+        raise refuse(
+            f"whether {report.title} fits on {report.devices}",
+            rule="simulated devices have no capacity of their own",
+            fix="inspect it for a GPU: jp.target_devices('h100:1x8')",
+        )
+    if not report.fits:
+        causes = ", ".join(
+            f"{share.cause} {show_bytes(share.bytes)}" for share in sorted(report.memory, key=lambda s: -s.bytes)[:4]
+        )
+        raise refuse(
+            f"{report.title} needs {show_bytes(report.total)} per device: {causes}",
+            rule=f"a {report.chip.name if report.chip else 'device'} has {show_bytes(report.capacity)} for a program",
+            fix="; ".join(f"{change} frees {show_bytes(freed)}" for change, freed in report.knobs[:3])
+            or "remat, more microbatches, a higher zero, or more devices",
+        )

@@ -1,0 +1,190 @@
+"""Whose bytes these are: an instruction of XLA's is led back to a parameter, or to a line of the user's.
+
+Four traces lead back. What a value is copied, sliced or cast from may be an argument. A
+parameter read in a step carries its path in the scope of whatever was made of it
+(`param:blocks.mlp.up`, see `Layout.use`). Every instruction has the stack of Python lines that
+made it. And an array may have the shape of an argument, or of a shard of it.
+"""
+
+import re
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpar.inspector.hlo import Array, Frame, Op
+from jaxpar.inspector.trace import Trace
+from jaxpar.sharding.names import SCOPE
+
+_HOME = Path(__file__).parent.parent
+_MACHINERY = tuple(
+    [str(_HOME / room) for room in ("sharding", "parallel", "train/step.py", "models/remat.py", "inspector", "job")]
+    + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
+    + ["<"]
+)
+_LOSSES = str(_HOME / "train" / "losses.py")
+_SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
+_WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call")
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What an array is, as far as it can be told.
+
+    Attributes:
+      what: The path of a parameter, or the function and operation of an activation.
+      source: `file.py:12`, the innermost line that is the user's or a model's.
+      operation: The last words of the label, `bsd,dv->bsv/dot_general`.
+      backward: Whether it belongs to the backward pass.
+      parameters: The paths of the parameters it is, or is the gradient of; several where shapes are equal.
+    """
+
+    what: str
+    source: str
+    operation: str
+    backward: bool
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One array that a program is given.
+
+    Attributes:
+      path: What the user calls it.
+      role: Its cause in a table of memory: parameters, optimizer state, batch.
+      dtype: In HLO's words.
+      shape: The whole array.
+      shard: What one device holds.
+      placed: The array as the user thinks of it, `f32[embed/fsdp, mlp/tensor]`.
+      axes: The mesh axes that split it.
+      host: Whether it lives in host memory.
+    """
+
+    path: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]
+    placed: str
+    axes: tuple[str, ...] = ()
+    host: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on one device."""
+        return Array(self.dtype, self.shard).bytes
+
+
+class Causes:
+    """Leads arrays back to arguments and lines.
+
+    Args:
+      arguments: Every array the program is given.
+      parameters: How many arguments the compiled program has; fewer, if nothing reads some of them.
+      used: Path of a parameter to the shape that one device computes with, where it is neither whole
+        nor the stored shard.
+      loss: (file, function) of what computes the loss, beside jaxpar's own.
+    """
+
+    def __init__(
+        self,
+        arguments: Iterable[Argument],
+        *,
+        parameters: int = -1,
+        used: Mapping[str, Sequence[int]] | None = None,
+        loss: Iterable[tuple[str, str]] = (),
+    ):
+        self.arguments = tuple(arguments)
+        self._numbered = parameters == len(self.arguments)
+        self._loss = set(loss)
+        self._shapes: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for argument in self.arguments:
+            if argument.role not in ("parameters", "arguments"):
+                continue
+            shapes = [argument.shape, argument.shard]
+            if used and argument.path in used:
+                shapes.append(tuple(used[argument.path]))
+            for key in {_key(each) for shape in shapes for each in (shape, shape[1:])}:
+                if key and argument.path not in self._shapes[key]:
+                    self._shapes[key].append(argument.path)
+
+    def parameters_like(self, dims: Sequence[int]) -> list[str]:
+        """Returns the parameters with these dims, 1s left out: whole, in a shard, or one layer of a stack."""
+        return self._shapes.get(_key(dims), [])
+
+    def is_loss(self, frame: Frame) -> bool:
+        """Returns whether a line belongs to a loss function."""
+        return frame.file == _LOSSES or any(
+            frame.file == file and frame.function.split(".<locals>")[0] == function for file, function in self._loss
+        )
+
+    def scope(self, label: str) -> str | None:
+        """Returns the path of the parameter in whose scope an operation stands, where it is one."""
+        found = set(_SCOPED.findall(label))
+        return found.pop().replace(".", "/") if len(found) == 1 else None
+
+    def of(self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array]) -> Cause:
+        """Returns what an instruction works on.
+
+        Args:
+          trace: Of the program.
+          op: The instruction.
+          operand: What it works on: of several, one.
+          arrays: Shapes by which a parameter may be known.
+        """
+        maker = trace.maker(operand.name) or op
+        backward = is_backward(maker.label) or is_backward(op.label)
+        frame = users_frame(trace.module.stack(maker) or trace.module.stack(op))
+        source = f"{Path(frame.file).name}:{frame.line}" if frame else ""
+        operation = shorten(maker.label)
+        number = trace.given(operand.name)
+        if number is not None and self._numbered and not backward:
+            argument = self.arguments[number]
+            if argument.role in ("parameters", "arguments"):
+                return Cause(argument.path, source, operation, backward, (argument.path,))
+        if scoped := self.scope(maker.label):
+            return Cause(scoped, source, operation, backward, (scoped,))
+        alike = next((found for array in arrays if (found := self.parameters_like(array.dims))), [])
+        if alike:
+            return Cause(either(alike), source, operation, backward, tuple(alike))
+        where = f"{frame.function.split('.<locals>')[0]}: " if frame and frame.function else ""
+        return Cause(f"{where}{operation}", source, operation, backward, ())
+
+
+def either(names: Sequence[str]) -> str:
+    """Returns `a or b or 3 more`."""
+    return " or ".join(names[:2]) + (f" or {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def is_backward(label: str) -> bool:
+    """Returns whether JAX made an operation in a backward pass, recomputation left out."""
+    return "transpose(" in label and "rematted_computation" not in label
+
+
+def is_recomputed(label: str) -> bool:
+    """Returns whether an operation of the forward pass is run again in the backward pass."""
+    return "rematted_computation" in label
+
+
+def shorten(label: str) -> str:
+    """Returns the end of a label, without the wrappers that JAX puts around everything.
+
+    >>> shorten("jit(f)/while/body/transpose(jvp(Block))/bsd,df->bsf/dot_general")
+    'bsd,df->bsf/dot_general'
+    """
+    words = [word for word in re.split(r"/(?![^(]*\))", label) if not word.startswith(_WRAPPERS)]
+    words = [re.sub(r"^(?:transpose|jvp|vmap|\()+|\)+$", "", word) for word in words]
+    end = "/".join([word for word in words if word][-2:]) or label
+    parts = end.split(":")  # XLA writes what it combined as a:b:c
+    return parts[0] if len(parts) == 1 else f"{parts[0]} and {len(parts) - 1} more"
+
+
+def users_frame(stack: Sequence[Frame]) -> Frame | None:
+    """Returns the innermost line that is neither a library's nor the machinery of a step."""
+    return next((frame for frame in stack if not frame.file.startswith(_MACHINERY)), stack[0] if stack else None)
+
+
+def _key(dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(dim for dim in dims if dim != 1))

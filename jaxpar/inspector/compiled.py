@@ -1,0 +1,144 @@
+"""What XLA made of a program: its text, its buffers, and what it said while it compiled.
+
+The buffers and their lifetimes are in the files that XLA writes on request; the objects that
+JAX returns have only their sums.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxpar.errors import refuse
+
+_NOISE = (
+    "cuda_plugin_extension is not found",
+    "All log messages before absl::InitializeLog",
+    "exceeds the base limit",  # it does not fit: the report says so
+    "by rematerialization; only reduced",
+)
+_NO_TABLE = "Cannot find key: sm_"  # XLA's cost model has no table for this GPU
+_COSTS = "xla_gpu_collect_cost_model_stats"
+REMATERIALIZED = "Involuntary full rematerialization"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A program as XLA compiled it.
+
+    Attributes:
+      text: The optimized module.
+      assignment: The buffer assignment, as text.
+      lifetimes: The live ranges of buffers, as text; empty where this backend writes none.
+      arguments: Bytes of arguments per device, as XLA counts them.
+      outputs: Bytes of outputs.
+      aliased: Bytes of outputs that take over an argument's memory.
+      temporary: Bytes of temporary memory.
+      platform: `cpu` or `gpu`.
+      seconds: That compiling took.
+      said: Lines of XLA's log about resharding.
+    """
+
+    text: str = field(repr=False)
+    assignment: str = field(repr=False)
+    lifetimes: str = field(repr=False)
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    platform: str
+    seconds: float
+    said: tuple[str, ...] = ()
+
+
+def compile_program(lowered: Any, *, platform: str) -> Compiled:
+    """Compiles a lowered program, anew even where a cache has it, and returns what XLA made of it.
+
+    Raises:
+      JaxparError: With XLA's first line, if it does not compile.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxpar-") as folder:
+        options: dict[str, Any] = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_text": True,
+            "xla_dump_emitter_re": f"none of {folder}",  # another key each time: from a cache come no buffers
+        }
+        if platform == "gpu":
+            options[_COSTS] = True
+        begin = time.perf_counter()
+        try:
+            with _uncached(), _listening() as said:
+                program = _compile(lowered, options)
+        except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+            raise refuse(
+                f"XLA does not compile it for {platform}: {str(error).strip().splitlines()[0][:300]}",
+                rule="what is inspected is the compiled program",
+                fix="what XLA names; with cuDNN in it, pip install nvidia-cudnn-cu13",
+            ) from error
+        seconds = time.perf_counter() - begin
+        stats = program.memory_analysis()
+        return Compiled(
+            text=program.as_text(),
+            assignment=_read(folder, "*after_optimizations-buffer-assignment.txt"),
+            lifetimes=_read(folder, "*after_optimizations-live-range.txt"),
+            arguments=stats.argument_size_in_bytes,
+            outputs=stats.output_size_in_bytes,
+            aliased=stats.alias_size_in_bytes,
+            temporary=stats.temp_size_in_bytes,
+            platform=platform,
+            seconds=seconds,
+            said=tuple(line for line in said if REMATERIALIZED in line),
+        )
+
+
+def _compile(lowered: Any, options: dict[str, Any]) -> Any:
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if _NO_TABLE not in str(error):
+            raise
+        return lowered.compile(compiler_options={**options, _COSTS: False})
+
+
+def _read(folder: str, pattern: str) -> str:
+    found = sorted(Path(folder).glob(pattern), key=lambda path: path.stat().st_size)
+    return found[-1].read_text() if found else ""
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    """Keeps what is compiled for inspection out of the persistent cache."""
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Collects what XLA writes to the standard error of the process; what is not about resharding is written on."""
+    said: list[str] = []
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            said += file.read().decode(errors="replace").splitlines()
+            rest = [line for line in said if line.strip() and not any(x in line for x in (*_NOISE, REMATERIALIZED))]
+            if rest:
+                print("\n".join(rest), file=sys.stderr)

@@ -1,0 +1,157 @@
+"""FLOP, twice: of the model, counted in its jaxpr; of the hardware, counted in the compiled program.
+
+Two for every multiplication and addition of a matrix product or a convolution; what is
+elementwise is not counted. The model's work has no recomputation in it, as in MFU (Chowdhery
+et al. 2022, arXiv:2204.02311, appendix B); the hardware's has, each loop as often as it turns.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpar.errors import refuse
+from jaxpar.inspector.causes import is_recomputed
+from jaxpar.inspector.hlo import Module, Op
+from jaxpar.inspector.walk import walk
+
+_GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+
+
+def forward_flop(function: Callable, *args: Any) -> int:
+    """Returns the FLOP of one evaluation, matrix products and convolutions only.
+
+    Args:
+      function: Traced, not run.
+      *args: Arrays or `jax.ShapeDtypeStruct`s.
+    """
+    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+@dataclass(frozen=True, slots=True)
+class Flop:
+    """FLOP of one device in one step, as compiled.
+
+    Attributes:
+      forward: Of the forward pass, and of whatever is neither.
+      backward: Of the backward pass, without recomputation.
+      recomputed: Of the forward pass run again.
+      by_dtype: Operands' dtype to FLOP.
+      unknown: Whether some stand in a loop whose trip count is not known, and count once.
+    """
+
+    forward: int
+    backward: int
+    recomputed: int
+    by_dtype: dict[str, int]
+    unknown: bool
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.forward + self.backward + self.recomputed
+
+
+def hardware_flop(module: Module) -> Flop:
+    """Returns the FLOP that the compiled program makes in one step, on each device."""
+    sums = {"forward": 0, "backward": 0, "recomputed": 0}
+    by_dtype: dict[str, int] = {}
+    unknown = False
+    for visit in walk(module):
+        flop = op_flop(module, visit.computation, visit.op)
+        if not flop:
+            continue
+        unknown |= visit.times is None
+        flop *= 1 if visit.times is None else visit.times
+        label = visit.op.label
+        part = "recomputed" if is_recomputed(label) else "backward" if "transpose(" in label else "forward"
+        sums[part] += flop
+        dtype = operand_dtype(module, visit.computation, visit.op)
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + flop
+    return Flop(**sums, by_dtype=by_dtype, unknown=unknown)
+
+
+def operand_dtype(module: Module, computation: str, op: Op) -> str:
+    """Returns the dtype of an instruction's first operand."""
+    return module.named[computation][op.operands[0]].arrays[0].dtype
+
+
+def op_flop(module: Module, computation: str, op: Op) -> int:
+    """Returns the FLOP of one run of one instruction: of a product or a convolution, else 0.
+
+    Raises:
+      JaxparError: If its dims are not its operands'.
+    """
+    try:
+        return _op_flop(module, computation, op)
+    except (IndexError, KeyError, ValueError, ZeroDivisionError) as error:
+        raise refuse(
+            f"{op.name} = {op.opcode}({', '.join(op.operands)}){op.attributes[:80]}",
+            rule="a product names dims that its operands have",
+            fix="the text as XLA printed it, whole",
+        ) from error
+
+
+def _op_flop(module: Module, computation: str, op: Op) -> int:
+    here = module.named[computation]
+    if op.opcode == "dot":
+        left = here[op.operands[0]].arrays[0].dims
+        contracted = (op.attribute("lhs_contracting_dims") or "").split(",")
+        return 2 * op.arrays[0].size * math.prod(left[int(dim)] for dim in contracted if dim)
+    if op.opcode == "convolution" or (op.opcode == "custom-call" and "__cudnn$conv" in op.attributes):
+        return _convolution(op, here)
+    if op.opcode == "custom-call" and any(f'custom_call_target="{name}"' in op.attributes for name in _GEMM):
+        numbers = re.search(r'"lhs_contracting_dimensions":(\[[^\]]*\])', op.attributes)
+        left = here[op.operands[0]].arrays[0].dims
+        dims = [int(dim) for dim in json.loads(numbers[1])] if numbers else []
+        return 2 * op.arrays[0].size * math.prod(left[dim] for dim in dims)
+    return 0
+
+
+def _convolution(op: Op, here: dict[str, Op]) -> int:
+    """Returns 2 x outputs x the kernel's entries that make each; a gradient has those of its forward pass."""
+    labels = op.attribute("dim_labels")
+    if not labels:
+        return 0
+    outputs, kernel = op.arrays[0], here[op.operands[1]].arrays[0]
+    if "__cudnn$convBackwardFilter" in op.attributes:  # cuDNN's gradients keep the labels of the forward pass
+        outputs, kernel = kernel, outputs
+    elif "__cudnn$convBackwardInput" in op.attributes:
+        outputs = here[op.operands[0]].arrays[0]
+    spread = re.search(r"lhs_dilate=([\dx]+)", op.attribute("window") or "")  # zeros between the inputs: not multiplied
+    zeros = math.prod(int(step) for step in spread[1].split("x")) if spread else 1
+    features = kernel.dims[re.split("_|->", labels)[1].index("o")]
+    return 2 * outputs.size * kernel.size // features // zeros
+
+
+def _count(jaxpr) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            (contract, _), _ = equation.params["dimension_numbers"]
+            left = equation.invars[0].aval.shape
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contract)
+        elif name == "conv_general_dilated":
+            kernel = equation.invars[1].aval.shape
+            out_features = equation.params["dimension_numbers"].rhs_spec[0]
+            zeros = math.prod(equation.params["lhs_dilation"])  # between the inputs: not multiplied
+            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // kernel[out_features] // zeros
+        times = equation.params.get("length", 1) if name == "scan" else 1
+        inner = [_count(sub) for value in equation.params.values() for sub in _jaxprs(value)]
+        total += max(inner, default=0) if name == "cond" else times * sum(inner)
+    return total
+
+
+def _jaxprs(value):
+    if hasattr(value, "eqns"):
+        yield value
+    elif hasattr(value, "jaxpr"):
+        yield value.jaxpr
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _jaxprs(item)

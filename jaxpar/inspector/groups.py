@@ -1,0 +1,182 @@
+"""Which devices take part in a collective, and along which mesh axes they lie.
+
+XLA writes the groups in three ways, all met in practice:
+
+    {{0,1},{2,3}}
+    [2,4]<=[4,2]T(1,0)                      an iota, reshaped and transposed
+    mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}    axes of XLA's own, 'b':(1)2 a part of one;
+                                            the ids may also be listed, device_ids=(0,2,1,3)
+"""
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxpar.errors import JaxparError, refuse
+
+_LIST = re.compile(r"\{\{[\d,\s]+\}(?:,\s*\{[\d,\s]+\})*\}")
+_PAIRS = re.compile(r"\{(?:\{\d+,\s*\d+\}(?:,\s*(?=\{))?)*\}")
+_MESH = re.compile(
+    r"mesh\[((?:'[^']+'=\d+,?)*)\](?:,\s*device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))?"
+    r"\s*\{((?:'[^']+'(?::\(\d+\)\d+)?,?\s*)*)\}"
+)
+
+
+def parse_groups(text: str, devices: int) -> np.ndarray:
+    """Returns the device ids of each group. Shape [groups, size].
+
+    Args:
+      text: What follows `replica_groups=`.
+      devices: Of the program; `{}` means all of them in one group.
+
+    Raises:
+      JaxparError: If the text is none of the three forms, or its ids do not fit the devices.
+    """
+    text = text.strip()
+    try:
+        if text.startswith("mesh"):
+            groups = _mesh_form(text, devices)
+        elif text.startswith("["):
+            groups = _iota_form(text, devices)
+        elif text == "{}":
+            groups = np.arange(devices)[None]
+        elif _LIST.fullmatch(text):
+            groups = np.array([[int(x) for x in row.split(",")] for row in re.findall(r"\{([^{}]+)\}", text)])
+        else:
+            raise ValueError(text[:40])
+    except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
+        raise _refused(text) from error
+    if groups.ndim != 2 or groups.size == 0 or groups.max() >= devices or len(np.unique(groups)) < groups.size:
+        raise _refused(text)
+    return groups
+
+
+def _refused(text: str) -> JaxparError:
+    return refuse(
+        f"replica_groups={text[:80]}",
+        rule="groups are {{0,1},{2,3}}, an iota [2,4]<=[8], or axes of a mesh, of devices that the program has",
+        fix="a text that XLA printed; if it is one, a newer jaxpar",
+    )
+
+
+def _ids(shape: list[int], devices: int) -> np.ndarray:
+    if math.prod(shape) > devices:
+        raise ValueError(f"more than {devices} devices")
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+def _iota(dims: str, reshape: str, transpose: str | None, devices: int) -> np.ndarray:
+    ids = _ids([int(x) for x in reshape.split(",")], devices)
+    if transpose:
+        ids = ids.transpose([int(x) for x in transpose.split(",")])
+    return ids.reshape([int(x) for x in dims.split(",")])
+
+
+def _iota_form(text: str, devices: int) -> np.ndarray:
+    match = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if not match:
+        raise ValueError(text)
+    return _iota(match[1], match[2], match[3], devices)
+
+
+def _mesh_form(text: str, devices: int) -> np.ndarray:
+    match = _MESH.fullmatch(text)
+    if not match:
+        raise ValueError(text)
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+    shape = list(sizes.values())
+    if match[2]:
+        ids = _iota(",".join(map(str, shape)), match[2], match[3], devices)
+    elif match[4]:
+        ids = np.array([int(x) for x in match[4].split(",")])
+    else:
+        ids = _ids(shape, devices)
+    # split each axis where a part of it is named, then bring the named parts to the end
+    wanted: dict[str, list[tuple[int, int]]] = {}
+    order: list[tuple[str, int]] = []
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[5]):
+        part = (int(before), int(size)) if before else (1, sizes[name])
+        wanted.setdefault(name, []).append(part)
+        order.append((name, part[0]))
+    pieces: list[tuple[tuple[str, int], int, bool]] = []
+    for name, size in sizes.items():
+        done = 1
+        for before, part in sorted(wanted.get(name, [])):
+            if before > done:
+                pieces.append(((name, done), before // done, False))
+            pieces.append(((name, before), part, True))
+            done = before * part
+        if done < size:
+            pieces.append(((name, done), size // done, False))
+    grid = ids.reshape([size for _, size, _ in pieces])
+    keys = [key for key, _, _ in pieces]
+    chosen = [keys.index(key) for key in order]
+    others = [index for index, (_, _, named) in enumerate(pieces) if not named]
+    width = int(np.prod([pieces[index][1] for index in chosen]))
+    return grid.transpose(others + chosen).reshape(-1, width)
+
+
+def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the mesh axes along which the members of each group differ.
+
+    Args:
+      groups: Shape [groups, size]. Partition i is the i-th device of the mesh.
+      sizes: Mesh axis to size, outermost first.
+
+    Returns:
+      Names of axes; `~name` where the groups take only a part of an axis, or mix several unevenly.
+
+    Raises:
+      JaxparError: If the program runs on more devices than the mesh has.
+    """
+    _check_mesh(groups, sizes)
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    if not axes:
+        return ()
+    shape = [sizes[axis] for axis in axes]
+    coordinates = np.stack(np.unravel_index(groups, shape))  # [axes, groups, size]
+    varies = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
+    inside = [axis for axis, moved in zip(axes, varies, strict=True) if moved]
+    whole = int(np.prod([sizes[axis] for axis in inside]))
+    return tuple(inside) if groups.shape[1] == whole else tuple(f"~{axis}" for axis in inside)
+
+
+def _check_mesh(ids: np.ndarray, sizes: Mapping[str, int]) -> None:
+    if ids.max(initial=0) >= math.prod(sizes.values()):
+        raise refuse(
+            f"a collective with device {ids.max()} on a mesh {' x '.join(f'{a}={n}' for a, n in sizes.items())}",
+            rule="a program is read with the mesh it was compiled for",
+            fix="jp.inspect(f, ..., mesh=that mesh), or arguments with shardings",
+        )
+
+
+def parse_pairs(text: str, devices: int) -> np.ndarray:
+    """Returns the (source, target) pairs of a permute; none where a pipeline has one stage. Shape [pairs, 2].
+
+    Raises:
+      JaxparError: If the text is no such list, or names devices that the program does not have.
+    """
+    ids = [int(x) for x in re.findall(r"\d+", text)]
+    if not _PAIRS.fullmatch(text) or max(ids, default=0) >= devices:
+        raise refuse(
+            f"source_target_pairs={text[:80]}",
+            rule="pairs are {{0,1},{1,2}}, of devices that the program has",
+            fix="a text that XLA printed",
+        )
+    return np.array(ids, int).reshape(-1, 2)
+
+
+def axes_of_pairs(pairs: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the mesh axes along which a permute moves something.
+
+    Raises:
+      JaxparError: If the program runs on more devices than the mesh has.
+    """
+    _check_mesh(pairs, sizes)
+    axes = [axis for axis, size in sizes.items() if size > 1]
+    if not axes:
+        return ()
+    there = np.stack(np.unravel_index(pairs, [sizes[axis] for axis in axes]))
+    return tuple(axis for axis, (a, b) in zip(axes, there.transpose(0, 2, 1), strict=True) if (a != b).any())

@@ -1,0 +1,358 @@
+"""The text of a compiled program becomes a value: computations of instructions.
+
+    %all-gather-start.1 = (f32[2]{0}, f32[16]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], metadata={...}
+     name                 result                  opcode           operands  attributes
+
+Read are the result's arrays, the operands, and of the attributes what is asked for. The text
+is XLA's `HloModule::ToString`; no release of jaxlib ships its protocol buffers.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jaxpar.errors import JaxparError, refuse
+
+BITS = {
+    "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
+    "s64": 64, "u64": 64, "f4e2m1fn": 4, "f6e2m3fn": 8, "f6e3m2fn": 8, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8,
+    "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16, "bf16": 16, "f32": 32,
+    "f64": 64, "c64": 64, "c128": 128, "token": 0, "opaque": 0,
+}  # fmt: skip
+_ARRAY = re.compile(r"\b(\w+)\[([\d,<=]*)\]|\b(token|opaque)\b")
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+)\s*(\(.*\)\s*->.*)?\{\s*$")
+_LEFT = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """Shape and dtype of one array, in HLO's words."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        count = 1
+        for dim in self.dims:
+            count *= dim
+        return count
+
+    @property
+    def bytes(self) -> int:
+        """Bytes, without padding."""
+        return -(-self.size * BITS[self.dtype] // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One instruction.
+
+    Attributes:
+      name: Its name, unique in the module.
+      arrays: The arrays of its result, tuples flattened.
+      opcode: What it does.
+      operands: Names of instructions of the same computation.
+      inside: What stands between the operands' parentheses: the number of a parameter, a constant.
+      attributes: What follows them.
+      root: Whether its computation returns it.
+    """
+
+    name: str
+    arrays: tuple[Array, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    inside: str = field(repr=False)
+    attributes: str = field(repr=False)
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(array.bytes for array in self.arrays)
+
+    @cached_property
+    def label(self) -> str:
+        """The path of JAX operations and scopes that made it: `jit(step)/jvp(Decoder)/dot_general`."""
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return re.sub(r"\\([\"'\\])", r"\1", match[1]) if match else ""
+
+    @cached_property
+    def unquoted(self) -> str:
+        """The attributes without what is quoted: a scope of the user's may read `body=x`."""
+        return _QUOTED.sub('""', self.attributes)
+
+    @cached_property
+    def called(self) -> tuple[str, ...]:
+        """Computations it calls, without the condition of a loop."""
+        found = _CALLED.findall(self.unquoted)
+        if branches := re.search(r"branch_computations=\{([^}]*)\}", self.unquoted):
+            found += [name.strip().lstrip("%") for name in branches[1].split(",")]
+        return tuple(found)
+
+    @property
+    def condition(self) -> tuple[str, ...]:
+        """The computation that says whether a loop goes on."""
+        found = self.attribute("condition") if self.opcode == "while" else None
+        return (found.lstrip("%"),) if found else ()
+
+    def attribute(self, name: str) -> str | None:
+        """Returns the text of `name=text` or `name={text}`."""
+        match = re.search(rf"\b{name}=(?:\{{([^{{}}]*)\}}|([^,\s]+))", self.unquoted)
+        return None if match is None else match[1] if match[1] is not None else match[2]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`backend_config`, where it is JSON."""
+        at = self.attributes.find("backend_config=")
+        if at < 0:
+            return {}
+        try:
+            value, _ = json.JSONDecoder().raw_decode(self.attributes, at + len("backend_config="))
+        except ValueError:
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of Python, and the function it stands in, where XLA was told."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+      name: What was compiled.
+      partitions: Devices it runs on.
+      entry: The computation that runs.
+      computations: Name to instructions; in a scheduled module, in the order they are started.
+      scheduled: Whether that order is the order of execution.
+      frames: Number of a stack frame to (where it is, number of its caller).
+    """
+
+    name: str
+    partitions: int
+    entry: str
+    computations: dict[str, list[Op]] = field(repr=False)
+    scheduled: bool
+    frames: dict[int, tuple["Frame", int]] = field(repr=False)
+
+    def ops(self) -> Iterator[tuple[str, Op]]:
+        """Yields (computation, instruction)."""
+        for name, ops in self.computations.items():
+            for op in ops:
+                yield name, op
+
+    @cached_property
+    def named(self) -> dict[str, dict[str, Op]]:
+        """Computation to name to instruction."""
+        return {name: {op.name: op for op in ops} for name, ops in self.computations.items()}
+
+    def stack(self, op: Op) -> list["Frame"]:
+        """Returns the lines of Python that made an instruction, innermost first."""
+        if match := re.search(r"stack_frame_id=(\d+)", op.attributes):
+            number, found = int(match[1]), []
+            while number in self.frames and len(found) < 200:
+                at, number = self.frames[number]
+                found.append(at)
+            return found
+        match = re.search(r'source_file="([^"]*)"(?:[^}]*?source_line=(\d+))?', op.attributes)
+        return [Frame(match[1], int(match[2] or 0), "")] if match else []
+
+
+def parse(text: str) -> Module:
+    """Returns the module that a text describes.
+
+    Raises:
+      JaxparError: If it is no HLO, or ends in its middle.
+    """
+    lines = text.splitlines()
+    if not lines or not lines[0].startswith("HloModule"):
+        raise refuse(
+            f"a text that begins with {text[:40]!r}",
+            rule="the text of a compiled module begins with HloModule",
+            fix="jitted.lower(...).compile().as_text()",
+        )
+    head = lines[0]
+    computations: dict[str, list[Op]] = {}
+    entry, current, here = "", None, []
+    for number, line in enumerate(lines[1:], 2):
+        stripped = line.strip()
+        if current is None:
+            if (match := _HEAD.match(line)) and (match[1] or match[3] or line.startswith("%")):
+                current, here = match[2], []
+                entry = current if match[1] else entry
+            elif _LEFT.match(stripped):
+                raise refuse(
+                    f"line {number}: {stripped[:100]!r}",
+                    rule="an instruction stands inside a computation",
+                    fix="the text as XLA printed it, whole",
+                )
+        elif stripped == "}" or stripped.startswith("}, "):  # `}, execution_thread="..."`
+            computations[current], current = here, None
+        elif stripped:
+            here.append(_instruction(stripped, number))
+    if current is not None or not entry:
+        what = f"in {current}" if current else "before an ENTRY computation"
+        raise refuse(
+            f"an HLO text of {len(lines)} lines that ends {what}", rule="a module is whole", fix="save it again"
+        )
+    module = Module(
+        name=re.sub(r"^HloModule\s*|[\s,].*", "", head),
+        partitions=_header(head, "num_partitions") * _header(head, "replica_count"),
+        entry=entry,
+        computations=computations,
+        scheduled="is_scheduled=true" in head,
+        frames=_frames(text),
+    )
+    _check_whole(module)
+    return module
+
+
+def _check_whole(module: Module) -> None:
+    for name, ops in module.computations.items():
+        if sum(op.root for op in ops) != 1:
+            raise refuse(
+                f"{name} with {sum(op.root for op in ops)} ROOTs", rule="a module is whole", fix="save it again"
+            )
+    for computation, op in module.ops():
+        for name in (*op.called, *op.condition):
+            if name not in module.computations:
+                raise refuse(
+                    f"{op.name} calls {name}, which is not in the text", rule="a module is whole", fix="save it again"
+                )
+        for name in op.operands:
+            if name not in module.named[computation] and op.opcode != "constant":
+                raise refuse(
+                    f"{op.name} reads {name}, which {computation} does not have",
+                    rule="a module is whole",
+                    fix="save it again",
+                )
+
+
+def _header(head: str, key: str) -> int:
+    match = re.search(rf"\b{key}=(\d+)", head)
+    return int(match[1]) if match else 1
+
+
+def _instruction(line: str, number: int) -> Op:
+    left = _LEFT.match(line)
+    try:
+        if not left:
+            raise ValueError
+        result_end = _balanced(line, left.end()) if line[left.end()] == "(" else line.index(" ", left.end())
+        opcode_end = line.index("(", result_end)
+        inside_end = _balanced(line, opcode_end)
+        result, opcode = line[left.end() : result_end], line[result_end:opcode_end].strip()
+        inside = line[opcode_end + 1 : inside_end - 1]
+        found = arrays(result)
+        if (not found and result.strip("() ,")) or (opcode == "parameter" and not inside.isdecimal()):
+            raise ValueError
+        return Op(
+            name=left[2],
+            arrays=found,
+            opcode=opcode,
+            operands=() if opcode in ("constant", "parameter") else tuple(_operands(inside)),
+            inside=inside,
+            attributes=line[inside_end:],
+            root=bool(left[1]),
+        )
+    except JaxparError:
+        raise
+    except (ValueError, IndexError) as error:
+        raise refuse(
+            f"line {number}: {line[:100]!r}",
+            rule="an instruction is `name = type opcode(operands), attributes`",
+            fix="the text as XLA printed it, whole",
+        ) from error
+
+
+def _operands(inside: str) -> list[str]:
+    found = _OPERAND.findall(inside)
+    if found or not inside:
+        return found
+    return [part.split()[-1] for part in re.split(r",(?![^\[{(]*[\]})])", inside) if part.strip()]
+
+
+def _balanced(text: str, start: int) -> int:
+    """Returns the index after the parenthesis that closes the one at `start`."""
+    depth, quoted, index = 0, False, start
+    while index < len(text):
+        char = text[index]
+        if quoted:
+            index += char == "\\"
+            quoted = char != '"'
+        elif char == '"':
+            quoted = True
+        elif char in "({[":
+            depth += 1
+        elif char in ")}]":
+            depth -= 1
+            if depth == 0:
+                return index + 1
+        index += 1
+    raise ValueError("unbalanced")
+
+
+def arrays(text: str) -> tuple[Array, ...]:
+    """Returns the arrays of a type: `(f32[2]{0}, s32[])` has two.
+
+    Raises:
+      JaxparError: If a dtype is unknown.
+    """
+    found = []
+    for dtype, dims, bare in _ARRAY.findall(text):
+        if (dtype or bare) not in BITS:
+            raise refuse(f"dtype {dtype} in {text[:60]!r}", rule=f"one of {', '.join(BITS)}", fix="a newer jaxpar")
+        sizes = [int(dim.lstrip("<=")) for dim in dims.split(",") if dim]  # a bounded dim counts as its bound
+        found.append(Array(dtype or bare, tuple(sizes)))
+    return tuple(found)
+
+
+def _frames(text: str) -> dict[int, tuple[Frame, int]]:
+    """Reads the tables of files and stack frames that newer versions print before the computations."""
+    tables: dict[str, dict[int, str]] = {}
+    current = None
+    for line in text.splitlines()[1:]:
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            current = tables.setdefault(line, {})
+        elif line.startswith(("%", "ENTRY")):
+            break
+        elif current is not None and (match := re.match(r"(\d+) (.*)", line)):
+            current[int(match[1])] = match[2]
+    files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
+    places = {
+        number: Frame(
+            files.get(_number(entry, "file_name_id"), "").strip('"'),
+            _number(entry, "line"),
+            functions.get(_number(entry, "function_name_id"), "").strip('"'),
+        )
+        for number, entry in tables.get("FileLocations", {}).items()
+    }
+    nowhere = Frame("", 0, "")
+    return {
+        # XLA prints the caller's number plus one: the first frame of a stack names itself
+        number: (places.get(_number(entry, "file_location_id"), nowhere), _number(entry, "parent_frame_id") - 1)
+        for number, entry in tables.get("StackFrames", {}).items()
+    }
+
+
+def _number(text: str, key: str) -> int:
+    match = re.search(rf"\b{key}=(\d+)", text)
+    return int(match[1]) if match else 0

@@ -1,0 +1,224 @@
+"""Memory by cause: what is given is arithmetic, what is temporary is read from XLA's buffer assignment.
+
+    total = arguments + outputs that take over no argument + temporary memory
+
+XLA lays all temporary buffers into one block. At the moment when most of it is in use, every
+byte of the block is given to the buffer that covers it; what no buffer covers then is the
+price of packing. So the causes add up to the total, to the byte.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from jaxpar.errors import refuse
+from jaxpar.inspector.causes import Causes, either, is_backward, is_recomputed, shorten, users_frame
+from jaxpar.inspector.compiled import Compiled
+from jaxpar.inspector.hlo import Array, Module, Op, arrays
+from jaxpar.inspector.trace import Trace
+
+CAUSES = ("parameters", "optimizer state", "other state", "batch", "arguments", "gradients", "gathered weights",
+          "activations", "logits", "everything else")  # fmt: skip
+_ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*):$")
+_VALUE = re.compile(r"^ value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+_LIVE = re.compile(r"^    ([^\s{]+)\{([\d,]*)\}: (\d+) bytes")
+_TEMPORARY = "preallocated-temp"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Bytes of one device that one cause takes.
+
+    Attributes:
+      cause: One of `CAUSES`.
+      bytes: Per device.
+      how: `exact`, arithmetic on shapes and specs; or `compiled`, as XLA assigned them.
+      largest: The largest arrays of it, (what, bytes), largest first.
+    """
+
+    cause: str
+    bytes: int
+    how: str
+    largest: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A value in the block of temporary memory.
+
+    Attributes:
+      name: The instruction that defines it.
+      index: Which entry of its result, for a tuple.
+      size: Bytes.
+      offset: In the block.
+      array: Shape and dtype; None for a tuple's own pointers.
+    """
+
+    name: str
+    index: tuple[int, ...]
+    size: int
+    offset: int
+    array: Array | None
+
+
+def temporaries(compiled: Compiled) -> list[Buffer]:
+    """Returns the values that are alive when temporary memory is fullest.
+
+    Raises:
+      JaxparError: If XLA's files do not have the form they had when this was written.
+    """
+    block: dict[tuple[str, tuple[int, ...]], Buffer] = {}
+    size, inside = 0, False
+    for line in compiled.assignment.splitlines():
+        if match := _ALLOCATION.match(line):
+            inside = _TEMPORARY in match[3] and int(match[2]) > size
+            if inside:
+                block, size = {}, int(match[2])
+        elif inside and (match := _VALUE.match(line)):
+            index = _index(match[2])
+            found = arrays(match[5]) if not match[5].startswith("(") else ()
+            block[match[1], index] = Buffer(match[1], index, int(match[3]), int(match[4]), found[0] if found else None)
+    if compiled.temporary and not block:
+        raise refuse(
+            "XLA's buffer assignment has no block of temporary memory",
+            rule="memory by cause is read from the files of jaxlib 0.10 to 0.12",
+            fix="a newer jaxpar",
+        )
+    alive, at_peak = [], False
+    for line in compiled.lifetimes.splitlines():
+        if line.strip().startswith("Live ranges at"):
+            at_peak = True
+        elif at_peak and (match := _LIVE.match(line)):
+            if buffer := block.get((match[1], _index(match[2]))):
+                alive.append(buffer)
+        elif at_peak:
+            break
+    return alive
+
+
+def cover(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
+    """Returns how many bytes of the block each value covers, the largest first where several share their place."""
+    taken: list[tuple[int, int]] = []
+    found = []
+    for buffer in sorted(buffers, key=lambda buffer: (-buffer.size, buffer.offset)):
+        free = buffer.size
+        for start, end in taken:
+            free -= max(0, min(end, buffer.offset + buffer.size) - max(start, buffer.offset))
+        if free > 0:
+            found.append((buffer, free))
+            taken = _merged([*taken, (buffer.offset, buffer.offset + buffer.size)])
+    return found
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns spans without overlaps."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def by_cause(compiled: Compiled, module: Module, causes: Causes) -> list[Share]:
+    """Returns the bytes of every cause; they add up to `total(compiled)`.
+
+    What XLA says of the arguments beyond their shapes (padding) is its own entry of everything else.
+    """
+    shares: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    given = 0
+    for argument in causes.arguments:
+        shares[argument.role][argument.path] += argument.bytes
+        given += argument.bytes
+    exact = set(shares)
+    rest = shares["everything else"]
+    if compiled.arguments != given:
+        rest["arguments beyond their shapes" if compiled.arguments > given else "arguments that nothing reads"] += (
+            compiled.arguments - given
+        )
+    if compiled.outputs > compiled.aliased:
+        rest["outputs"] += compiled.outputs - compiled.aliased
+    left = compiled.temporary
+    reader = _Reader(module, causes)
+    for buffer, size in cover(temporaries(compiled)):
+        cause, what = reader.read(buffer)
+        shares[cause][what] += size
+        left -= size
+    if left:
+        rest["packing of temporary memory"] += left
+    return [
+        Share(
+            cause,
+            sum(shares[cause].values()),
+            "exact" if cause in exact else "compiled",
+            tuple(sorted(shares[cause].items(), key=lambda entry: -abs(entry[1]))[:8]),
+        )
+        for cause in (*CAUSES, *sorted(set(shares) - set(CAUSES)))
+        if sum(shares[cause].values())
+    ]
+
+
+def total(compiled: Compiled) -> int:
+    """Returns the bytes that one device needs for this program, as XLA compiled it."""
+    return compiled.arguments + compiled.outputs - compiled.aliased + compiled.temporary
+
+
+class _Reader:
+    """Reads what a temporary buffer is from the instruction that fills it."""
+
+    def __init__(self, module: Module, causes: Causes):
+        self.module, self.causes = module, causes
+        self.trace = Trace(module)
+        self.logits = self._shapes_of_loss()
+        # what an asynchronous fusion is called inside is not printed; then any labelled instruction of that shape
+        self.like: dict[Array, Op] = {}
+        for _, op in module.ops():
+            if op.label:
+                for array in op.arrays:
+                    self.like.setdefault(array, op)
+
+    def _shapes_of_loss(self) -> set[tuple[int, ...]]:
+        """Returns the shapes of the largest arrays that the loss function itself makes."""
+        sizes = {
+            tuple(sorted(array.dims)): array.size
+            for _, op in self.module.ops()
+            if (frame := users_frame(self.module.stack(op))) and self.causes.is_loss(frame)
+            for array in op.arrays
+        }
+        largest = max(sizes.values(), default=0)
+        return {dims for dims, size in sizes.items() if len(dims) > 1 and size * 2 > largest}
+
+    def read(self, buffer: Buffer) -> tuple[str, str]:
+        """Returns (cause, what it is)."""
+        op = self._maker(buffer)
+        label = op.label if op else ""
+        frame = users_frame(self.module.stack(op)) if op else None
+        array = buffer.array
+        if array is None:
+            return "everything else", "pointers of tuples"
+        if self.causes.scope(label) and not is_backward(label):
+            return "gathered weights", self.causes.scope(label) or ""
+        alike = self.causes.parameters_like(array.dims)
+        words = f"{shorten(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten(label)
+        if alike and tuple(sorted(array.dims)) not in self.logits:
+            name = either(alike)
+            if is_backward(label):
+                return "gradients", name
+            if "jvp(" in label or is_recomputed(label):
+                return "gathered weights", name
+            return "everything else", f"while updating {name}"
+        if tuple(sorted(array.dims)) in self.logits:
+            return "logits", f"{array} {words}"
+        if "jvp(" in label or is_recomputed(label) or is_backward(label):
+            return "activations", f"{array} {words}"
+        return "everything else", f"{array} {words}".rstrip()
+
+    def _maker(self, buffer: Buffer) -> Op | None:
+        found = self.trace.maker(buffer.name, buffer.index)
+        return found or (self.like.get(buffer.array) if buffer.array else None)
+
+
+def _index(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in (text or "").split(",") if part)

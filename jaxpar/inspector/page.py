@@ -1,0 +1,357 @@
+"""The report as one HTML file: no network, no script; for a screen, a phone, paper, and a notebook.
+
+Whatever a report says comes from users and is escaped by `tag`; the page's own policy forbids
+scripts and anything from elsewhere besides.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from math import isfinite
+
+from jaxpar.inspector.causes import Argument
+from jaxpar.inspector.drawings import (
+    TURNS,
+    Markup,
+    bar,
+    join,
+    kind_class,
+    largest_axes,
+    memory_bar,
+    mesh,
+    nodes_of_axes,
+    shaded_axes,
+    tag,
+    timeline,
+    undrawn,
+)
+from jaxpar.inspector.flags import Flag
+from jaxpar.inspector.memory import CAUSES, Share
+from jaxpar.inspector.report import Report
+from jaxpar.inspector.timeline import Timeline
+from jaxpar.mesh.collective import KINDS, Collective
+from jaxpar.units import show_bytes, show_count, show_seconds
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_ROWS = 24  # of the ledger, before the smaller ones are folded
+HOW = {
+    "exact": "arithmetic on shapes and specs",
+    "compiled": "XLA said so",
+    "modelled": "a formula; nothing was measured",
+}
+
+
+def fragment(report: Report) -> str:
+    """Returns the report as HTML for a notebook: sections are folded, styles touch nothing else."""
+    folded = [
+        tag("details", tag("summary", title), body, cls="jx-section", open="" if title == "Memory" else None)
+        for title, body in _sections(report)
+    ]
+    top = [tag("div", report.title, cls="jx-title"), *_top(report)]
+    return _ascii(tag("div", tag("style", Markup(_style())), *top, *folded, _legend(report), cls="jaxpar jx-fragment"))
+
+
+def page(report: Report) -> str:
+    """Returns the report as a page."""
+    sections = [tag("section", tag("h2", title), body) for title, body in _sections(report)]
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("title", report.title),
+        tag("style", Markup(_style())),
+    )
+    body = tag("main", tag("h1", report.title), *_top(report), *sections, _legend(report))
+    return _ascii("<!DOCTYPE html>\n" + tag("html", head, tag("body", body, cls="jaxpar jx-page"), lang="en") + "\n")
+
+
+def _ascii(text: str) -> str:
+    """Returns HTML that survives any encoding; what is no character at all, as in a file's name, too."""
+    return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
+
+
+@cache
+def _style() -> str:
+    return files("jaxpar.inspector").joinpath("page.css").read_text("utf-8")
+
+
+def _top(report: Report) -> list[Markup]:
+    return [_where(report), _verdict(report), _numbers(report), *_flags(report.flags)]
+
+
+def _sections(report: Report) -> list[tuple[str, Markup]]:
+    """Returns (title, body) of everything below the flags."""
+    made: list[tuple[str, Callable[[Report], Markup]]] = [
+        ("Memory", _memory),
+        ("Mesh", _mesh),
+        ("Collectives", _collectives),
+        ("Timeline", _timeline),
+        ("Arrays", _arguments),
+        ("Notes", _notes),
+    ]
+    return [(title, body) for title, make in made if (body := make(report))]
+
+
+def _where(report: Report) -> Markup:
+    axes = " × ".join(f"{axis} {size}" for axis, size in report.sizes.items() if size > 1) or "one device"
+    nodes = -(-report.count // report.per_node)
+    words = [report.devices, axes]
+    if report.chip and nodes > 1:
+        words.append(f"{nodes} nodes of {report.per_node}")
+    words.append(f"compiled in {show_seconds(report.seconds)}")
+    words += [f"{name} {version}" for name, version in report.versions.items()]
+    return tag("p", " · ".join(words), cls="jx-where")
+
+
+def _verdict(report: Report) -> Markup:
+    need = show_bytes(report.total)
+    if report.capacity is None or report.chip is None:
+        why = "simulated devices have" if report.devices.endswith(" cpu") else "no sheet of this chip, so"
+        look, words, more = "none", "No capacity", f"{need} per device; {why} neither a capacity nor a time"
+    else:
+        room = f"{show_bytes(report.capacity)} of the {report.chip.name}'s {show_bytes(report.chip.visible)}"
+        look, words = ("fits", "Fits") if report.fits else ("over", "Does not fit")
+        more = f"{need} per device; {room} are for a program"
+        if not report.fits:
+            more += f", {show_bytes(report.total - report.capacity)} less than it needs"
+    count = len(report.flags)
+    flags = tag("span", f"{count} flag{'s' * (count != 1)}" if count else "no flags",
+                cls="jx-count jx-warn" if count else "jx-count")  # fmt: skip
+    return tag("div", tag("strong", words), tag("span", more), flags, cls=f"jx-verdict jx-{look}")
+
+
+def _numbers(report: Report) -> Markup:
+    """Returns the headline numbers, each with what it is."""
+    flop, wire = report.flop, sum(entry.step_wire for entry in report.ledger)
+    least = "≥ " if any(entry.times is None for entry in report.ledger) else ""
+    room = (
+        f"{report.total / report.capacity:.1%} of what a program may take"
+        if report.capacity
+        else "given, made, and temporary"
+    )
+    work = [f"{flop.recomputed / flop.total:.1%} recomputation"] if flop.total and flop.recomputed else []
+    if report.model_flop:
+        own = report.model_flop / report.count
+        part = f", {own / flop.total:.1%} of what is computed" if flop.total else ""
+        work.append(f"the model's own: {show_count(own)}{part} (exact)")
+    count = len(report.ledger)
+    tiles = [
+        ("Memory per device", show_bytes(report.total), room, "compiled"),
+        ("On the wire", least + show_bytes(wire),
+         f"sent by each device in a step; {count} collective{'s' * (count != 1)} in the ledger", "compiled"),
+        ("FLOP per step", ("≥ " if flop.unknown else "") + show_count(flop.total),
+         "; ".join(["per device", *work]), "compiled"),
+    ]  # fmt: skip
+    time = _time(report)
+    if time:
+        step = ("≥ " if time.unknown else "") + show_seconds(time.seconds)
+        waiting = f"{show_seconds(sum(time.exposed.values()))} of it waiting for collectives"
+        tiles.append(("Time of a step", step, waiting, "modelled"))
+        if report.mfu is not None:
+            share = f"{report.mfu:.1%}" if report.mfu >= 0.001 else "< 0.1%"
+            tiles.append(("MFU", share, "of the chips' bfloat16 peak", "modelled"))
+    return tag("div", *[_tile(*tile) for tile in tiles], cls="jx-tiles")
+
+
+def _time(report: Report) -> Timeline | None:
+    """Returns the modelled step if there is one that has a length."""
+    time = report.timeline if report.chip else None
+    return time if time and isfinite(time.seconds) and time.seconds > 0 else None
+
+
+def _tile(name: str, number: str, more: str, how: str) -> Markup:
+    return tag("div", tag("div", tag("span", name), _how(how), cls="jx-name"), tag("b", number),
+               tag("div", more, cls="jx-small"))  # fmt: skip
+
+
+def _how(how: str) -> Markup:
+    return tag("span", how, cls="jx-how", title=HOW.get(how))
+
+
+def _flags(flags: Sequence[Flag]) -> list[Markup]:
+    if not flags:
+        return []
+    cards = [
+        tag(
+            "li",
+            tag("strong", flag.kind),
+            *([tag("span", f"{show_bytes(flag.bytes)} on the wire", cls="jx-cost")] if flag.bytes else []),
+            tag("p", flag.text),
+            tag("p", tag("b", "Fix: "), flag.fix, cls="jx-fix"),
+        )
+        for flag in flags
+    ]
+    return [tag("ul", *cards, cls="jx-flags", aria_label="Flags")]
+
+
+def _memory(report: Report) -> Markup:
+    parts, rows = [], []
+    for share in report.memory:
+        colour = f"jx-c{CAUSES.index(share.cause)}" if share.cause in CAUSES else "jx-other"
+        part = f"{share.bytes / max(report.total, 1):.1%}"
+        parts.append((colour, f"{share.cause}: {show_bytes(share.bytes)}, {part}", share.bytes))
+        rows.append((_swatch(colour, share.cause), show_bytes(share.bytes), part, _how(share.how), _largest(share)))
+    rows.append((tag("b", "total"), tag("b", show_bytes(report.total)), "", "", ""))
+    head = ("cause", "bytes", "share", "how", "largest arrays")
+    return join(
+        [
+            memory_bar(parts, report.total, report.capacity),
+            _table("Memory by cause", head, rows, "tnntw"),
+            _knobs(report),
+        ]
+    )
+
+
+def _knobs(report: Report) -> Markup:
+    if not report.knobs:
+        return Markup()
+    short = max(report.total - report.capacity, 0) if report.capacity else 0
+    rows = [(change, show_bytes(freed), "enough alone" if 0 < short <= freed else "") for change, freed in report.knobs]
+    need = f" {show_bytes(short)} must go." if short else ""
+    return join([_heading(f"What would free memory.{need} ", _how("compiled")),
+                 _table("What would free memory", ("change", "frees", ""), rows, "tnw")])  # fmt: skip
+
+
+def _largest(share: Share) -> Markup:
+    lines = [join([what, " ", tag("span", show_bytes(size), cls="jx-small")]) for what, size in share.largest]
+    if len(lines) < 2:
+        return join(lines)
+    more = tag("span", f", and {len(lines) - 1} more", cls="jx-small")
+    return tag("details", tag("summary", lines[0], more), tag("ul", *[tag("li", line) for line in lines[1:]]))
+
+
+def _swatch(colour: str, text: str) -> Markup:
+    return join([tag("i", cls=f"jx-swatch {colour}"), text])
+
+
+def _mesh(report: Report) -> Markup:
+    named = report.chip is not None or report.count > report.per_node
+    nodes = nodes_of_axes(report.sizes, report.per_node)
+    looks = dict(zip(shaded_axes(report.sizes), ("shade of a cell", "bar below it"), strict=False))
+    axes = []
+    for axis in (axis for axis, size in report.sizes.items() if size > 1):
+        words = [f"over {nodes[axis]} nodes" if nodes[axis] > 1 else "within a node"] if named else []
+        words += [looks[axis]] if axis in looks else []
+        axes.append(tag("li", tag("b", f"{axis} {report.sizes[axis]}"), f" {', '.join(words)}"))
+    labels = "·".join(largest_axes(report.sizes, 3))
+    key = [tag("li", "numbers: ", tag("b", labels))] if labels else []
+    return join([tag("ul", *axes, *key, cls="jx-key"), mesh(report.sizes, report.per_node, named=named)])
+
+
+def _collectives(report: Report) -> Markup:
+    if not report.ledger:
+        return tag("p", "None: the devices never talk to each other." if report.count > 1 else "None: one device.")
+    most = max(entry.step_wire for entry in report.ledger)
+    rows = [_row(entry, most) for entry in report.ledger]
+    body = [_by_axis(report), _heading("Ledger of a step, per device ", _how("compiled")), _ledger(rows[:_ROWS])]
+    if len(rows) > _ROWS:
+        wire = show_bytes(sum(entry.step_wire for entry in report.ledger[_ROWS:]))
+        more = tag("summary", f"and {len(rows) - _ROWS} smaller ones, {wire} on the wire")
+        body.append(tag("details", more, _ledger(rows[_ROWS:])))
+    words = "Wire is what each device sends, by ring algorithms: (n−1)/n of the payload, all-reduce twice that."
+    if any(axis.startswith("~") for entry in report.ledger for axis in entry.axes):
+        words += " ~ marks a part of an axis."
+    return join([*body, tag("p", words, cls="jx-small")])
+
+
+def _by_axis(report: Report) -> Markup:
+    totals = {axis: sum(kinds.values()) for axis, kinds in report.by_axis.items()}
+    most, rows = max([*totals.values(), 1]), []
+    for axis in sorted(totals, key=lambda axis: -totals[axis]):
+        kinds = sorted(report.by_axis[axis].items(), key=lambda pair: -pair[1])
+        parts = [(kind_class(kind), "", size) for kind, size in kinds]
+        words = [
+            tag("span", _swatch(kind_class(kind), f"{kind} {show_bytes(size)}"), cls="jx-item") for kind, size in kinds
+        ]
+        rows.append((axis, show_bytes(totals[axis]), bar(parts, most), join(words)))
+    return _table("Wire bytes by axis", ("axes", "wire/step", "", "by kind"), rows, "tntw")
+
+
+def _ledger(rows: Sequence[Sequence[str]]) -> Markup:
+    head = ("collective", "axes", "dtype", "group", "times", "payload", "wire/step", "", "", "because", "at")
+    return _table("Collectives", head, rows, "tttnnnnttws")
+
+
+def _row(entry: Collective, most: float) -> tuple[str, ...]:
+    colour = kind_class(entry.kind)
+    times = "?" if entry.times is None else str(entry.times)
+    turns = "×".join("?" if turn is None else str(turn) for turn in entry.loop) if len(entry.loop) > 1 else ""
+    asides = [f"loops {turns}"] if turns else []
+    asides += [f"{entry.count} arrays in one"] if entry.count > 1 else []
+    asides += [f"{entry.senders:.0%} of the devices send"] if entry.senders < 1 else []
+    asides += ["backward"] if entry.backward else []
+    cause = entry.cause + (" gradient" if entry.parameter and entry.backward else "")
+    return (
+        _swatch(colour, entry.kind), entry.axis, entry.dtype, str(entry.group), times, show_bytes(entry.payload),
+        show_bytes(entry.step_wire), bar([(colour, "", entry.step_wire)], most, cls="jx-bar jx-short"),
+        "async" if entry.asynchronous else "sync",
+        join([cause, *([" ", tag("span", ", ".join(asides), cls="jx-small")] if asides else [])]), entry.source,
+    )  # fmt: skip
+
+
+def _timeline(report: Report) -> Markup:
+    time = _time(report)
+    if not time:
+        return Markup()
+    kinds = {entry.kind for entry in report.ledger}
+    names = [("jx-dot", "matrix products"), ("jx-op", "other kernels"),
+             *[(kind_class(kind), kind) for kind in KINDS if kind in kinds]]  # fmt: skip
+    if any(TURNS.fullmatch(event.name) for event in time.events):
+        names.append(("jx-turns", "+n×: n more turns of a loop, as one block"))
+    if undrawn(time):
+        names.append(("jx-hidden", "not drawn, and squeezed"))
+    legend = tag("ul", *[tag("li", _swatch(colour, name)) for colour, name in names], cls="jx-key")
+    waiting = show_seconds(sum(time.exposed.values()))
+    words = f"A step of {show_seconds(time.seconds)}: {show_seconds(time.compute)} of kernels and {waiting} waiting. "
+    words += "A loop counts once: how often it turns is not known. " if time.unknown else ""
+    return join([tag("p", words, _how("modelled")), legend, timeline(time)])
+
+
+def _arguments(report: Report) -> Markup:
+    if not report.arguments:
+        return Markup()
+    head = ("path", "placed as", "shape", "on one device", "bytes", "role")
+    table = _table("Arrays", head, [_argument(each) for each in report.arguments], "wsttnt")
+    size = show_bytes(sum(each.bytes for each in report.arguments if not each.host))
+    words = join([f"{len(report.arguments)} arrays, {size} on each device ", _how("exact")])
+    if len(report.arguments) <= 12:
+        return join([tag("p", words), table])
+    return tag("details", tag("summary", words), table)
+
+
+def _argument(argument: Argument) -> tuple[str, ...]:
+    shapes = ("×".join(map(str, shape)) or "scalar" for shape in (argument.shape, argument.shard))
+    role = argument.role + (", in host memory" if argument.host else "")
+    return (argument.path, argument.placed, *shapes, show_bytes(argument.bytes), role)
+
+
+def _notes(report: Report) -> Markup:
+    return tag("ul", *[tag("li", note) for note in report.notes]) if report.notes else Markup()
+
+
+def _legend(report: Report) -> Markup:
+    known = [how for how in HOW if how != "modelled" or _time(report)]
+    return tag("ul", *[tag("li", _how(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")
+
+
+def _heading(*inside: str) -> Markup:
+    """Returns the head of a part of a section; no `h3`, which a notebook would list among its own."""
+    return tag("div", *inside, cls="jx-head", role="heading", aria_level="3")
+
+
+def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]], looks: str) -> Markup:
+    """Returns a table that scrolls in its own room where it is too wide.
+
+    Args:
+      name: For who cannot see it.
+      head: Titles of columns.
+      rows: Cells.
+      looks: For each column, `n` a number, `t` a word or two, `s` what may break anywhere, `w` what takes the room.
+    """
+    classes = [None if look == "t" else f"jx-{look}" for look in looks]
+    top = tag("tr", *[tag("th", title, scope="col", cls=look) for title, look in zip(head, classes, strict=True)])
+    body = [tag("tr", *[tag("td", cell, cls=look) for cell, look in zip(row, classes, strict=True)]) for row in rows]
+    table = tag("table", tag("thead", top), tag("tbody", *body))
+    return tag("div", table, cls="jx-scroll", role="region", tabindex="0", aria_label=name)

@@ -1,0 +1,76 @@
+"""How often each instruction of a program runs in one step: loops counted, branches taken together."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jaxpar.inspector.hlo import Module, Op
+
+_REDUCERS = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort",
+             "select-and-scatter", "map", "reduce-scatter-start")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """An instruction in its place.
+
+    Attributes:
+      op: The instruction.
+      computation: Where it stands.
+      loop: Turns of the loops around it, outermost first; None where a trip count is not known.
+      branch: Whether it stands in a branch, of which a step takes one: it is counted as if taken.
+      fused: Whether it stands inside a fusion, of which only the result is an array in memory.
+      asynchronous: Whether it was started, and is waited for later.
+    """
+
+    op: Op
+    computation: str
+    loop: tuple[int | None, ...]
+    branch: bool
+    fused: bool
+    asynchronous: bool
+
+    @property
+    def times(self) -> int | None:
+        """How often it runs in a step, or None where that is not known."""
+        product = 1
+        for turns in self.loop:
+            if turns is None:
+                return None
+            product *= turns
+        return product
+
+
+def trip_count(op: Op) -> int | None:
+    """Returns how often a `while` turns, as XLA found out; None where it depends on the data."""
+    known = op.config.get("known_trip_count")
+    turns = str(known.get("n")) if isinstance(known, dict) else ""
+    return int(turns) if turns.isdecimal() else None
+
+
+def walk(module: Module) -> Iterator[Visit]:
+    """Yields every instruction that a step runs, in order, inside whatever calls it."""
+    yield from _walk(module, module.entry, (), False, False, False)
+
+
+def _walk(
+    module: Module, computation: str, loop: tuple[int | None, ...], branch: bool, fused: bool, asynchronous: bool
+) -> Iterator[Visit]:
+    for op in module.computations[computation]:
+        started = asynchronous or (op.opcode.endswith("-start") and not is_sync(op))
+        yield Visit(op, computation, loop, branch, fused, started)
+        if op.opcode in _REDUCERS or op.opcode.endswith(("-done", "-update")):
+            continue
+        inner = (*loop, trip_count(op)) if op.opcode == "while" else loop
+        for name in op.condition:  # asked once more than the loop turns
+            asked = None if inner[-1] is None else inner[-1] + 1
+            yield from _walk(module, name, (*loop, asked), branch, fused, started)
+        for name in op.called:
+            yield from _walk(
+                module, name, inner, branch or op.opcode == "conditional",
+                fused or op.opcode in ("fusion", "fusion-start"), started,
+            )  # fmt: skip
+
+
+def is_sync(op: Op) -> bool:
+    """Returns whether a collective that is written as started and awaited is run at once all the same."""
+    return bool(op.config.get("collective_backend_config", {}).get("is_sync"))

@@ -1,0 +1,101 @@
+"""A job is compiled for the GPUs it is meant for, and what XLA made of it is reported; nothing is run."""
+
+import dataclasses
+
+import jax
+
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.inspector.report import Report, report
+from jaxpar.job.build import abstract_batch, assemble, device_count
+from jaxpar.job.schema import Job, MeshTable
+from jaxpar.mesh.devices import simulate
+from jaxpar.mesh.target import parse_target, target_devices
+from jaxpar.train.subject import subject
+
+CPU = "cpu"
+
+
+def inspect(job: Job, target: str = "") -> Report:
+    """Returns what XLA makes of a job's step.
+
+    Args:
+      job: The job.
+      target: `CHIP:NODESxGPUS`, `CHIP` alone for as many GPUs as the job has devices, or `cpu`; the job's own
+        `mesh.target` if it is left out, and `cpu` if that is too and the job simulates its devices.
+
+    Raises:
+      JaxparError: With everything that is wrong with the job, or the target.
+    """
+    target = target or job.mesh.target or (CPU if job.mesh.simulate else "")
+    if not target:
+        raise refuse(
+            "a job that names no target",
+            rule="what is compiled is compiled for a chip",
+            fix=f"--target h100, or mesh.target = 'h100:{max(1, device_count(job) // 8)}x8' in the job",
+        )
+    found = _report(job, target)
+    if found.fits is False:
+        found = dataclasses.replace(found, knobs=tuple(_knobs(job, target, found.total)))
+    return found
+
+
+def _report(job: Job, target: str) -> Report:
+    if target == CPU:
+        count = device_count(job)
+        simulate(count)
+        meant, devices = dataclasses.replace(job, mesh=MeshTable(simulate=count)), jax.devices()
+    else:
+        chosen = parse_target(target, devices=_declared(job))
+        devices = target_devices(chosen)
+        meant = dataclasses.replace(job, mesh=MeshTable(devices=chosen.devices))
+    step = assemble(meant, devices)
+    made = report(subject(step, abstract_batch(meant)))
+    return dataclasses.replace(made, title=f"{job.run.dir.rsplit('/', 1)[-1] or 'job'}: {made.title}")
+
+
+def _declared(job: Job) -> int:
+    """Returns how many devices a job says it has, 1 where it leaves that open."""
+    if job.mesh.simulate or job.mesh.devices or job.mesh.target:
+        return device_count(job)
+    product = 1
+    for size in job.parallel.sizes.values():
+        product *= max(size, 1)
+    return product
+
+
+def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
+    """Returns (change, bytes it frees) for every single change that frees any, each compiled; most first."""
+    train, parallel = job.train, job.parallel
+    rows = (
+        train.global_batch // (parallel.data * parallel.fsdp * train.accumulate)
+        if parallel.data > 0 < parallel.fsdp
+        else 0
+    )
+    tries = [
+        ("train.remat = 'full'", {"train": dataclasses.replace(train, remat="full")}, train.remat != "full"),
+        (
+            f"train.accumulate = {2 * train.accumulate}",
+            {"train": dataclasses.replace(train, accumulate=2 * train.accumulate)},
+            rows > 1 and rows % 2 == 0,
+        ),
+        (
+            "train.precision = 'bf16'",
+            {"train": dataclasses.replace(train, precision="bf16")},
+            train.precision == "fp32",
+        ),
+        (
+            "parallel.zero = 3",
+            {"parallel": dataclasses.replace(parallel, zero=3)},
+            parallel.stage < 3 and parallel.fsdp != 1,
+        ),
+    ]
+    found = []
+    for change, replaced, makes_sense in tries:
+        if makes_sense:
+            try:
+                freed = total - _report(dataclasses.replace(job, **replaced), target).total
+            except JaxparError:  # this change is not legal for this job, so it is no way out
+                continue
+            if freed > 0:
+                found.append((change, freed))
+    return sorted(found, key=lambda entry: -entry[1])

@@ -1,0 +1,165 @@
+"""GPUs that are not there: compiling for them needs a plugin for NVIDIA GPUs, and neither GPU, driver nor CUDA.
+
+    "h100:16x8" ─► Target ─► 128 devices that can be compiled for and hold nothing
+
+The one module that knows how: JAX's experimental topologies and the text of XLA's
+`GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto).
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+
+from jaxpar.errors import nearest, refuse
+from jaxpar.mesh.chips import CHIPS, Chip
+
+PLUGIN = "jax_plugins.xla_cuda13"
+MISSING = "pip install 'jaxpar[gpu-plan]', or --target cpu"
+FORM = "a target is CHIP:NODESxGPUS, or cpu"
+MOST = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """GPUs to compile for.
+
+    Attributes:
+      chip: What they are.
+      nodes: Machines.
+      per_node: GPUs of one machine, joined by NVLink.
+    """
+
+    chip: Chip
+    nodes: int
+    per_node: int
+
+    @property
+    def devices(self) -> int:
+        """GPUs in all."""
+        return self.nodes * self.per_node
+
+    def __str__(self) -> str:
+        return f"{self.chip.key}:{self.nodes}x{self.per_node}"
+
+
+def parse_target(text: str, *, devices: int | None = None) -> Target:
+    """Returns the target that a text such as `h100:16x8` names.
+
+    Args:
+      text: `CHIP:NODESxGPUS`; `CHIP` alone stands for as many nodes of eight as `devices` fill.
+      devices: How many the job has.
+
+    Raises:
+      JaxparError: If there is no such chip, or the counts are none.
+
+    >>> parse_target("h200:1x8").devices
+    8
+    """
+    chips = {chip.key: chip for chip in CHIPS}
+    name, colon, counts = text.strip().lower().partition(":")
+    if name not in chips:
+        fix = "--target cpu, without counts; in Python jp.simulate(8)" if name == "cpu" else nearest(name, chips)
+        raise refuse(f"target {text!r}", rule=f"{FORM}; chips are {', '.join(chips)}", fix=fix)
+    if not colon and devices:
+        per_node = min(devices, 8)
+        counts = f"{-(-devices // per_node)}x{per_node}"
+    match = re.fullmatch(r"(\d{1,6})x(\d{1,4})", counts)
+    if not match or not 1 <= int(match[1]) * int(match[2]) <= MOST:
+        raise refuse(f"target {text!r}", rule=f"{FORM}; 1 to {MOST:,} GPUs", fix=f"{name}:16x8 for 16 nodes of 8 GPUs")
+    return Target(chips[name], int(match[1]), int(match[2]))
+
+
+def find_plugin() -> str | None:
+    """Returns why this machine cannot compile for GPUs that are not there, or None where it can."""
+    try:
+        found = find_spec(PLUGIN)
+    except ModuleNotFoundError:
+        found = None
+    return None if found else "the plugin jax-cuda13-pjrt is not installed"
+
+
+def target_devices(target: str | Target) -> list[Any]:
+    """Returns GPUs that are not there, to build a mesh or a layout of: they can be compiled for, and hold nothing.
+
+    Args:
+      target: `CHIP:NODESxGPUS`, such as `h100:16x8`.
+
+    Raises:
+      JaxparError: If there is no such target, or the plugin is missing or does not fit the installed jax.
+    """
+    return list(absent_devices(target if isinstance(target, Target) else parse_target(str(target))))
+
+
+@cache
+def absent_devices(target: Target) -> tuple[Any, ...]:
+    """Returns devices that can be compiled for, node by node.
+
+    Raises:
+      JaxparError: If the plugin is missing, or does not fit the installed jax.
+    """
+    from jax.experimental import topologies
+
+    if missing := find_plugin():
+        raise refuse(
+            f"target {target}: {missing}", rule="compiling for absent GPUs needs XLA's GPU compiler", fix=MISSING
+        )
+    # the plugin misses its other half, which only running needs
+    logging.getLogger(PLUGIN).addFilter(lambda record: "is not found" not in record.getMessage())
+    before = jax.config.jax_platforms
+    if before is None:  # else the plugin looks for CUDA's libraries, which compiling does not need
+        jax.config.update("jax_platforms", "cpu")
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", target_config=description(target.chip), topology=f"1x{target.nodes}x{target.per_node}"
+        )
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        raise refuse(
+            f"target {target}: {str(error).splitlines()[0]}",
+            rule="jax-cuda13-pjrt is of the same version as jaxlib",
+            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')}, or --target cpu",
+        ) from error
+    return tuple(found.devices)
+
+
+def description(chip: Chip) -> str:
+    """Returns a chip as XLA's compiler wants it described: the text of a `GpuTargetConfigProto`."""
+    major, minor = chip.capability
+    feature = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+    return f"""\
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {chip.shared_memory}
+  threads_per_core_limit: 2048
+  core_count: {chip.cores}
+  fpus_per_core: {chip.lanes}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {chip.bandwidth:.0f}
+  l2_cache_size: {chip.cache}
+  clock_rate_ghz: {chip.clock / 1e9:.3g}
+  device_memory_size: {chip.visible}
+  shared_memory_per_block_optin: {chip.shared_memory - 1024}
+  cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  name: "{chip.name}"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+  device_interconnect_info {{ active_links: {chip.links} }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "{chip.name}"
+"""

@@ -1,0 +1,528 @@
+"""The page says everything that the report says, shows it on any screen and on paper, and runs nothing that users wrote.
+
+TEXT      the HTML as a string: complete, escaped, balanced, from nowhere else
+DRAWINGS  the arithmetic behind the pictures
+BROWSER   in Chromium, where there is one: both themes, desktop and phone, paper
+"""
+
+import base64
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import threading
+import zlib
+from dataclasses import replace
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from jaxpar.inspector.causes import Argument
+from jaxpar.inspector.drawings import coordinates, nodes_of_axes, percent, share_of, spans, stretches, tag, ticks
+from jaxpar.inspector.flags import Flag
+from jaxpar.inspector.flop import Flop
+from jaxpar.inspector.memory import CAUSES, Share
+from jaxpar.inspector.page import fragment, page
+from jaxpar.inspector.report import Report
+from jaxpar.inspector.timeline import Event, Timeline
+from jaxpar.mesh.chips import find_chip
+from jaxpar.mesh.collective import KINDS, Collective
+
+GIB = 2**30
+HOSTILE = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onload='alert(3)' &amp; </style></title>"""
+FLAG_KINDS = (
+    "replicates",
+    "unsharded gradient",
+    "per microbatch",
+    "wide wire",
+    "idle axis",
+    "rematerialized",
+    "unknown",
+)
+VOID = ("meta", "br")
+
+
+def collective(kind="all-gather", axes=("fsdp",), **changes):
+    entry = Collective(
+        kind=kind, axes=axes, dtype="bf16", group=8, times=32, payload=2**20, cause=f"cause of {kind}",
+        source="layers.py:12", loop=(4, 8), parameters=("blocks/up",), asynchronous=True, count=3,
+    )  # fmt: skip
+    return replace(entry, **changes)
+
+
+def argument(path="blocks/up", **changes):
+    given = Argument(path, "parameters", "f32", (1024, 4096), (128, 4096), "f32[embed/fsdp, mlp]", ("fsdp",))
+    return replace(given, **changes)
+
+
+def made_timeline(unit=1e-3):
+    """Two streams, three turns of a loop and nine more."""
+    events = [Event("compute", turn * unit, (turn + 0.9) * unit, "dot_general") for turn in range(3)]
+    events += [Event("compute", (turn + 0.9) * unit, (turn + 0.901) * unit, "add") for turn in range(3)]
+    events += [Event("fsdp", turn * unit, (turn + 0.5) * unit, "all-gather") for turn in range(3)]
+    events += [Event("compute", 3 * unit, 12 * unit, "9 more turns of the loop")]
+    events += [Event("data,fsdp", 12 * unit, 13 * unit, "all-reduce")]
+    return Timeline(
+        seconds=13 * unit, compute=12 * unit, communication={"fsdp": 6 * unit, "data,fsdp": unit},
+        exposed={"data,fsdp": unit}, events=tuple(events), unknown=False,
+    )  # fmt: skip
+
+
+def report(**changes):
+    causes = tuple(
+        Share(cause, (index + 1) * GIB, "exact" if index < 5 else "compiled", ((f"array of {cause}", GIB), ("rest", 7)))
+        for index, cause in enumerate(CAUSES)
+    )
+    made = Report(
+        title="a small model", devices="8 x NVIDIA H100 SXM", sizes={"data": 2, "fsdp": 4, "tensor": 1}, per_node=8,
+        chip=find_chip("h100"), memory=causes, total=sum(share.bytes for share in causes),
+        ledger=(*(collective(kind) for kind in KINDS), collective("all-reduce", ("~data", "fsdp"), times=None, senders=0.5)),
+        flop=Flop(forward=10**12, backward=2 * 10**12, recomputed=10**12, by_dtype={"bf16": 4 * 10**12}, unknown=False),
+        model_flop=3e12, timeline=made_timeline(), flags=tuple(Flag(kind, f"text of {kind}", f"fix of {kind}", 5.0) for kind in FLAG_KINDS),
+        arguments=(argument(), argument("blocks/down", host=True), argument("step", role="other state", shape=(), shard=())),
+        notes=("a note",), seconds=12.5, versions={"jax": "0.12.0"},
+    )  # fmt: skip
+    return replace(made, **changes)
+
+
+def on_many():
+    """1024 GPUs and a program with much to say."""
+    ledger = tuple(collective(cause=f"layer {index}", payload=2**20 - index) for index in range(200))
+    arguments = tuple(argument(f"blocks/{index}/attention/query") for index in range(300))
+    events = tuple(Event("compute", index * 1e-3, (index + 0.7) * 1e-3, f"kernel {index}") for index in range(4000))
+    time = replace(made_timeline(), seconds=5.0, events=events)
+    sizes = {"data": 16, "fsdp": 8, "tensor": 8}
+    return report(sizes=sizes, devices="1024 x NVIDIA H100 SXM", ledger=ledger, arguments=arguments, timeline=time)
+
+
+SIMULATED = {"chip": None, "timeline": None, "devices": "8 x cpu"}
+TOO_LARGE = {"total": 100 * GIB, "knobs": (("remat full", 60 * GIB), ("fsdp 16", GIB))}
+REPORTS = {
+    "gpus": report,
+    "simulated": lambda: report(**SIMULATED),
+    "simulated with a timeline": lambda: report(chip=None),
+    "too large": lambda: report(**TOO_LARGE),
+    "tiny": lambda: report(memory=(Share("parameters", 4, "exact"),), total=4),
+    "one device": lambda: report(sizes={"data": 1}, per_node=1, ledger=(), flags=(), arguments=(), notes=()),
+    "no axes": lambda: report(sizes={}, per_node=1, memory=(), total=0, flop=Flop(0, 0, 0, {}, False)),
+    "one node of many": lambda: report(sizes={"data": 16, "fsdp": 8, "tensor": 8}, per_node=1024),
+    "unlike nodes": lambda: report(sizes={"data": 3, "pipe": 2, "context": 2, "tensor": 3}, per_node=8),
+    "an absurd time": lambda: report(timeline=made_timeline(1e9)),
+    "no time at all": lambda: report(timeline=replace(made_timeline(), seconds=0.0, events=())),
+    "an endless time": lambda: report(timeline=replace(made_timeline(), seconds=float("inf"))),
+    "no events": lambda: report(timeline=replace(made_timeline(), events=())),
+    "much": on_many,
+}
+
+
+class Reader(HTMLParser):
+    """Reads text and attributes, and notes what is not balanced."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.open, self.wrong, self.text, self.attributes, self.tags = [], [], [], [], []
+        self.feed(html)
+        self.close()
+        self.wrong += [f"<{name}> is never closed" for name in self.open]
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        names = [name for name, _ in attrs]
+        self.wrong += [f"<{tag}> has two {name}" for name in {*names} if names.count(name) > 1]
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(f"</{tag}> at {self.getpos()}")
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+    @property
+    def said(self):
+        return "".join(self.text)
+
+
+# TEXT
+
+
+@pytest.mark.parametrize("write", [page, fragment])
+@pytest.mark.parametrize("name", REPORTS)
+def test_it_is_well_formed_and_from_nowhere_else(write, name):
+    html = write(REPORTS[name]())
+    read = Reader(html)
+    assert read.wrong == []
+    assert html.isascii()
+    assert not {"script", "link", "img", "iframe", "a", "object", "base"} & {*read.tags}
+    assert not [name for name, _ in read.attributes if name in ("src", "href", "style") or name.startswith("on")]
+    assert not re.search(r"url\(|@import|https?:|//", html)
+    assert not re.search(r"\b(nan|inf|None)\b", read.said)
+
+
+@pytest.mark.parametrize("write", [page, fragment])
+def test_everything_that_the_report_says_is_there(write):
+    given = report(**TOO_LARGE)
+    said = Reader(write(given)).said
+    assert "Does not fit" in said
+    for words in (
+        given.title, given.devices, "data 2 × fsdp 4", "jax 0.12.0", "12.5 s", "7 flags", "a note", "remat full", "60 GiB",
+        "enough alone", "exact", "compiled", "modelled", "13 ms", "MFU", "~data,fsdp", "50% of the devices send",
+        "loops 4×8", "3 arrays in one", "in host memory", "1024×4096", "128×4096", "f32[embed/fsdp, mlp]", "scalar", "+9×",
+    ):  # fmt: skip
+        assert words in said, words
+    for share in given.memory:
+        assert share.cause in said
+        assert share.largest[0][0] in said
+    for entry in given.ledger:
+        assert entry.kind in said
+        assert entry.cause in said
+    for flag in given.flags:
+        assert flag.kind in said
+        assert flag.text in said
+        assert flag.fix in said
+    for each in given.arguments:
+        assert each.path in said
+
+
+def test_the_whole_ledger_and_every_array_are_there():
+    said = Reader(page(on_many())).said
+    assert all(f"layer {index}" in said for index in range(200))
+    assert all(f"blocks/{index}/attention/query" in said for index in range(300))
+
+
+@pytest.mark.parametrize("write", [page, fragment])
+def test_simulated_devices_have_neither_a_time_nor_a_utilization(write):
+    for given in (report(**SIMULATED), report(chip=None)):
+        said = Reader(write(given)).said
+        assert "No capacity" in said
+        for word in ("MFU", "modelled", "Time of a step", "Timeline", "Fits", "exposed"):
+            assert word not in said, word
+    assert "simulated" in Reader(write(report(**SIMULATED))).said
+
+
+@pytest.mark.parametrize("write", [page, fragment])
+def test_what_users_write_is_text_wherever_it_stands(write):
+    evil = HOSTILE
+    given = report(
+        title=evil, devices=evil, sizes={evil: 2, "fsdp": 4}, notes=(evil,), versions={evil: evil},
+        memory=(Share(evil, GIB, evil, ((evil, GIB), (evil, 1))),), knobs=((evil, 1),), flags=(Flag(evil, evil, evil, 1.0),),
+        ledger=tuple(collective(evil, (evil,), dtype=evil, cause=evil, source=evil, operation=evil, parameters=(evil,)) for _ in [1]),
+        arguments=(argument(evil, role=evil, placed=evil, dtype="f32"),),
+        timeline=replace(made_timeline(), communication={evil: 1.0}, events=(Event(evil, 0.0, 0.01, evil), Event("compute", 0.0, 0.01, evil))),
+    )  # fmt: skip
+    object.__setattr__(given, "by_axis", {evil: {evil: 1.0}})  # the wire bytes of a kind that is none are not known
+    ledger = ()  # nor of its entries
+    read = Reader(write(replace(given, ledger=ledger)))
+    benign = Reader(write(report(ledger=ledger, knobs=(("x", 1),))))
+    assert read.wrong == []
+    assert {*read.tags} <= {*benign.tags}
+    assert not [name for name, _ in read.attributes if name.startswith("on") or name == "src"]
+    assert read.said.count(evil) >= 15
+
+
+@pytest.mark.parametrize("write", [page, fragment])
+def test_a_hostile_ledger_is_text(write):
+    entry = collective(axes=(HOSTILE,), dtype=HOSTILE, cause=HOSTILE, source=HOSTILE, parameters=(HOSTILE,))
+    read = Reader(write(report(ledger=(entry,))))
+    assert read.wrong == []
+    assert not {"script", "img"} & {*read.tags}
+    assert read.said.count(HOSTILE) >= 4
+
+
+def test_a_file_name_that_is_no_text_is_still_a_page(tmp_path):
+    html = page(report(title="job \udcff.toml"))
+    (tmp_path / "page.html").write_text(html, encoding="ascii")
+    assert "job &#56575;.toml" in html
+
+
+def test_a_page_for_1024_gpus_is_small_enough_to_send():
+    html = page(on_many())
+    assert len(html) < 400_000
+    assert "and 120 more nodes" in Reader(html).said
+
+
+def test_a_fragment_touches_nothing_of_its_host():
+    html = fragment(report())
+    assert not {"html", "head", "body", "meta", "title", "h1", "h2", "h3"} & {*Reader(html).tags} - {"title"}
+    style = re.sub(r"/\*.*?\*/", "", files("jaxpar.inspector").joinpath("page.css").read_text("utf-8"), flags=re.DOTALL)
+    depth, outermost = 0, []
+    for piece in re.split(r"([{}])", re.sub(r"@media print\s*\{(.*)\}\s*$", r"\1", style, flags=re.DOTALL)):
+        outermost += [piece.strip()] if depth == 0 and piece not in "{}" and piece.strip() else []
+        depth += {"{": 1, "}": -1}.get(piece, 0)
+    assert outermost
+    assert all(".jaxpar" in selector for rule in outermost for selector in rule.split(",")), outermost
+    assert style.isascii()
+    assert {name for _, value in Reader(html).attributes if _ == "class" for name in value.split()} <= {
+        "jaxpar",
+        *re.findall(r"jx-[\w-]+", html),
+    }
+
+
+def test_a_report_shows_itself_in_a_notebook_and_writes_itself(tmp_path):
+    assert report()._repr_html_() == fragment(report())
+    assert report().html(tmp_path / "page.html") == (tmp_path / "page.html").read_text() == page(report())
+
+
+# DRAWINGS
+
+
+def test_markup_is_escaped_once_and_only_once():
+    assert tag("b", tag("i", "<"), ">", title='"') == '<b title="&quot;"><i>&lt;</i>&gt;</b>'
+
+
+def test_coordinates_count_the_devices():
+    sizes = {"data": 2, "fsdp": 3, "tensor": 4}
+    found = [coordinates(device, sizes) for device in range(24)]
+    assert [place["data"] * 12 + place["fsdp"] * 4 + place["tensor"] for place in found] == list(range(24))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_node", "nodes"),
+    [
+        ({"data": 16, "fsdp": 8, "tensor": 8}, 8, {"data": 16, "fsdp": 8, "tensor": 1}),
+        ({"fsdp": 8}, 8, {"fsdp": 1}),
+        ({"data": 2, "tensor": 3}, 4, {"data": 2, "tensor": 2}),
+        ({"data": 1}, 1, {"data": 1}),
+    ],
+)
+def test_an_axis_goes_over_so_many_nodes(sizes, per_node, nodes):
+    assert nodes_of_axes(sizes, per_node) == nodes
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e-3, 1.0, 1e9])
+def test_a_timeline_squeezes_what_is_not_drawn_and_loses_nothing(unit):
+    time = made_timeline(unit)
+    step = stretches(time)
+    assert [stretch.drawn for stretch in step] == [True, False, True]
+    assert step[1].right - step[1].left == pytest.approx(0.25)
+    places = [share_of(time.seconds * index / 100, step) for index in range(101)]
+    assert places == sorted(places)
+    assert (places[0], places[-1]) == (0.0, pytest.approx(1.0))
+    drawn = spans(time.events, step)
+    assert sum(span.count for span in drawn) == len(time.events)
+    assert sum(sum(span.busy.values()) for span in drawn) == pytest.approx(sum(e.end - e.start for e in time.events))
+    labels = ticks(step)
+    assert 2 <= len(labels) <= 8
+    assert labels == sorted(labels)
+
+
+def test_thousands_of_events_become_hundreds_of_marks():
+    time = on_many().timeline
+    many = tuple(Event("compute", index * 1e-6, (index + 0.9) * 1e-6, "k") for index in range(4000))
+    assert len(spans(time.events, stretches(time))) <= 1200
+    assert len(spans(many, stretches(replace(time, seconds=4e-3, events=many)))) <= 300
+
+
+def test_lengths_are_short():
+    assert [percent(share) for share in (0, 1, 0.5, 1 / 3, 1e-9)] == ["0%", "100%", "50%", "33.33%", "0%"]
+
+
+# BROWSER
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --hide-scrollbars --remote-debugging-pipe"
+)
+WIDTHS = {"desktop": 1280, "phone": 375}
+COMPLAINTS = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Network.requestWillBeSent")
+# every element with text of its own: its contrast with the nearest ground behind it, by WCAG 2.2
+PALE = """(() => {
+  const light = text => {
+    const [r, g, b] = text.match(/[\\d.]+/g).map(Number).map(c => (c /= 255) <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const ground = element => {
+    for (; element; element = element.parentElement) {
+      const colour = getComputedStyle(element).backgroundColor;
+      if (!/, 0\\)$/.test(colour)) return colour;
+    }
+    return 'rgb(255, 255, 255)';
+  };
+  return [...document.querySelectorAll('body *:not(title, style)')].filter(element =>
+    !element.closest('svg') && [...element.childNodes].some(node => node.nodeType == 3 && node.data.trim())).map(element => {
+      const [ink, back] = [light(getComputedStyle(element).color), light(ground(element))];
+      return [(Math.max(ink, back) + .05) / (Math.min(ink, back) + .05), element.outerHTML.slice(0, 80)];
+    }).filter(([contrast]) => !(contrast >= 4.5)).map(String);
+})()"""
+# what reaches out of the page to the right, but for what stands in a box that scrolls
+CUT = """[...document.querySelectorAll('body *')].filter(element => element.getBoundingClientRect().right >
+  document.documentElement.clientWidth + 1 && !(getComputedStyle(element.closest('.jx-scroll') ?? document.body).overflowX
+  == 'auto')).map(element => element.outerHTML.slice(0, 120))"""
+
+
+class Browser:
+    """Chromium at the end of a pipe, in the DevTools protocol: one JSON text after the other, with NUL between."""
+
+    def __enter__(self):
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+        wiring = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        self.process = subprocess.Popen(
+            ["bash", "-c", wiring, "bash", CHROMIUM, *FLAGS.split(), f"--user-data-dir={self.folder.name}", "about:blank"],
+            pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self.to, self.back = os.fdopen(ours_out, "wb", 0), os.fdopen(ours_in, "rb", 0)
+        self.numbers, self.session, self.said, self.rest = itertools.count(1), {}, [], b""
+        self.watchdog = threading.Timer(90, self.process.kill)
+        self.watchdog.start()
+        target = next(each for each in self.call("Target.getTargets")["targetInfos"] if each["type"] == "page")
+        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        self.session = {"sessionId": attached["sessionId"]}
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        return self
+
+    def __exit__(self, *_):
+        self.watchdog.cancel()
+        self.to.close()
+        self.back.close()
+        self.process.terminate()
+        self.process.wait(20)
+        self.folder.cleanup()
+
+    def hear(self):
+        while b"\0" not in self.rest:
+            more = os.read(self.back.fileno(), 1 << 20)
+            assert more, f"{CHROMIUM} ended, or was ended after 90 s"
+            self.rest += more
+        first, self.rest = self.rest.split(b"\0", 1)
+        return json.loads(first)
+
+    def call(self, method, **parameters):
+        number = next(self.numbers)
+        self.to.write(
+            json.dumps({"id": number, "method": method, "params": parameters} | self.session).encode() + b"\0"
+        )
+        while (heard := self.hear()).get("id") != number:
+            self.said.append(heard)
+        assert "error" not in heard, (method, heard)
+        return heard["result"]
+
+    def show(self, file, *, width, theme, medium="screen"):
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+        )
+        scheme = {"name": "prefers-color-scheme", "value": theme}
+        self.call("Emulation.setEmulatedMedia", media=medium, features=[scheme])
+        self.said.clear()
+        self.call("Page.navigate", url=file.as_uri())
+        while not any(each.get("method") == "Page.loadEventFired" for each in self.said):
+            self.said.append(self.hear())
+
+    def ask(self, expression):
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def complaints(self, file):
+        own = file.as_uri()
+        said = [each for each in self.said if each.get("method") in COMPLAINTS]
+        return [each for each in said if each["params"].get("request", {}).get("url") != own]
+
+    def picture(self, file):
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def paper(self, file):
+        printed = self.call("Page.printToPDF", preferCSSPageSize=True, paperWidth=8.27, paperHeight=11.69)
+        file.write_bytes(base64.b64decode(printed["data"]))
+
+
+def shades(picture):
+    """Returns how many different bytes the pixels of a PNG file have."""
+    data = picture.read_bytes()
+    at, packed = 8, b""
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 4])
+        packed += data[at + 8 : at + 8 + length] if data[at + 4 : at + 8] == b"IDAT" else b""
+        at += length + 12
+    return len({*zlib.decompress(packed)})
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on PATH")
+    with Browser() as started:
+        yield started
+
+
+@pytest.fixture
+def artifacts(tmp_path):
+    folder = Path(os.environ.get("JAXPAR_ARTIFACTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["gpus", "simulated", "too large", "tiny", "one node of many", "much", "hostile"])
+def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, artifacts, name):
+    given = (
+        REPORTS[name]()
+        if name in REPORTS
+        else report(title=HOSTILE * 3, notes=(HOSTILE,), arguments=(argument(HOSTILE),))
+    )
+    file = artifacts / f"{name.replace(' ', '_')}.html"
+    file.write_text(page(given))
+    grounds = set()
+    for (device, width), theme in itertools.product(WIDTHS.items(), ("light", "dark")):
+        browser.show(file, width=width, theme=theme)
+        browser.ask("document.querySelectorAll('details').forEach(each => each.open = true)")
+        picture = file.with_name(f"{file.stem}_{device}_{theme}.png")
+        browser.picture(picture)
+        assert shades(picture) > 16, picture
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        assert browser.ask(CUT) == []
+        assert browser.ask(PALE) == []
+        assert browser.ask("document.querySelectorAll('script, img').length") == 0
+        assert browser.complaints(file) == []
+        grounds.add(browser.ask("getComputedStyle(document.body).backgroundColor"))
+    assert len(grounds) == 2
+
+
+@pytest.mark.parametrize("name", ["gpus", "much"])
+def test_on_paper_everything_is_open_light_and_within_the_margins(browser, artifacts, name):
+    file = artifacts / f"paper_{name}.html"
+    file.write_text(page(REPORTS[name]()))
+    browser.show(file, width=718, theme="dark", medium="print")  # the text of A4 between margins of 1 cm, in CSS pixels
+    assert browser.ask("document.documentElement.scrollWidth") <= 718
+    assert browser.ask(CUT) == []
+    assert browser.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    hidden = "[...document.querySelectorAll('details > :not(summary)')].filter(each => !each.checkVisibility()).length"
+    assert browser.ask("document.querySelectorAll('details').length") > 0
+    assert browser.ask(hidden) == 0
+    browser.paper(file.with_suffix(".pdf"))
+    assert file.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_in_a_notebook_the_fragment_takes_the_notebooks_theme_and_leaves_it_alone(browser, artifacts):
+    host = "<!DOCTYPE html><p id='own'>host</p><table><tr><td id='cell'>cell</td></tr></table>"
+    look = "['own', 'cell'].map(id => JSON.stringify({...getComputedStyle(document.getElementById(id))}))"
+    file = artifacts / "notebook.html"
+    file.write_text(host)
+    browser.show(file, width=1000, theme="light")
+    before = browser.ask(look)
+    file.write_text(f"{host}<div data-jp-theme-light='false'>{fragment(report())}</div>")
+    browser.show(file, width=1000, theme="light")
+    assert browser.ask(look) == before
+    assert browser.ask("getComputedStyle(document.querySelector('.jaxpar')).backgroundColor") == "rgb(21, 24, 29)"
+    browser.ask("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert browser.ask(PALE) == []
+    assert browser.ask(CUT) == []
+    browser.picture(file.with_suffix(".png"))
+    assert browser.complaints(file) == []
