@@ -19,7 +19,8 @@ from jaxpar.sharding.names import SCOPE
 
 _HOME = Path(__file__).parent.parent
 _MACHINERY = tuple(
-    [str(_HOME / room) for room in ("sharding", "parallel", "train/step.py", "models/remat.py", "inspector", "job")]
+    [str(_HOME / room) for room in ("sharding", "parallel", "inspector", "job")]
+    + [str(_HOME / file) for file in ("train/step.py", "train/subject.py", "models/remat.py")]
     + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     + ["<"]
 )

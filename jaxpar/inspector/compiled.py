@@ -72,6 +72,8 @@ def compile_program(lowered: Any, *, platform: str) -> Compiled:
         }
         if platform == "gpu":
             options[_COSTS] = True
+            if jax.default_backend() != "gpu":
+                options["xla_gpu_autotune_level"] = 0  # there is no GPU to try kernels on, and trying takes long
         begin = time.perf_counter()
         try:
             with _uncached(), _listening() as said:

@@ -20,7 +20,8 @@ _MAGNIFIED = 0.15  # of the capacity: memory below is drawn once more
 _PIXEL = 1 / 600  # of a step: what is narrower is drawn together with its neighbours
 _SQUEEZED = 0.25  # of the width, at most, for all that is not drawn
 _LABELLED = 0.03  # of the width: a block that has room for a few letters
-_APART = 0.13  # of the width: the least distance of labels of time
+_ENDING = 0.94  # of the width: labels of time end where they belong, rather than being centred
+_LETTER = 0.02  # of the width: of a label of time, on a phone
 TURNS = re.compile(r"(\d+) more turns of the loop")
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -172,9 +173,9 @@ def mesh(sizes: Mapping[str, int], per_node: int, *, named: bool) -> Markup:
     return tag("div", *drawn, cls="jx-nodes")
 
 
-def largest_axes(sizes: Mapping[str, int], most: int) -> list[str]:
-    """Returns the axes with the most devices, as the mesh orders them; those of one device left out."""
-    large = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda axis: -sizes[axis])[:most]
+def labelled_axes(sizes: Mapping[str, int]) -> list[str]:
+    """Returns the axes whose coordinates are written on a device: those with several devices, the five largest."""
+    large = sorted((axis for axis in sizes if sizes[axis] > 1), key=lambda axis: -sizes[axis])[:5]
     return [axis for axis in sizes if axis in large]
 
 
@@ -190,10 +191,10 @@ def shaded_axes(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _node(number: int, devices: range, sizes: Mapping[str, int], shaded: Sequence[str], *, named: bool) -> Markup:
-    labelled = largest_axes(sizes, 3)
+    labelled = labelled_axes(sizes)
     longest = sum(len(str(sizes[axis] - 1)) + 1 for axis in labelled)
     width = max(42, 7 * longest + 10)
-    columns = 4 if len(devices) <= 8 else 8
+    columns = 8 if len(devices) > 8 and width < 60 else 4
     drawn = []
     for place, device in enumerate(devices[:_CELLS]):
         where = coordinates(device, sizes)
@@ -354,9 +355,10 @@ def ticks(step: Sequence[Stretch]) -> list[float]:
     for stretch in step:
         turns = range(floor(stretch.start / gap) + 1, floor(stretch.end / gap) + 1)
         for at in [stretch.start, *(turn * gap for turn in turns)] if stretch.drawn else []:
-            if stretch.at(at) - last >= _APART:
+            place, width = stretch.at(at), _LETTER * max(6, len(show_seconds(at)))
+            if place - last >= (width if place <= _ENDING else 1.5 * width):
                 found.append(at)
-                last = stretch.at(at)
+                last = place
     return found
 
 
@@ -364,6 +366,6 @@ def _axis(step: Sequence[Stretch]) -> Markup:
     labels = []
     for at in ticks(step):
         place = share_of(at, step)
-        anchor = "start" if at == 0 else "end" if place > 0.94 else "middle"
+        anchor = "start" if at == 0 else "end" if place > _ENDING else "middle"
         labels.append(tag("text", show_seconds(at) if at else "0", x=percent(place), y="12", text_anchor=anchor))
     return tag("svg", *labels, cls="jx-axis", aria_hidden="true")

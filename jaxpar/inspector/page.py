@@ -16,7 +16,7 @@ from jaxpar.inspector.drawings import (
     bar,
     join,
     kind_class,
-    largest_axes,
+    labelled_axes,
     memory_bar,
     mesh,
     nodes_of_axes,
@@ -211,7 +211,7 @@ def _knobs(report: Report) -> Markup:
     rows = [(change, show_bytes(freed), "enough alone" if 0 < short <= freed else "") for change, freed in report.knobs]
     need = f" {show_bytes(short)} must go." if short else ""
     return join([_heading(f"What would free memory.{need} ", _how("compiled")),
-                 _table("What would free memory", ("change", "frees", ""), rows, "tnw")])  # fmt: skip
+                 _table("What would free memory", ("change", "frees", ""), rows, "wnt")])  # fmt: skip
 
 
 def _largest(share: Share) -> Markup:
@@ -235,14 +235,16 @@ def _mesh(report: Report) -> Markup:
         words = [f"over {nodes[axis]} nodes" if nodes[axis] > 1 else "within a node"] if named else []
         words += [looks[axis]] if axis in looks else []
         axes.append(tag("li", tag("b", f"{axis} {report.sizes[axis]}"), f" {', '.join(words)}"))
-    labels = "·".join(largest_axes(report.sizes, 3))
+    labels = "·".join(labelled_axes(report.sizes))
     key = [tag("li", "numbers: ", tag("b", labels))] if labels else []
     return join([tag("ul", *axes, *key, cls="jx-key"), mesh(report.sizes, report.per_node, named=named)])
 
 
 def _collectives(report: Report) -> Markup:
     if not report.ledger:
-        return tag("p", "None: the devices never talk to each other." if report.count > 1 else "None: one device.")
+        return tag(
+            "p", f"No collectives: {'the devices never talk to each other' if report.count > 1 else 'one device'}."
+        )
     most = max(entry.step_wire for entry in report.ledger)
     rows = [_row(entry, most) for entry in report.ledger]
     body = [_by_axis(report), _heading("Ledger of a step, per device ", _how("compiled")), _ledger(rows[:_ROWS])]
@@ -313,10 +315,11 @@ def _arguments(report: Report) -> Markup:
     if not report.arguments:
         return Markup()
     head = ("path", "placed as", "shape", "on one device", "bytes", "role")
-    table = _table("Arrays", head, [_argument(each) for each in report.arguments], "wsttnt")
+    table = _table("Arrays", head, [_argument(each) for each in report.arguments], "wwttnt")
     size = show_bytes(sum(each.bytes for each in report.arguments if not each.host))
-    words = join([f"{len(report.arguments)} arrays, {size} on each device ", _how("exact")])
-    if len(report.arguments) <= 12:
+    count = len(report.arguments)
+    words = join([f"{count} array{'s' * (count != 1)}, {size} on each device ", _how("exact")])
+    if count <= 12:
         return join([tag("p", words), table])
     return tag("details", tag("summary", words), table)
 

@@ -7,6 +7,7 @@ from jaxpar.inspector.hlo import Module, Op
 _CALLERS = ("while", "fusion", "fusion-start", "call", "async-start", "conditional")
 _SAME = ("bitcast", "copy", "convert", "reshape", "transpose", "copy-start", "copy-done", "async-done", "fusion-done",
          "all-gather-done", "all-gather", "all-gather-start", "opt-barrier", "optimization-barrier")  # fmt: skip
+_RESHAPES = ("bitcast", "reshape")
 _SLICES = ("dynamic-slice", "slice")
 _STEPS = 40
 
@@ -73,14 +74,15 @@ class Trace:
 
     def parts(self, op: Op) -> list[Op]:
         """Returns the values that XLA laid end to end to send them as one, or the value itself."""
+        op = self._outside(op)
         whole, parameters = op, None
+        outside = self.module.named[self.places[op.name][0]]
         if op.opcode == "fusion" and op.called:
             inner = self.module.computations[op.called[0]]
             whole = next(each for each in inner if each.root)
             parameters = {each.name: int(each.inside) for each in inner if each.opcode == "parameter"}
         if whole.opcode != "concatenate" or len(whole.arrays[0].dims) != 1:
-            return [op]
-        outside = self.module.named[self.places[op.name][0]]
+            return [self._unflattened(op, outside)]
         found = []
         for name in whole.operands:
             if parameters is None:
@@ -91,8 +93,26 @@ class Trace:
                 return [op]
         return [self._unflattened(each, outside) for each in found]
 
+    def _outside(self, op: Op) -> Op:
+        """Returns what a fusion is given, for a parameter inside it."""
+        computation = self.places[op.name][0]
+        while op.opcode == "parameter" and computation in self.callers:
+            where, caller = self.callers[computation]
+            if caller.opcode not in ("fusion", "fusion-start", "async-start"):
+                break
+            op, computation = self.module.named[where][caller.operands[int(op.inside)]], where
+        return op
+
     def _unflattened(self, op: Op, here: dict[str, Op]) -> Op:
-        while op.opcode in ("bitcast", "reshape") and op.operands and op.operands[0] in here:
+        """Returns what a value was before it was only reshaped."""
+        inside = op.opcode == "fusion" and len(op.called) == 1
+        if inside:
+            root = next(each for each in self.module.computations[op.called[0]] if each.root)
+            if root.opcode not in _RESHAPES:
+                return op
+            found = self._unflattened(root, self.module.named[op.called[0]])
+            return op if found.opcode == "parameter" else found
+        while op.opcode in _RESHAPES and op.operands and op.operands[0] in here:
             before = here[op.operands[0]]
             if len(before.arrays) != 1 or before.bytes != op.bytes:
                 break

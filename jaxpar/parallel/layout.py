@@ -160,7 +160,9 @@ class Layout:
             stored = self.sharding(_only(place.stored, place, kept))
             if cast:  # else XLA may gather float32 and cast what arrives
                 value = jax.lax.with_sharding_constraint(value, stored)
-            return _gather(value, self.sharding(_only(place.used, place, kept)), stored)
+            used = self.sharding(_only(place.used, place, kept))
+            gather = _gather if self.sizes["data"] > 1 else lambda value, used, _: _constrained(value, used)
+            return gather(value, used, stored)
 
     def _unscanned(self, path: str, place: Placement, rank: int) -> list[int]:
         """Returns the dims that are left where the model reads one layer of a stack."""
@@ -223,22 +225,26 @@ class Layout:
         return nest({tuple(path.split("/")): value(place) for path, place in self.placements.items()})
 
 
+_constrained = jax.lax.with_sharding_constraint
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
     """Returns a stored parameter where it is used; its gradient goes straight to where it is stored.
 
-    Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole over `data` and
-    `fsdp` together, where a reduce-scatter over one and an all-reduce of the shard over the other would do.
+    For HSDP. Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole over `data`
+    and `fsdp` together, where a reduce-scatter over one and an all-reduce of the shard over the other would
+    do. With `fsdp` alone it makes the reduce-scatter either way, and that of a lookup better as it is.
     """
-    return jax.lax.with_sharding_constraint(value, used)
+    return _constrained(value, used)
 
 
 def _gather_forward(value, used, stored):
-    return jax.lax.with_sharding_constraint(value, used), None
+    return _constrained(value, used), None
 
 
 def _gather_backward(used, stored, _, gradient):
-    return (jax.lax.with_sharding_constraint(gradient, stored),)
+    return (_constrained(gradient, stored),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
