@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import optax
 import pytest
 
 import jaxpar
+import jaxpar as jp
 from jaxpar.job import schema
+from jaxpar.mesh.target import find_plugin
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -49,6 +53,23 @@ def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
     assert float(loss) == pytest.approx(
         float(said.strip().rsplit(" ", 1)[1]), abs=0.15
     )  # the text is this Python's own
+
+
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+def test_the_block_of_the_readme_on_inspection_runs_as_printed():
+    code = next(block for block in blocks("python") if "jp.inspect" in block)
+    mesh = jax.sharding.Mesh(jp.target_devices("h100:1x8"), ("data",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    settings = jp.DecoderSettings(vocab=256, seq=64, layers=2, dim=64, heads=8)
+    tokens = jax.ShapeDtypeStruct((16, 64), "int32")
+    names = {
+        "jax": jax, "jp": jp, "LAYERS": 2, "optimizer": optax.adamw(1e-3), "parallel": jp.Parallel(tensor=8),
+        "model": lambda rngs: jp.Decoder(settings, rngs=rngs), "batch": {"inputs": tokens, "targets": tokens},
+        "weights": jax.ShapeDtypeStruct((64, 64), "float32", sharding=split), "f": lambda weights, x: x @ weights,
+        "x": jax.ShapeDtypeStruct((64, 64), "float32", sharding=split),
+    }  # fmt: skip
+    exec(code, names)
+    assert names["report"].by_axis["data"].keys() == {"all-gather"}
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """The inspector on whole programs: memory to the byte, planted faults found and named, the verb, garbage refused."""
 
 import json
+import resource
+import time
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -231,13 +234,39 @@ def test_the_verb_reports_writes_and_compares(tmp_path, capsys):
 
 
 @gpu_compiler
+@pytest.mark.slow
 def test_what_does_not_fit_ends_with_status_1_and_says_what_would_help(capsys):
-    large = ["model.dim=16384", "model.layers=8", "model.hidden=49152"]
-    status = main(["inspect", "configs/data8.toml", "--target", "a100", *large])
+    large = ["model.dim=8192", "model.layers=16", "model.hidden=32768"]
+    status = main(["inspect", "configs/data8.toml", "--target", "h100", *large])
     said = capsys.readouterr().out
     assert status == 1
     assert "DOES NOT FIT" in said
     assert "train.remat = 'full'  frees" in said
+
+
+@gpu_compiler
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.stem, marks=[] if path.stem.startswith("gpu_") else pytest.mark.slow)
+        for path in sorted(Path("configs").glob("*.toml"))
+    ],
+)
+def test_every_job_of_configs_passes_inspection_for_its_own_target(name, tmp_path, capsys):
+    simulated = not name.startswith("gpu_")
+    target = ["--target", "h100"] if simulated else []  # those on simulated devices are shown as they would be on GPUs
+    out = tmp_path / "report.json"
+    begin = time.perf_counter()
+    status = main(["inspect", f"configs/{name}.toml", *target, "--json", str(out)])
+    seconds = time.perf_counter() - begin
+    assert status == 0, capsys.readouterr()
+    report = json.loads(out.read_text())
+    assert report["fits"] is True
+    assert sum(share["bytes"] for share in report["memory"]) == report["total"]
+    assert {flag["kind"] for flag in report["flags"]} <= {"per microbatch", "unsharded gradient"}
+    if "70b" in name:
+        assert seconds < 60
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 8 * 2**20  # KiB on Linux
 
 
 @pytest.mark.parametrize(

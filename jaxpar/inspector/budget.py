@@ -39,7 +39,8 @@ def assert_collectives(
         for kind in kinds:
             if kind not in KINDS:
                 raise refuse(f"{kind!r} in a budget", rule=f"one of {', '.join(KINDS)}", fix=nearest(kind, KINDS))
-        here = [entry for entry in report.ledger if entry.axis == axis and entry.payload >= smallest]
+        parts = set(axis.split(","))
+        here = [entry for entry in report.ledger if set(entry.axes) == parts and entry.payload >= smallest]
         for kind in KINDS:
             problems += _differs(axis, kind, kinds.get(kind, 0), [entry for entry in here if entry.kind == kind])
     if problems:

@@ -24,8 +24,12 @@ _NOISE = (
     "exceeds the base limit",  # it does not fit: the report says so
     "by rematerialization; only reduced",
 )
-_NO_TABLE = "Cannot find key: sm_"  # XLA's cost model has no table for this GPU
+_TUNING = "xla_gpu_autotune_level"
 _COSTS = "xla_gpu_collect_cost_model_stats"
+_NEEDS = {  # what XLA says where an option needs what it has not
+    "Failed to get configs": _TUNING,  # some products have no kernel that is taken without a choice
+    "Cannot find key: sm_": _COSTS,  # its cost model has no table for this GPU
+}
 REMATERIALIZED = "Involuntary full rematerialization"
 
 
@@ -73,11 +77,11 @@ def compile_program(lowered: Any, *, platform: str) -> Compiled:
         if platform == "gpu":
             options[_COSTS] = True
             if jax.default_backend() != "gpu":
-                options["xla_gpu_autotune_level"] = 0  # there is no GPU to try kernels on, and trying takes long
+                options[_TUNING] = 0  # there is no GPU to try kernels on, and going through them takes long
         begin = time.perf_counter()
         try:
-            with _uncached(), _listening() as said:
-                program = _compile(lowered, options)
+            with _uncached():
+                program, said = _compile(lowered, options)
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             raise refuse(
                 f"XLA does not compile it for {platform}: {str(error).strip().splitlines()[0][:300]}",
@@ -96,17 +100,30 @@ def compile_program(lowered: Any, *, platform: str) -> Compiled:
             temporary=stats.temp_size_in_bytes,
             platform=platform,
             seconds=seconds,
-            said=tuple(line for line in said if REMATERIALIZED in line),
+            said=said,
         )
 
 
-def _compile(lowered: Any, options: dict[str, Any]) -> Any:
-    try:
-        return lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        if _NO_TABLE not in str(error):
-            raise
-        return lowered.compile(compiler_options={**options, _COSTS: False})
+def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """Compiles, and again without an option that only helps, where XLA has not what the option needs.
+
+    Returns:
+      The program, and what XLA said of resharding; what else it said is written to the standard error.
+    """
+    while True:
+        with _listening() as said:
+            try:
+                program = lowered.compile(compiler_options=options)
+            except jax.errors.JaxRuntimeError as error:
+                unmet = [o for words, o in _NEEDS.items() if words in str(error) and o in options]
+                if not unmet:
+                    raise
+                options = {name: value for name, value in options.items() if name not in unmet}
+                continue
+        rest = [line for line in said if line.strip() and not any(x in line for x in (*_NOISE, REMATERIALIZED))]
+        if rest:
+            print("\n".join(rest), file=sys.stderr)
+        return program, tuple(line for line in said if REMATERIALIZED in line)
 
 
 def _read(folder: str, pattern: str) -> str:
@@ -127,7 +144,7 @@ def _uncached() -> Iterator[None]:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Collects what XLA writes to the standard error of the process; what is not about resharding is written on."""
+    """Collects what XLA writes to the standard error of the process."""
     said: list[str] = []
     sys.stderr.flush()
     kept = os.dup(2)
@@ -141,6 +158,3 @@ def _listening() -> Iterator[list[str]]:
             os.close(kept)
             file.seek(0)
             said += file.read().decode(errors="replace").splitlines()
-            rest = [line for line in said if line.strip() and not any(x in line for x in (*_NOISE, REMATERIALIZED))]
-            if rest:
-                print("\n".join(rest), file=sys.stderr)

@@ -60,7 +60,7 @@ def join(parts: Iterable[str]) -> Markup:
 
 def kind_class(kind: str) -> str:
     """Returns the class that colours a kind of collective."""
-    return f"jx-k{KINDS.index(kind)}" if kind in KINDS else "jx-other"
+    return f"jx-k{KINDS.index(kind)}" if kind in KINDS[:5] else "jx-other"
 
 
 def percent(share: float) -> str:

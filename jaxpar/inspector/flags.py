@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpar.inspector.causes import Argument
+from jaxpar.inspector.causes import Argument, shorten
 from jaxpar.inspector.flop import Flop
 from jaxpar.inspector.hlo import BITS
 from jaxpar.inspector.subject import Subject
@@ -105,7 +105,7 @@ def _per_microbatch(
     total: float,
 ) -> list[Flag]:
     """Compares what is reduced of each parameter in a step with the size of its gradient."""
-    reduced: dict[tuple[str, ...], list[Collective]] = defaultdict(list)
+    reduced: dict[tuple, list[Collective]] = defaultdict(list)
     for entry in ledger:
         if (
             entry.kind in ("all-reduce", "reduce-scatter")
@@ -115,9 +115,9 @@ def _per_microbatch(
         ):
             names = _names(entry, given)
             if names:
-                reduced[names].append(entry)
+                reduced[names, entry.kind, entry.axes].append(entry)
     often: list[tuple[float, Collective]] = []
-    for names, entries in reduced.items():
+    for (names, *_), entries in reduced.items():
         elements = 0
         for name in names:
             size = 1
@@ -175,9 +175,10 @@ def _idle(ledger: Sequence[Collective], sizes: dict[str, int]) -> list[Flag]:
 def _rematerialized(said: Sequence[str]) -> list[Flag]:
     found: dict[str, Flag] = {}
     for line in said:
-        what = re.search(r"HLO operation: (.{0,160})", line)
+        what = re.search(r"HLO operation:? %?(\S+) = (\w+\[[\d,]*\])", line)
         name = re.search(r'op_name="([^"]*)"', line)
-        text = f"{what[1] if what else line[:160]}{f' ({name[1]})' if name else ''}"
+        label = f" ({shorten(name[1])})" if name else ""
+        text = f"{what[2]} of {what[1]}{label}" if what else line.split("] ", 1)[-1][:200]
         found[text] = Flag(
             "rematerialized",
             f"XLA replicates a whole array to reshard it: {text}",

@@ -150,7 +150,7 @@ class Report:
         text = page(self)
         if path is not None:
             try:
-                Path(path).write_text(text)
+                Path(path).write_text(text, encoding="utf-8")
             except OSError as error:
                 raise refuse(
                     f"{path}: {error.strerror}", rule="a file in a folder that exists", fix="report.html"

@@ -89,6 +89,10 @@ def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
             parallel.stage < 3 and parallel.fsdp != 1,
         ),
     ]
+    if not parallel.stage and parallel.data > 1:
+        ways = parallel.data * parallel.fsdp
+        split = dataclasses.replace(parallel, data=1, fsdp=ways)
+        tries.append((f"parallel.data = 1, parallel.fsdp = {ways}", {"parallel": split}, True))
     found = []
     for change, replaced, makes_sense in tries:
         if makes_sense:

@@ -2,19 +2,21 @@
 
 from dataclasses import dataclass
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-_WIRE = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0}
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all",
+         "collective-broadcast")  # fmt: skip
+_WIRE = {"all-reduce": 2.0}
 
 
 def wire_bytes(kind: str, payload: float, group: int) -> float:
     """Returns the bytes that each device sends in one collective of ring algorithms.
 
     Source: Thakur, Rabenseifner, Gropp (2005), section 4: (n-1)/n of the payload, all-reduce twice.
+    For a ragged all-to-all it is the most that can travel.
 
     >>> wire_bytes("all-reduce", 800, 8)
     1400.0
     """
-    return payload if kind == "collective-permute" else _WIRE[kind] * payload * (group - 1) / group
+    return payload if kind == "collective-permute" else _WIRE.get(kind, 1.0) * payload * (group - 1) / group
 
 
 @dataclass(frozen=True, kw_only=True)

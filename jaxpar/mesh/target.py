@@ -20,7 +20,6 @@ from jaxpar.errors import nearest, refuse
 from jaxpar.mesh.chips import CHIPS, Chip
 
 PLUGIN = "jax_plugins.xla_cuda13"
-MISSING = "pip install 'jaxpar[gpu-plan]', or --target cpu"
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
 MOST = 65_536
 
@@ -81,7 +80,12 @@ def find_plugin() -> str | None:
         found = find_spec(PLUGIN)
     except ModuleNotFoundError:
         found = None
-    return None if found else "the plugin jax-cuda13-pjrt is not installed"
+    if not found:
+        return "the plugin jax-cuda13-pjrt is not installed"
+    plugin, jaxlib = (version(name) for name in ("jax-cuda13-pjrt", "jaxlib"))
+    if plugin.split(".")[:2] != jaxlib.split(".")[:2]:
+        return f"jax-cuda13-pjrt {plugin} is not of the version of jaxlib {jaxlib}"
+    return None
 
 
 def target_devices(target: str | Target) -> list[Any]:
@@ -107,7 +111,9 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
 
     if missing := find_plugin():
         raise refuse(
-            f"target {target}: {missing}", rule="compiling for absent GPUs needs XLA's GPU compiler", fix=MISSING
+            f"target {target}: {missing}",
+            rule="compiling for absent GPUs needs XLA's GPU compiler",
+            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')} (extra gpu-plan), or --target cpu",
         )
     # the plugin misses its other half, which only running needs
     logging.getLogger(PLUGIN).addFilter(lambda record: "is not found" not in record.getMessage())
