@@ -61,6 +61,7 @@ class Argument:
       placed: The array as the user thinks of it, `f32[embed/fsdp, mlp/tensor]`.
       axes: The mesh axes that split it.
       host: Whether it lives in host memory.
+      stacked: Whether its first dim counts layers.
     """
 
     path: str
@@ -71,6 +72,7 @@ class Argument:
     placed: str
     axes: tuple[str, ...] = ()
     host: bool = False
+    stacked: bool = False
 
     @property
     def bytes(self) -> int:
@@ -100,20 +102,24 @@ class Causes:
         self.arguments = tuple(arguments)
         self._numbered = parameters == len(self.arguments)
         self._loss = set(loss)
-        self._shapes: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        self._whole: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        self._shards: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for argument in self.arguments:
             if argument.role not in ("parameters", "arguments"):
                 continue
-            shapes = [argument.shape, argument.shard]
-            if used and argument.path in used:
-                shapes.append(tuple(used[argument.path]))
-            for key in {_key(each) for shape in shapes for each in (shape, shape[1:])}:
-                if key and argument.path not in self._shapes[key]:
-                    self._shapes[key].append(argument.path)
+            whole = [argument.shape, *([tuple(used[argument.path])] if used and argument.path in used else [])]
+            for known, shapes in ((self._whole, whole), (self._shards, [argument.shard])):
+                layers = [shape[1:] for shape in shapes if argument.stacked]
+                for key in {_key(merged) for shape in (*shapes, *layers) for merged in _merged(shape)}:
+                    if key:
+                        known[key].append(argument.path)
 
-    def parameters_like(self, dims: Sequence[int]) -> list[str]:
-        """Returns the parameters with these dims, 1s left out: whole, in a shard, or one layer of a stack."""
-        return self._shapes.get(_key(dims), [])
+    def parameters_like(self, dims: Sequence[int], *, shards: bool = True) -> list[str]:
+        """Returns the parameters with these dims: whole or one layer of a stack, else as shards.
+
+        Dims of 1 do not count, nor does the order; neighbours may be merged, as XLA likes to.
+        """
+        return self._whole.get(_key(dims)) or (self._shards.get(_key(dims), []) if shards else [])
 
     def is_loss(self, frame: Frame) -> bool:
         """Returns whether a line belongs to a loss function."""
@@ -126,7 +132,7 @@ class Causes:
         found = set(_SCOPED.findall(label))
         return found.pop().replace(".", "/") if len(found) == 1 else None
 
-    def of(self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array]) -> Cause:
+    def of(self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array], *, shards: bool) -> Cause:
         """Returns what an instruction works on.
 
         Args:
@@ -134,6 +140,7 @@ class Causes:
           op: The instruction.
           operand: What it works on: of several, one.
           arrays: Shapes by which a parameter may be known.
+          shards: Whether it may be the shard of one.
         """
         maker = trace.maker(operand.name) or op
         backward = is_backward(maker.label) or is_backward(op.label)
@@ -147,7 +154,7 @@ class Causes:
                 return Cause(argument.path, source, operation, backward, (argument.path,))
         if scoped := self.scope(maker.label):
             return Cause(scoped, source, operation, backward, (scoped,))
-        alike = next((found for array in arrays if (found := self.parameters_like(array.dims))), [])
+        alike = next((found for array in arrays if (found := self.parameters_like(array.dims, shards=shards))), [])
         if alike:
             return Cause(either(alike), source, operation, backward, tuple(alike))
         where = f"{frame.function.split('.<locals>')[0]}: " if frame and frame.function else ""
@@ -185,6 +192,14 @@ def shorten(label: str) -> str:
 def users_frame(stack: Sequence[Frame]) -> Frame | None:
     """Returns the innermost line that is neither a library's nor the machinery of a step."""
     return next((frame for frame in stack if not frame.file.startswith(_MACHINERY)), stack[0] if stack else None)
+
+
+def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns a shape with every choice of neighbouring dims made one."""
+    if len(shape) < 2 or len(shape) > 6:
+        return [tuple(shape)]
+    rest = _merged(shape[1:])
+    return [(shape[0], *each) for each in rest] + [(shape[0] * each[0], *each[1:]) for each in rest]
 
 
 def _key(dims: Sequence[int]) -> tuple[int, ...]:

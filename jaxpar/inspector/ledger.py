@@ -60,7 +60,9 @@ def entries(trace: Trace, visit: Visit, sizes: Mapping[str, int], causes: Causes
     for operand in operands[:: group if split else 1]:
         for array in operand.arrays:
             whole = array.bytes * (group if split or kind == "all-gather" else 1)
-            cause = causes.of(trace, op, operand, _result(array, kind, group))
+            cause = causes.of(
+                trace, op, operand, _result(array, kind, group), shards=kind not in ("all-gather", "reduce-scatter")
+            )
             made.append(
                 Collective(
                     kind=kind,
@@ -84,18 +86,11 @@ def entries(trace: Trace, visit: Visit, sizes: Mapping[str, int], causes: Causes
 
 
 def _result(array: Array, kind: str, group: int) -> Sequence[Array]:
-    """Returns the arrays that may be known by a shape: what goes in, and what comes out."""
+    """Returns the arrays by which a parameter may be known: what is reduced, what a gather makes."""
     if kind == "all-gather":
         return [
             Array(array.dtype, (*array.dims[:i], d * group, *array.dims[i + 1 :])) for i, d in enumerate(array.dims)
         ]
-    if kind == "reduce-scatter":
-        split = [
-            Array(array.dtype, (*array.dims[:i], d // group, *array.dims[i + 1 :]))
-            for i, d in enumerate(array.dims)
-            if d % group == 0
-        ]
-        return [array, *split]
     return [array]
 
 

@@ -74,6 +74,7 @@ def argument(path: str, role: str, leaf: Any, sharding: Any, *, names: Sequence[
     return Argument(
         path=path, role=role, dtype=hlo_dtype(dtype), shape=shape, shard=shard,
         placed=f"{hlo_dtype(dtype)}[{', '.join(dims)}]", axes=tuple(split),
+        stacked=names[0] == "layers" if names else len(shape) > 2,
         host=getattr(sharding, "memory_kind", None) == "pinned_host",
     )  # fmt: skip
 

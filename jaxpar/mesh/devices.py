@@ -1,8 +1,19 @@
 """Which devices there are: those of the machine, or simulated ones on its processor."""
 
+import logging
+
 import jax
 
 from jaxpar.errors import refuse
+
+PLUGIN = "jax_plugins.xla_cuda13"  # XLA's compiler for NVIDIA GPUs
+
+
+def hush_plugin() -> None:
+    """Keeps the plugin from saying in every process that it misses its other half, which only running needs."""
+    log = logging.getLogger(PLUGIN)
+    if not log.filters:
+        log.addFilter(lambda record: "is not found" not in record.getMessage())
 
 
 def simulate(count: int) -> None:
@@ -15,6 +26,7 @@ def simulate(count: int) -> None:
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise refuse(f"simulate({count!r})", rule="a positive whole number of devices", fix="simulate(8)")
+    hush_plugin()
     try:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)

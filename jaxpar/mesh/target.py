@@ -6,7 +6,6 @@ The one module that knows how: JAX's experimental topologies and the text of XLA
 `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto).
 """
 
-import logging
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +17,8 @@ import jax
 
 from jaxpar.errors import nearest, refuse
 from jaxpar.mesh.chips import CHIPS, Chip
+from jaxpar.mesh.devices import PLUGIN, hush_plugin
 
-PLUGIN = "jax_plugins.xla_cuda13"
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
 MOST = 65_536
 
@@ -115,8 +114,7 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
             rule="compiling for absent GPUs needs XLA's GPU compiler",
             fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')} (extra gpu-plan), or --target cpu",
         )
-    # the plugin misses its other half, which only running needs
-    logging.getLogger(PLUGIN).addFilter(lambda record: "is not found" not in record.getMessage())
+    hush_plugin()
     before = jax.config.jax_platforms
     if before is None:  # else the plugin looks for CUDA's libraries, which compiling does not need
         jax.config.update("jax_platforms", "cpu")
