@@ -109,8 +109,9 @@ shares = {share.cause: share.bytes for share in zero3.memory}
 print(f"all parameters: {show_bytes(4 * P)}; gathered weights in memory: {show_bytes(shares['gathered weights'])}")
 
 # %% [markdown]
-# It did: a gathered weight is to `jax.grad` one more value that the backward pass will need. So inside a step this
-# ZeRO-3 holds every parameter whole. The cure is to recompute, which section 4 does.
+# It did, all but the 1.25 MiB of the embedding: a gathered weight is to `jax.grad` one more value that the backward pass
+# will need, and a lookup needs none. So inside a step, this ZeRO-3 holds the layers and the head whole. The cure is to
+# recompute, which section 4 does.
 #
 # Where do the gathers stand? `loop` says in which loops, and how often each turns.
 
@@ -178,10 +179,12 @@ reports = {"remat='none'": zero3, "remat='full'": full}
 assert all(sum(share.bytes for share in report.memory) == report.total for report in reports.values())
 figure, ax = plt.subplots(figsize=(10, 2.6), dpi=110, layout="constrained")
 left = np.zeros(2)
-for colour, cause in zip([0, 1, 4, 6, 8, 18], [c.cause for c in full.memory if c.bytes > 2**14], strict=True):
+causes = ("parameters", "optimizer state", "gradients", "gathered weights", "activations", "everything else")
+for colour, cause in zip([0, 1, 4, 6, 8, 18], causes, strict=True):
     sizes = [sum(s.bytes for s in report.memory if s.cause == cause) / 2**20 for report in reports.values()]
     ax.barh(list(reports), sizes, left=left, color=plt.cm.tab20c(colour), label=cause)
     left += sizes
+ax.spines[["top", "right"]].set_visible(False)
 ax.set(xlabel="MiB on each device", title="ZeRO-3 on eight devices", ylim=(1.5, -0.5))
 ax.legend(frameon=False, ncols=3, loc="lower right")
 plt.show()
@@ -326,7 +329,7 @@ jp.assert_collectives(report, {"data": {"all-reduce": 2}, "tensor": {"all-reduce
 #
 # ## What to try next
 #
-# * `sequence=True` beside `tensor=8`: which all-reduces become pairs, and which `remat` makes them three?
+# * `sequence=True` beside `tensor=8`: which all-reduces become pairs, and where does a third one come from?
 # * `accumulate=4` under ZeRO-3: a flag says what it costs.
 # * In section 6, `jp.Parallel(data=8, fsdp=8)` on eight nodes: which axis crosses the network, and what is exposed?
 # * `jaxpar inspect job.toml --target h100:16x8`: the same for a job, from the command line.

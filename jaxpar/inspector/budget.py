@@ -29,6 +29,13 @@ def assert_collectives(
     Raises:
       JaxparError: With every entry that differs and what stands behind it.
     """
+    _check_given(report)
+    if not isinstance(budget, Mapping) or not all(isinstance(kinds, Mapping) for kinds in budget.values()):
+        raise refuse(
+            f"budget={budget!r:.60}",
+            rule="a budget says for each axis what may run over it",
+            fix='{"tensor": {"all-reduce": 18}}',
+        )
     smallest = parse_bytes(at_least)
     axes = {*report.sizes, *(entry.axis for entry in report.ledger)}
     problems: list[Problem] = []
@@ -75,6 +82,7 @@ def assert_fits(report: Report) -> None:
     Raises:
       JaxparError: If it does not, with its largest causes; or if the devices have no known capacity.
     """
+    _check_given(report)
     if report.capacity is None:
         raise refuse(
             f"whether {report.title} fits on {report.devices}",
@@ -90,4 +98,11 @@ def assert_fits(report: Report) -> None:
             rule=f"a {report.chip.name if report.chip else 'device'} has {show_bytes(report.capacity)} for a program",
             fix="; ".join(f"{change} frees {show_bytes(freed)}" for change, freed in report.knobs[:3])
             or "remat, more microbatches, a higher zero, or more devices",
+        )
+
+
+def _check_given(report: Report) -> None:
+    if not isinstance(report, Report):
+        raise refuse(
+            f"a report that is {report!r:.60}", rule="a report is what jp.inspect returns", fix="jp.inspect(...)"
         )

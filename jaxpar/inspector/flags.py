@@ -46,7 +46,7 @@ def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said:
         *_unsharded(ledger, given, subject.batch_axes, total),
         *_per_microbatch(ledger, given, subject.batch_axes, sizes, total),
         *_wide(notable, _asked_for_16_bits(subject, flop)),
-        *_idle(ledger, sizes),
+        *_idle(ledger, sizes, {axis for argument in subject.arguments for axis in argument.axes}),
         *_rematerialized(said),
         *_unknown(ledger, flop),
     ]
@@ -159,12 +159,15 @@ def _wide(ledger: Sequence[Collective], low: bool) -> list[Flag]:
     ]
 
 
-def _idle(ledger: Sequence[Collective], sizes: dict[str, int]) -> list[Flag]:
+def _idle(ledger: Sequence[Collective], sizes: dict[str, int], splits: set[str]) -> list[Flag]:
     used = {axis for entry in ledger for axis in _bare(entry)}
     return [
         Flag(
             "idle axis",
-            f"{axis}={size} never communicates: its devices do the same work, or work that nobody puts together",
+            f"{axis}={size} never communicates: "
+            + (
+                "what it splits stays apart" if axis in splits else "it splits nothing, so its devices do the same work"
+            ),
             f"{axis}=1 and another axis larger, or a sharding that names {axis}",
         )
         for axis, size in sizes.items()

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, users_code
 from jaxpar.inspector.causes import Argument
 from jaxpar.inspector.hlo import BITS
 
@@ -104,6 +104,12 @@ def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str
             rule="what is inspected is compiled: a jitted function, or a Step of jp.build",
             fix="jax.jit(f), with arguments that have shardings",
         )
+    if isinstance(roles, str) or not isinstance(roles, Sequence):
+        raise refuse(
+            f"roles={roles!r:.60}", rule="roles are a tuple, one for each argument", fix='roles=("parameters",)'
+        )
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise refuse(f"mesh={mesh!r:.60}", rule="a mesh is a jax.sharding.Mesh", fix="leave it out")
     for role in roles:
         if role not in ROLES:
             raise refuse(
@@ -127,8 +133,12 @@ def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str
             rule="a program runs on one mesh",
             fix="shard every argument over the same mesh",
         )
+    title = getattr(function, "__name__", "program")
     whole = NamedSharding(mesh, PartitionSpec())
-    lowered = function.lower(*args, **kwargs)
+    with users_code(
+        title, rule="a function is inspected on the arguments it is called with", fix="the call it is made for"
+    ):
+        lowered = function.lower(*args, **kwargs)
     arguments = []
     for keys, leaf in flat:
         if not hasattr(leaf, "shape"):
