@@ -89,6 +89,7 @@ class Causes:
       used: Path of a parameter to the shape that one device computes with, where it is neither whole
         nor the stored shard.
       loss: (file, function) of what computes the loss, beside jaxpar's own.
+      batch_axes: Mesh axes that split examples.
     """
 
     def __init__(
@@ -98,9 +99,12 @@ class Causes:
         parameters: int = -1,
         used: Mapping[str, Sequence[int]] | None = None,
         loss: Iterable[tuple[str, str]] = (),
+        batch_axes: Iterable[str] = (),
     ):
         self.arguments = tuple(arguments)
-        self._numbered = parameters == len(self.arguments)
+        self.numbered = parameters == len(self.arguments)
+        self._by_path = {argument.path: argument for argument in self.arguments}
+        self._batch_axes = set(batch_axes)
         self._loss = set(loss)
         self._whole: dict[tuple[int, ...], list[str]] = defaultdict(list)
         self._shards: dict[tuple[int, ...], list[str]] = defaultdict(list)
@@ -109,8 +113,10 @@ class Causes:
                 continue
             whole = [argument.shape, *([tuple(used[argument.path])] if used and argument.path in used else [])]
             for known, shapes in ((self._whole, whole), (self._shards, [argument.shard])):
-                layers = [shape[1:] for shape in shapes if argument.stacked]
-                for key in {_key(merged) for shape in (*shapes, *layers) for merged in _merged(shape)}:
+                skip = 1 if argument.stacked else 0  # the layers of a stack are never merged with their dims
+                tails = {merged for shape in shapes for merged in _merged(shape[skip:])}
+                heads = {shape[:skip] for shape in shapes}
+                for key in {_key(tail) for tail in tails} | {_key((*head, *tail)) for head in heads for tail in tails}:
                     if key:
                         known[key].append(argument.path)
 
@@ -120,6 +126,16 @@ class Causes:
         Dims of 1 do not count, nor does the order; neighbours may be merged, as XLA likes to.
         """
         return self._whole.get(_key(dims)) or (self._shards.get(_key(dims), []) if shards else [])
+
+    def _moved(self, array: Array, kind: str, axes: set[str], label: str) -> list[str]:
+        """Returns the parameters that a collective may move, by shape and by axes."""
+        shards = kind not in ("all-gather", "reduce-scatter")
+        found = self.parameters_like(array.dims, shards=shards)
+        if kind == "all-gather" and "jvp(" not in label:  # after the update: ZeRO-1 and 2 make parameters whole again
+            return found
+        if kind == "all-gather":
+            return [path for path in found if axes <= set(self._by_path[path].axes)]
+        return found if {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
 
     def is_loss(self, frame: Frame) -> bool:
         """Returns whether a line belongs to a loss function."""
@@ -132,7 +148,9 @@ class Causes:
         found = set(_SCOPED.findall(label))
         return found.pop().replace(".", "/") if len(found) == 1 else None
 
-    def of(self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array], *, shards: bool) -> Cause:
+    def of(
+        self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array], *, kind: str, axes: Iterable[str]
+    ) -> Cause:
         """Returns what an instruction works on.
 
         Args:
@@ -140,7 +158,9 @@ class Causes:
           op: The instruction.
           operand: What it works on: of several, one.
           arrays: Shapes by which a parameter may be known.
-          shards: Whether it may be the shard of one.
+          kind: Of the collective.
+          axes: That it runs over. A parameter is gathered over what splits it; its gradient is summed
+            over what splits examples.
         """
         maker = trace.maker(operand.name) or op
         backward = is_backward(maker.label) or is_backward(op.label)
@@ -148,13 +168,13 @@ class Causes:
         source = f"{Path(frame.file).name}:{frame.line}" if frame else ""
         operation = shorten(maker.label)
         number = trace.given(operand.name)
-        if number is not None and self._numbered and not backward:
+        if number is not None and self.numbered and (kind == "all-gather" or not backward):
             argument = self.arguments[number]
             if argument.role in ("parameters", "arguments"):
-                return Cause(argument.path, source, operation, backward, (argument.path,))
+                return Cause(argument.path, source, operation, False, (argument.path,))
         if scoped := self.scope(maker.label):
             return Cause(scoped, source, operation, backward, (scoped,))
-        alike = next((found for array in arrays if (found := self.parameters_like(array.dims, shards=shards))), [])
+        alike = next((found for array in arrays if (found := self._moved(array, kind, set(axes), maker.label))), [])
         if alike:
             return Cause(either(alike), source, operation, backward, tuple(alike))
         where = f"{frame.function.split('.<locals>')[0]}: " if frame and frame.function else ""

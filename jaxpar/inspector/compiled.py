@@ -134,7 +134,7 @@ def _read(folder: str, pattern: str) -> str:
 @contextmanager
 def _uncached() -> Iterator[None]:
     """Keeps what is compiled for inspection out of the persistent cache."""
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    before = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     try:
         yield

@@ -69,7 +69,7 @@ def _replicates(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list
             f"all-gather over {entry.axis} of {show_bytes(entry.payload)} at {entry.source or 'an unknown line'} "
             f"({entry.cause}), {_times(entry)}: {entry.axis} splits "
             "the examples, so afterwards every device holds all of them",
-            f"a sharding constraint there that keeps {entry.axis} on the batch dim, or none",
+            f"a sharding constraint there, or after it, that keeps {entry.axis} on the batch dim, or none",
             entry.step_wire,
         )
         for entry in ledger

@@ -60,9 +60,7 @@ def entries(trace: Trace, visit: Visit, sizes: Mapping[str, int], causes: Causes
     for operand in operands[:: group if split else 1]:
         for array in operand.arrays:
             whole = array.bytes * (group if split or kind == "all-gather" else 1)
-            cause = causes.of(
-                trace, op, operand, _result(array, kind, group), shards=kind not in ("all-gather", "reduce-scatter")
-            )
+            cause = causes.of(trace, op, operand, _result(array, kind, group), kind=kind, axes=axes)
             made.append(
                 Collective(
                     kind=kind,

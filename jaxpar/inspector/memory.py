@@ -7,6 +7,7 @@ byte of the block is given to the buffer that covers it; what no buffer covers t
 price of packing. So the causes add up to the total, to the byte.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ CAUSES = ("parameters", "optimizer state", "other state", "batch", "arguments", 
           "activations", "logits", "everything else")  # fmt: skip
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*):$")
 _VALUE = re.compile(r"^ value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
-_LIVE = re.compile(r"^    ([^\s{]+)\{([\d,]*)\}: (\d+) bytes")
+_SPAN = re.compile(r"^    ([^\s{]+)\{([\d,]*)\}:(\d+)-(\d+)$")
 _TEMPORARY = "preallocated-temp"
 
 
@@ -85,16 +86,26 @@ def temporaries(compiled: Compiled) -> list[Buffer]:
             rule="memory by cause is read from the files of jaxlib 0.10 to 0.12",
             fix="a newer jaxpar",
         )
-    alive, at_peak = [], False
-    for line in compiled.lifetimes.splitlines():
-        if line.strip().startswith("Live ranges at"):
-            at_peak = True
-        elif at_peak and (match := _LIVE.match(line)):
-            if buffer := block.get((match[1], _index(match[2]))):
-                alive.append(buffer)
-        elif at_peak:
-            break
-    return alive
+    return _fullest(block, compiled.lifetimes)
+
+
+def _fullest(block: dict[tuple[str, tuple[int, ...]], Buffer], lifetimes: str) -> list[Buffer]:
+    """Returns the buffers that are alive at the moment when most of the block is in use.
+
+    The moment that XLA itself calls the peak counts arguments and aliases too.
+    """
+    spans = []
+    for line in lifetimes.splitlines():
+        if (match := _SPAN.match(line)) and (buffer := block.get((match[1], _index(match[2])))):
+            spans.append((int(match[3]), int(match[4]), buffer))
+    changes = sorted({start for start, _, _ in spans})
+    best, most = [], -1
+    for now in changes:
+        alive = [buffer for start, end, buffer in spans if start <= now <= end]
+        used = sum({(buffer.offset, buffer.size): buffer.size for buffer in alive}.values())
+        if used > most:
+            best, most = alive, used
+    return best
 
 
 def cover(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
@@ -182,13 +193,14 @@ class _Reader:
     def _shapes_of_loss(self) -> set[tuple[int, ...]]:
         """Returns the shapes of the largest arrays that the loss function itself makes."""
         sizes = {
-            tuple(sorted(array.dims)): array.size
+            array.dims: array.size
             for _, op in self.module.ops()
             if (frame := users_frame(self.module.stack(op))) and self.causes.is_loss(frame)
             for array in op.arrays
         }
         largest = max(sizes.values(), default=0)
-        return {dims for dims, size in sizes.items() if len(dims) > 1 and size * 2 > largest}
+        found = {dims for dims, size in sizes.items() if len(dims) > 1 and size * 2 > largest}
+        return found | {(math.prod(dims[:-1]), dims[-1]) for dims in found}  # XLA multiplies rows of all examples
 
     def read(self, buffer: Buffer) -> tuple[str, str]:
         """Returns (cause, what it is)."""
@@ -198,22 +210,33 @@ class _Reader:
         array = buffer.array
         if array is None:
             return "everything else", "pointers of tuples"
-        if self.causes.scope(label) and not is_backward(label):
-            return "gathered weights", self.causes.scope(label) or ""
+        if path := self._parameter(buffer, label):
+            return "gathered weights", path
         alike = self.causes.parameters_like(array.dims)
         words = f"{shorten(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten(label)
-        if alike and tuple(sorted(array.dims)) not in self.logits:
-            name = either(alike)
-            if is_backward(label):
-                return "gradients", name
-            if "jvp(" in label or is_recomputed(label):
-                return "gathered weights", name
-            return "everything else", f"while updating {name}"
-        if tuple(sorted(array.dims)) in self.logits:
+        forward = ("jvp(" in label and not is_backward(label)) or is_recomputed(label)
+        if alike and not forward and array.dims not in self.logits:
+            return (
+                ("gradients", either(alike))
+                if is_backward(label)
+                else (
+                    "everything else",
+                    f"while updating {either(alike)}",
+                )
+            )
+        if array.dims in self.logits:
             return "logits", f"{array} {words}"
         if "jvp(" in label or is_recomputed(label) or is_backward(label):
             return "activations", f"{array} {words}"
         return "everything else", f"{array} {words}".rstrip()
+
+    def _parameter(self, buffer: Buffer, label: str) -> str | None:
+        """Returns the path of the parameter that a buffer is a gathered, cast or copied form of, where it is one."""
+        number = self.trace.given(buffer.name, buffer.index)
+        if number is not None and self.causes.numbered:
+            argument = self.causes.arguments[number]
+            return argument.path if argument.role in ("parameters", "arguments") else None
+        return None if is_backward(label) else self.causes.scope(label)
 
     def _maker(self, buffer: Buffer) -> Op | None:
         found = self.trace.maker(buffer.name, buffer.index)

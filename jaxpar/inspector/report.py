@@ -190,6 +190,7 @@ def report(subject: Subject) -> Report:
         parameters=sum(op.opcode == "parameter" for op in entry),
         used=subject.used,
         loss=subject.loss,
+        batch_axes=subject.batch_axes,
     )
     ledger = collectives(module, sizes, causes)
     flop = hardware_flop(module)

@@ -144,6 +144,8 @@ class Trace:
             before = self.back(name, index, through_loops=True)
             if before is None and op.opcode in _SLICES:
                 before = (op.operands[0], index)
+            if before is None and op.opcode == "dynamic-update-slice":  # one layer's, laid into a stack
+                before = (op.operands[1], index)
             if before is None:
                 return None
             name, index = before

@@ -115,7 +115,7 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
             fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')} (extra gpu-plan), or --target cpu",
         )
     hush_plugin()
-    before = jax.config.jax_platforms
+    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if before is None:  # else the plugin looks for CUDA's libraries, which compiling does not need
         jax.config.update("jax_platforms", "cpu")
     try:
