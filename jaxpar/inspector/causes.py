@@ -108,10 +108,13 @@ class Causes:
         self._loss = set(loss)
         self._whole: dict[tuple[int, ...], list[str]] = defaultdict(list)
         self._shards: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        self._stacks: dict[str, set[tuple[int, ...]]] = {}
         for argument in self.arguments:
             if argument.role not in ("parameters", "arguments"):
                 continue
             whole = [argument.shape, *([tuple(used[argument.path])] if used and argument.path in used else [])]
+            if argument.stacked:
+                self._stacks[argument.path] = {tuple(shape) for shape in whole}
             for known, shapes in ((self._whole, whole), (self._shards, [argument.shard])):
                 skip = 1 if argument.stacked else 0  # the layers of a stack are never merged with their dims
                 tails = {merged for shape in shapes for merged in _merged(shape[skip:])}
@@ -126,6 +129,11 @@ class Causes:
         Dims of 1 do not count, nor does the order; neighbours may be merged, as XLA likes to.
         """
         return self._whole.get(_key(dims)) or (self._shards.get(_key(dims), []) if shards else [])
+
+    def stack_like(self, dims: Sequence[int]) -> str | None:
+        """Returns the parameters that are stacks of exactly these dims, whole or as used, or None."""
+        found = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
+        return either(found) if found else None
 
     def _moved(self, array: Array, kind: str, axes: set[str], label: str) -> list[str]:
         """Returns the parameters that a collective may move, by shape and by axes."""

@@ -232,11 +232,17 @@ class _Reader:
 
     def _parameter(self, buffer: Buffer, label: str) -> str | None:
         """Returns the path of the parameter that a buffer is a gathered, cast or copied form of, where it is one."""
-        number = self.trace.given(buffer.name, buffer.index)
+        name, index, like = buffer.name, buffer.index, self.like.get(buffer.array) if buffer.array else None
+        if name not in self.trace.places and like is not None:
+            name, index = like.name, ()
+        number = self.trace.given(name, index)
         if number is not None and self.causes.numbered:
             argument = self.causes.arguments[number]
             return argument.path if argument.role in ("parameters", "arguments") else None
-        return None if is_backward(label) else self.causes.scope(label)
+        if is_backward(label):
+            return None
+        stack = self.causes.stack_like(buffer.array.dims) if buffer.array and "jvp(" in label else None
+        return self.causes.scope(label) or stack
 
     def _maker(self, buffer: Buffer) -> Op | None:
         found = self.trace.maker(buffer.name, buffer.index)
