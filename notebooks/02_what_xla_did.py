@@ -109,9 +109,9 @@ shares = {share.cause: share.bytes for share in zero3.memory}
 print(f"all parameters: {show_bytes(4 * P)}; gathered weights in memory: {show_bytes(shares['gathered weights'])}")
 
 # %% [markdown]
-# It did, all but the 1.25 MiB of the embedding: a gathered weight is to `jax.grad` one more value that the backward pass
-# will need, and a lookup needs none. So inside a step, this ZeRO-3 holds the layers and the head whole. The cure is to
-# recompute, which section 4 does.
+# It did: a gathered weight is to `jax.grad` one more value that the backward pass will need. What is missing is the
+# embedding, whose lookup needs none, and what is free again when memory is fullest. So inside a step, this ZeRO-3 holds
+# nearly all of the parameters whole. The cure is to recompute, which section 4 does.
 #
 # Where do the gathers stand? `loop` says in which loops, and how often each turns.
 
