@@ -117,7 +117,7 @@ def forward(params, tokens, mesh):
             return value
         last = len(PARAMETERS[name][0]) - value.ndim
         used, stored = (NamedSharding(mesh, P(*spec[last:])) for spec in (PARAMETERS[name][1], stored_spec(name, mesh)))
-        return gather(value, used, stored) if mesh.shape["data"] > 1 else on(value, *used.spec)
+        return on(value, *used.spec) if name == "embed" or mesh.shape["data"] == 1 else gather(value, used, stored)
 
     def layer(x, p):
         p = {name: gathered(name, value) for name, value in p.items()}

@@ -161,8 +161,8 @@ class Layout:
             if cast:  # else XLA may gather float32 and cast what arrives
                 value = jax.lax.with_sharding_constraint(value, stored)
             used = self.sharding(_only(place.used, place, kept))
-            gather = _gather if self.sizes["data"] > 1 else lambda value, used, _: _constrained(value, used)
-            return gather(value, used, stored)
+            looked_up = place.names[:1] == ("vocab",)
+            return _constrained(value, used) if looked_up or self.sizes["data"] == 1 else _gather(value, used, stored)
 
     def _unscanned(self, path: str, place: Placement, rank: int) -> list[int]:
         """Returns the dims that are left where the model reads one layer of a stack."""
@@ -234,7 +234,8 @@ def _gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax
 
     For HSDP. Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole over `data`
     and `fsdp` together, where a reduce-scatter over one and an all-reduce of the shard over the other would
-    do. With `fsdp` alone it makes the reduce-scatter either way, and that of a lookup better as it is.
+    do. With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up is
+    left alone: XLA would reshard the activations for it, by replicating them.
     """
     return _constrained(value, used)
 
