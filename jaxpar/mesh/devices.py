@@ -1,12 +1,14 @@
 """Which devices there are: those of the machine, or simulated ones on its processor."""
 
 import logging
+import os
 
 import jax
 
 from jaxpar.errors import refuse
 
 PLUGIN = "jax_plugins.xla_cuda13"  # XLA's compiler for NVIDIA GPUs
+THREADS = 8  # threads per simulated device, see `_make_devices`
 
 
 def hush_plugin() -> None:
@@ -32,12 +34,32 @@ def simulate(count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         pass  # the devices exist already; whether they are the ones asked for is checked next
+    _make_devices(count)
     if jax.default_backend() != "cpu" or jax.device_count() != count:
         raise refuse(
             f"simulate({count}) after JAX made {describe(jax.devices())}",
             rule="devices are simulated before the first one is used, once per process",
             fix="call it first thing in the program or notebook, or restart the kernel",
         )
+
+
+def _make_devices(count: int) -> None:
+    """Creates the devices, with threads enough that no collective keeps another from being reached.
+
+    XLA gives all simulated devices one pool of as many threads as there are devices. A device may have several
+    collectives open at once, each of which blocks a thread until its peers arrive; eight threads on eight devices
+    were seen to end up waiting for each other (all-gathers over one axis, all-reduces over another), until XLA
+    aborts the process after 40 seconds. The size of the pool is read from NPROC when it is made.
+    """
+    before = os.environ.get("NPROC")
+    os.environ["NPROC"] = str(max(THREADS * count, int(before) if before and before.isdecimal() else 0))
+    try:
+        jax.devices()
+    finally:
+        if before is None:
+            del os.environ["NPROC"]
+        else:
+            os.environ["NPROC"] = before
 
 
 def is_simulated(devices) -> bool:
