@@ -1,0 +1,217 @@
+"""`jaxpar schedule NAME`: a pipeline's table, drawn, priced and compared."""
+
+import argparse
+import os
+import shutil
+import sys
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.cli.options import add_json
+
+if TYPE_CHECKING:
+    from jaxpar.pipeline.price import Price, Times
+    from jaxpar.pipeline.schedule import Schedule
+
+EXAMPLE = """\
+  $ jaxpar schedule 1f1b --stages 3 --microbatches 4
+  1f1b: 3 stages, 4 microbatches, 12 ticks
+  stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
+  stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
+  stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
+  F forward  B backward  . idle
+  bubble 33.3% ideal, 42.9% with a barrier after every tick; times 1,1,1,0
+  microbatches kept on each stage: 3, 2, 1; 16 messages per step
+
+  $ jaxpar schedule --compare --stages 4 --microbatches 8
+  $ jaxpar schedule zb_h1 --stages 4 --microbatches 8 --times 1,1.2,0.8,0.1 --svg zb_h1.svg
+  $ jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv own.csv
+  $ jaxpar schedule own.csv --compare
+
+A table of your own that cannot be run is refused with its first wrong cell.
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    verb = verbs.add_parser(
+        "schedule",
+        help="draw a pipeline schedule, price it, compare it with the others",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("name", metavar="NAME", nargs="?", help="one of the library's, or a CSV file of your own")
+    verb.add_argument("--stages", metavar="N", type=int, help="devices along the axis pipe")
+    verb.add_argument("--microbatches", metavar="N", type=int, help="pieces of the batch, one after the other")
+    verb.add_argument("--chunks", metavar="N", type=int, help="parts of the model on each stage (default: its own)")
+    verb.add_argument(
+        "--times",
+        metavar="F,B,W,send",
+        default="1,1,1,0",
+        help="what a stage's forward, its backward of inputs and of weights, and a message take, in any unit; "
+        "a backward that is not split takes B + W (default: 1,1,1,0)",
+    )
+    verb.add_argument("--compare", action="store_true", help="all schedules of the library, in one table")
+    verb.add_argument("--csv", metavar="FILE", help="also write the table")
+    verb.add_argument("--svg", metavar="FILE", help="also write a drawing to scale")
+    add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Prints the table, what it costs, and what the others cost."""
+    from jaxpar.errors import refuse
+    from jaxpar.pipeline.compare import compare, row, table
+    from jaxpar.pipeline.library import LIBRARY
+    from jaxpar.pipeline.price import price
+
+    times = _times(args.times)
+    if args.name is None and (not args.compare or args.csv or args.svg):
+        raise refuse(
+            "jaxpar schedule without a name",
+            rule=f"it is one of {', '.join(LIBRARY)}, or a CSV file; --compare goes without",
+            fix="jaxpar schedule 1f1b --stages 4 --microbatches 8",
+        )
+    if args.name is None:
+        _check_numbers(args, "jaxpar schedule --compare")
+        rows = compare(times, stages=args.stages, microbatches=args.microbatches, chunks=args.chunks)
+        print(table(rows))
+        return {"compare": rows}, 0
+    schedule = _schedule(args)
+    for option in ("csv", "svg"):
+        _check_file(option, getattr(args, option))
+    cost = price(schedule, times)
+    print(_show(schedule, cost, args.times))
+    own = row(schedule, cost)
+    result: dict[str, Any] = {"schedule": own | _cells(schedule)}
+    _write(args, schedule, times)
+    if args.compare:
+        rows = [] if args.name in LIBRARY else [own | {"name": args.name}]
+        cut = {key: getattr(schedule, key) for key in ("stages", "microbatches", "chunks")}
+        rows += compare(times, **cut | ({"chunks": args.chunks} if schedule.chunks == 1 else {}))
+        print(f"\n{table(rows)}")
+        result["compare"] = rows
+    return result, 0
+
+
+def _times(text: str) -> "Times":
+    """Returns what ops take, as written on the command line."""
+    from jaxpar.errors import refuse
+    from jaxpar.pipeline.price import Times
+
+    fix = "--times 1,1,1,0"
+    try:
+        forward, backward, weights, send = (float(number) for number in text.split(","))
+    except ValueError:
+        rule = "four numbers: forward, backward of inputs, backward of weights, message"
+        raise refuse(f"--times {text}", rule=rule, fix=fix) from None
+    times = Times(forward=forward, backward=backward, weights=weights, send=send)
+    if not 0 < forward + backward + weights < 1e12:
+        raise refuse(f"--times {text}", rule="ops take some time, and less than 1e12", fix=fix)
+    return times
+
+
+def _schedule(args: argparse.Namespace) -> "Schedule":
+    """Returns the schedule that is asked for, of the library or of a file."""
+    from jaxpar.errors import JaxparError, Problem
+    from jaxpar.pipeline import library
+    from jaxpar.pipeline.text import from_csv
+
+    if args.name in library.LIBRARY:
+        _check_numbers(args, f"jaxpar schedule {args.name}")
+    elif args.name.endswith(".csv") or os.path.exists(args.name):
+        schedule = from_csv(_read(args.name))
+        problems = [
+            Problem(f"--{key} {asked} for {args.name}", f"the file says {key}={has}", f"leave --{key} out")
+            for key in ("stages", "microbatches", "chunks")
+            if (asked := getattr(args, key)) not in (None, has := getattr(schedule, key))
+        ]
+        if problems:
+            raise JaxparError(*problems)
+        return schedule
+    return library.schedule(args.name, stages=args.stages, microbatches=args.microbatches, chunks=args.chunks)
+
+
+def _read(path: str) -> str:
+    from pathlib import Path
+
+    from jaxpar.errors import refuse
+
+    rule = "a schedule is a name of the library, or a CSV file in UTF-8"
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise refuse(f"{path}: {error.strerror}", rule=rule, fix="jaxpar schedule 1f1b ... --csv own.csv") from error
+    except UnicodeDecodeError as error:
+        raise refuse(f"{path}: {error.reason} at byte {error.start}", rule=rule, fix="save it as UTF-8") from error
+
+
+def _check_numbers(args: argparse.Namespace, what: str) -> None:
+    """Raises if the numbers that a schedule needs are not there, or below one."""
+    from jaxpar.errors import JaxparError, Problem
+
+    problems = []
+    for key, usual in (("stages", 4), ("microbatches", 8), ("chunks", 2)):
+        given = getattr(args, key)
+        if given is None and key != "chunks":
+            problems.append(Problem(f"{what} without --{key}", f"--{key} is said", f"--{key} {usual}"))
+        elif given is not None and given < 1:
+            problems.append(Problem(f"--{key} {given}", f"{key} is a positive whole number", f"--{key} {usual}"))
+    if problems:
+        raise JaxparError(*problems)
+
+
+def _check_file(option: str, path: str | None) -> None:
+    from jaxpar.cli.inspect import is_file_to_be
+    from jaxpar.errors import refuse
+
+    if path is not None and not (path and is_file_to_be(path)):
+        raise refuse(f"--{option} {path}", rule="it is a file, in a folder that exists", fix=f"--{option} own.{option}")
+
+
+def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> None:
+    """Writes the files that are asked for."""
+    from pathlib import Path
+
+    from jaxpar.errors import refuse
+    from jaxpar.pipeline.draw import svg
+    from jaxpar.pipeline.text import to_csv
+
+    for option, path in (("csv", args.csv), ("svg", args.svg)):
+        if path:
+            try:
+                Path(path).write_text(to_csv(schedule) if option == "csv" else svg(schedule, times), encoding="utf-8")
+            except OSError as error:
+                rule = "it is a file that can be written"
+                raise refuse(
+                    f"--{option} {path}: {error.strerror}", rule=rule, fix=f"--{option} own.{option}"
+                ) from error
+            print(f"{option}: {path}")
+
+
+def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
+    """Returns the table with a head and what it costs, coloured and cut to the screen where there is one."""
+    from jaxpar.pipeline.draw import cut, legend, many, terminal
+    from jaxpar.pipeline.marks import printable
+
+    screen = sys.stdout.isatty()
+    colour = screen and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = shutil.get_terminal_size().columns if screen else None
+    kept = ", ".join(f"{peak / schedule.chunks:.3g}" for peak in schedule.peak)
+    return "\n".join(
+        (
+            f"{printable(schedule.name)}: {cut(schedule)}, {many(schedule.ticks, 'tick')}",
+            terminal(schedule, colour=colour, width=width),
+            legend(schedule, colour=colour),
+            f"bubble {cost.asynchronous_bubble:.1%} ideal, {cost.barrier_bubble:.1%} with a barrier after every tick; "
+            f"times {times}",
+            f"microbatches kept on each stage: {kept}; {many(schedule.messages, 'message')} per step",
+        )
+    )
+
+
+def _cells(schedule: "Schedule") -> dict[str, Any]:
+    return {
+        "placement": schedule.placement,
+        "peak": list(schedule.peak),
+        "cells": [[str(cell) if cell else None for cell in row] for row in schedule.cells],
+    }

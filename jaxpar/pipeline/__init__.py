@@ -1,0 +1,1 @@
+"""Pipelines: schedules as tables, and the one executor that runs them."""

@@ -1,0 +1,139 @@
+"""The marks a drawing of a schedule is made of: SVG without a script, in the theme of whoever looks.
+
+Every colour is said twice, plainly for old viewers and with `light-dark()`, which follows the reader or the notebook.
+Bars have the same colours on both grounds. All text passes `label`, `heading` or `printable`, and is escaped.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from math import floor, log10
+
+LEFT, RIGHT = 82, 74  # pixels: the margins
+NARROWEST, AT_EASE, WIDEST = 640, 1060, 2700  # pixels that all the time takes
+LETTER = 0.6  # of a font's size: the width of a letter, about
+# of the first chunk and of the last: blue, orange and bluish green after Okabe and Ito (2008), of unlike lightness
+SHADES = {"F": ("#1c67a6", "#9ccbf0"), "B": ("#dd6f1b", "#f8c48c"), "W": ("#5cbd98", "#c0ecd9")}
+# property, light, dark
+LOOKS = {
+    "ground": ("fill", "#ffffff", "#15181d"),
+    "ink": ("fill", "#1b1f24", "#e6e9ed"),
+    "muted": ("fill", "#565e69", "#a6aeb9"),
+    "idle": ("fill", "#f4f5f7", "#1e2229"),
+    "hatch": ("stroke", "#c3cad3", "#424b58"),
+    "cells rect": ("stroke", "#ffffff", "#15181d"),
+    "rule": ("stroke", "#8d96a2", "#6b7480"),
+    "kept": ("fill", "#dcd6ea", "#3d3656"),
+    "line": ("stroke", "#6a5a96", "#ab9cd6"),
+    "peak": ("fill", "#6a5a96", "#ab9cd6"),
+}
+HATCH = 'fill="url(#jaxpar-idle)"'
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """How time becomes pixels, and how large the numbers in the bars are.
+
+    Attributes:
+      rate: Pixels of one unit of time.
+      width: Pixels, margins included.
+      shortest: Pixels of the shortest bar.
+      size: Pixels of the numbers' font.
+    """
+
+    rate: float
+    width: float
+    shortest: float
+    size: float
+
+    @classmethod
+    def fit(cls, end: float, shortest: float, digits: int) -> "Sheet":
+        """Returns the sheet on which numbers fit into the shortest bar, if that is not too wide altogether."""
+        along = end / shortest
+        width = min(max(NARROWEST, min(36 * along, AT_EASE), (8 * LETTER * digits + 2.5) * along), WIDEST)
+        size = min(13.0, max(8.0, (width / along - 2.5) / (LETTER * digits)))
+        return cls(width / end, LEFT + width + RIGHT, width / along, size)
+
+    def x(self, time: float) -> float:
+        """Returns where a time is."""
+        return LEFT + time * self.rate
+
+
+def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> str:
+    """Returns a file, of marks on a ground."""
+    size = f'width="{n(sheet.width)}" height="{n(height)}" viewBox="0 0 {n(sheet.width)} {n(height)}"'
+    style = (
+        ".jaxpar-schedule{color-scheme:light dark}"
+        '[data-jp-theme-light="true"] .jaxpar-schedule,.vscode-light .jaxpar-schedule{color-scheme:light}'
+        '[data-jp-theme-light="false"] .jaxpar-schedule,.vscode-dark .jaxpar-schedule{color-scheme:dark}'
+    )
+    for name, (key, light, dark) in LOOKS.items():
+        style += f"\n.jaxpar-schedule .jx-{name}{{{key}:{light};{key}:light-dark({light},{dark})}}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="jaxpar-schedule" {size} role="img" font-size="12" '
+        'font-family="system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, sans-serif">\n'
+        f"<title>{escape(printable(what))}</title>\n<style>{style}</style>\n"
+        '<defs><pattern id="jaxpar-idle" width="6" height="6" patternUnits="userSpaceOnUse">'
+        '<path d="M-1 7L7 -1M-1 1L1 -1M5 7L7 5" class="jx-hatch" stroke-width="1"/></pattern></defs>\n'
+        f'<rect width="100%" height="100%" class="jx-ground"/>\n{"".join(drawn)}\n</svg>\n'
+    )
+
+
+def label(x: float, y: float, words: str, *, anchor: str = "", size: int = 0) -> str:
+    """Returns quiet text."""
+    more = f' text-anchor="{anchor}"' * bool(anchor) + f' font-size="{size}"' * bool(size)
+    return f'<text x="{n(x)}" y="{n(y)}"{more} class="jx-muted">{escape(printable(words))}</text>'
+
+
+def heading(name: str, words: str, y: float, *, size: int = 13) -> str:
+    """Returns a name in bold, and words on it."""
+    return (
+        f'<text x="20" y="{n(y)}" font-size="{size}" font-weight="650" class="jx-ink">{escape(printable(name))}'
+        f'<tspan dx="{0.6 * size:.0f}" font-size="{min(size, 16)}" font-weight="400" class="jx-muted">'
+        f"{escape(printable(words))}</tspan></text>"
+    )
+
+
+def axis(end: float, sheet: Sheet, y: float) -> str:
+    """Returns a line of time with round numbers."""
+    power = 10.0 ** floor(log10(45 / sheet.rate))
+    gap = next(power * factor for factor in (1, 2, 5, 10) if power * factor * sheet.rate >= 45)
+    marks = [turn * gap for turn in range(floor(end / gap * (1 + 1e-9)) + 1)]
+    path = f"M{LEFT} {n(y)}H{n(sheet.x(end))}" + "".join(f"M{n(sheet.x(mark))} {n(y)}v4" for mark in marks)
+    labels = [label(sheet.x(mark), y + 16, f"{mark:.6g}", anchor="middle", size=11) for mark in marks]
+    name = label(LEFT - 10, y + 16, "time", anchor="end", size=11)
+    return f'<path d="{path}" class="jx-rule" fill="none"/>{name}{"".join(labels)}'
+
+
+def shade(op: str, chunk: int, chunks: int) -> str:
+    """Returns a colour, between that of the first chunk and that of the last."""
+    share = chunk / (chunks - 1) if chunks > 1 else 0.0
+    first, last = (bytes.fromhex(colour[1:]) for colour in SHADES[op])
+    return "#" + bytes(round(a + share * (b - a)) for a, b in zip(first, last, strict=True)).hex()
+
+
+def ink(colour: str) -> str:
+    """Returns black or white, whichever is read more easily on a colour: contrast as WCAG 2.2 defines it.
+
+    >>> ink("#1c67a6"), ink("#dd6f1b")
+    ('#ffffff', '#000000')
+    """
+    parts = [part / 255 for part in bytes.fromhex(colour[1:])]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    light = sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    return "#000000" if (light + 0.05) ** 2 > 0.05 * 1.05 else "#ffffff"
+
+
+def wide(words: str, size: float) -> float:
+    """Returns how many pixels a text takes, about."""
+    return LETTER * size * len(words)
+
+
+def printable(words: str) -> str:
+    """Returns a text without what neither XML nor a terminal should get."""
+    return "".join(letter if letter.isprintable() else "?" for letter in words)
+
+
+def n(number: float) -> str:
+    """Returns a length, to a hundredth of a pixel."""
+    return f"{number:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,140 @@
+"""Layer profiles as PipeDream writes them, and the cut of a chain of layers into parts that cost the same.
+
+    node10 -- Dropout(p=0.2) -- forward_compute_time=0.124, backward_compute_time=0.159, activation_size=13107200.0, ...
+    <tab>node9 -- node10
+
+One line for each layer, then one line, which begins with a tab, for each edge. Where a layer has several outputs,
+activation_size is a list such as [13107200.0; 524288.0].
+
+Format: github.com/msr-fiddle/pipedream; the profiler of Narayanan et al. (2019), arXiv:1806.03377.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from jaxpar.errors import refuse
+
+NUMBER = r"[0-9]{1,18}(?:\.[0-9]{1,18})?"
+COSTS = re.compile(
+    f"forward_compute_time=({NUMBER}), backward_compute_time=({NUMBER}), "
+    rf"activation_size=({NUMBER}|\[{NUMBER}(?:; {NUMBER})*\]), parameter_size=({NUMBER})"
+)
+LINE = "node1 -- ReLU() -- forward_compute_time=1.0, backward_compute_time=1.0, activation_size=4.0, parameter_size=0.0"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A layer.
+
+    Attributes:
+      name: What edges call it.
+      layer: What it is, as the profiler printed it.
+      forward: Milliseconds for a minibatch; 0 for inputs, where the profiler wrote how long data took to load.
+      backward: The same. Some layers' time is booked with a neighbour: trust sums.
+      activations: Bytes of all outputs, for a minibatch.
+      parameters: Bytes.
+    """
+
+    name: str
+    layer: str
+    forward: float
+    backward: float
+    activations: float
+    parameters: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model.
+
+    Attributes:
+      nodes: Its layers, each after all that it needs, otherwise as they are in the file.
+      edges: (from, to), by name.
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[str, str], ...]
+
+
+def load(path: str | Path) -> Profile:
+    """Returns the profile in a file.
+
+    Raises:
+      JaxparError: With the line that cannot be read, or if layers need each other in a circle.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise refuse(f"profile {path}: {error}", rule="a profile is a text file", fix="another path") from error
+    nodes: dict[str, Node] = {}
+    edges = []
+    for number, line in enumerate(lines, 1):
+        pieces = line.strip().split(" -- ")
+        where = f"{path}, line {number}: {line.strip()[:60]!r}"
+        if line.startswith("\t"):
+            if len(pieces) != 2 or not nodes.keys() >= set(pieces):
+                raise refuse(where, rule="an edge joins two nodes of earlier lines", fix="<tab>node1 -- node2")
+            edges.append((pieces[0], pieces[1]))
+        elif line.strip():
+            costs = COSTS.fullmatch(pieces[-1])
+            if len(pieces) != 3 or not costs or pieces[0] in nodes:
+                raise refuse(where, rule="a line is a node, its layer and its costs; each node has one", fix=LINE)
+            nodes[pieces[0]] = _node(pieces[0], pieces[1], costs)
+    if not nodes:
+        raise refuse(f"{path} has no node", rule="a profile has one line for each layer", fix=LINE)
+    return Profile(tuple(nodes[name] for name in _in_order(list(nodes), edges, path)), tuple(edges))
+
+
+def _node(name: str, layer: str, costs: re.Match) -> Node:
+    forward, backward, outputs, parameters = costs.groups()
+    computes = not layer.startswith("Input")
+    activations = sum(float(size) for size in outputs.strip("[]").split("; "))
+    return Node(name, layer, float(forward) * computes, float(backward) * computes, activations, float(parameters))
+
+
+def _in_order(names: list[str], edges: Sequence[tuple[str, str]], path: str | Path) -> list[str]:
+    """Returns the names so that each comes after all that it needs, the first ready one first."""
+    needs = {name: {before for before, after in edges if after == name} for name in names}
+    ordered: list[str] = []
+    while needs:
+        ready = next((name for name, before in needs.items() if not before & needs.keys()), None)
+        if ready is None:
+            raise refuse(
+                f"{path}: {', '.join(needs)}"[:200],
+                rule="layers do not need each other in a circle",
+                fix="one edge of the circle less",
+            )
+        ordered.append(ready)
+        del needs[ready]
+    return ordered
+
+
+def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Returns where a chain is cut into parts so that the most expensive one is as cheap as can be.
+
+    Args:
+      costs: What every layer of the chain costs.
+      parts: Into how many parts, of one layer at least.
+
+    Returns:
+      The index of the first layer of every part, and at last the number of layers.
+
+    Raises:
+      JaxparError: If there are fewer layers than parts, or a part would be none.
+
+    Source: the linear partition problem: the most expensive of k parts of the first n layers is, at best, the least
+    over i of max(that of k-1 parts of the first i, the sum of the rest).
+    """
+    count, sums = len(costs), [0.0, *accumulate(costs)]
+    if not 1 <= parts <= count:
+        raise refuse(f"{count} layers in {parts} parts", rule="a part is a layer at least", fix=f"1..{count} parts")
+    best = {n: (sums[n], (0, n)) for n in range(1, count + 1)}
+    for k in range(2, parts + 1):
+        best = {
+            n: min((max(best[i][0], sums[n] - sums[i]), (*best[i][1], n)) for i in range(k - 1, n))
+            for n in range(k, count + 1)
+        }
+    return best[count][1]

@@ -1,0 +1,299 @@
+"""A schedule is a table: what every stage does in every tick.
+
+    1f1b, 3 stages, 4 microbatches        F forward, B backward, W the weights' half of a backward
+    stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
+    stage 1   . F0 F1  . B0 F2 B1 F3 B2  . B3  .
+    stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
+
+A stage is one place along the axis `pipe`. It holds one or more chunks of consecutive layers; part p of the model,
+counted from the embedding, is one chunk of one stage. A tick is a barrier: what one tick computes, the next may read.
+The table replays itself when it is made, so that one that exists can be run.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from jaxpar.errors import refuse
+
+Placement = Literal["ring", "v"]
+OPS = ("F", "B", "W")
+
+
+class Cell(NamedTuple):
+    """What one stage does in one tick.
+
+    Attributes:
+      op: F forward; B backward, or its input-gradient half where the table has W; W its weight-gradient half.
+      microbatch: From 0.
+      chunk: Which of the stage's chunks, from 0.
+    """
+
+    op: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op}{self.microbatch}" + (f"'{self.chunk}" if self.chunk else "")
+
+
+Row = tuple[Cell | None, ...]
+
+
+class Cut(NamedTuple):
+    """How a model is cut into parts, and a batch into microbatches: see `Schedule`."""
+
+    stages: int
+    microbatches: int
+    chunks: int = 1
+    placement: Placement = "ring"
+
+    @property
+    def parts(self) -> int:
+        """Pieces the model is cut into."""
+        return self.stages * self.chunks
+
+    def part(self, stage: int, chunk: int) -> int:
+        """Returns which part of the model a chunk of a stage is."""
+        if self.placement == "v" and chunk:
+            return 2 * self.stages - 1 - stage
+        return chunk * self.stages + stage
+
+    def place(self, part: int) -> tuple[int, int]:
+        """Returns the (stage, chunk) that holds a part of the model."""
+        chunk, at = divmod(part, self.stages)
+        return (self.stages - 1 - at if self.placement == "v" and chunk else at), chunk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A table [tick, stage] of cells, None where a stage idles.
+
+    Attributes:
+      name: What it is called.
+      stages: Size of the axis `pipe`.
+      microbatches: Pieces of the batch that go through one after the other.
+      cells: For every tick, for every stage, what it does.
+      chunks: Parts of the model on each stage.
+      placement: Where part p lives. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v:
+        chunks is 2, and the second half of the parts comes back down the stages (Qi et al. 2024, arXiv:2405.15362).
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    cells: tuple[Row, ...]
+    chunks: int = 1
+    placement: Placement = "ring"
+
+    def __post_init__(self):
+        for key in ("stages", "microbatches", "chunks"):
+            if type(getattr(self, key)) is not int or getattr(self, key) < 1:
+                raise refuse(f"{key}={getattr(self, key)!r}", rule="a positive whole number", fix=f"{key}=1")
+        if self.placement not in ("ring", "v") or (self.placement == "v" and self.chunks != 2):
+            raise refuse(
+                f"placement={self.placement!r} with chunks={self.chunks}",
+                rule="parts are placed as a ring, or as a v with 2 chunks",
+                fix='placement="ring"',
+            )
+        _replay(self)
+
+    @property
+    def ticks(self) -> int:
+        """Rows of the table."""
+        return len(self.cells)
+
+    @property
+    def parts(self) -> int:
+        """Pieces the model is cut into: stages x chunks."""
+        return self.cut.parts
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether backward is split into B and W."""
+        return any(cell.op == "W" for _, _, cell in self)
+
+    @cached_property
+    def phased(self) -> bool:
+        """Whether every tick runs one kind of op on all stages, so that no stage waits for a slower kind."""
+        return all(len({cell.op for cell in row if cell}) <= 1 for row in self.cells)
+
+    @property
+    def idle(self) -> int:
+        """Cells in which nothing is done."""
+        return sum(cell is None for row in self.cells for cell in row)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the cells that are idle: the bubble where all ops take the same time."""
+        return self.idle / (self.ticks * self.stages) if self.ticks else 0.0
+
+    @cached_property
+    def peak(self) -> tuple[int, ...]:
+        """Activations each stage keeps at most: (microbatch, chunk) pairs forwarded and not yet done with.
+
+        One is done with when its B has run, or its W where backward is split. For chunks > 1 each is 1/chunks of
+        a stage's activations.
+        """
+        last = "W" if self.split else "B"
+        most, now = [0] * self.stages, [0] * self.stages
+        for row in self.cells:
+            for stage, cell in enumerate(row):
+                if cell and cell.op == "F":
+                    now[stage] += 1
+                    most[stage] = max(most[stage], now[stage])
+            for stage, cell in enumerate(row):
+                if cell and cell.op == last:
+                    now[stage] -= 1
+        return tuple(most)
+
+    @cached_property
+    def messages(self) -> int:
+        """Activations and gradients that go from one stage to another, per step."""
+        crossing = sum(self.place(part)[0] != self.place(part + 1)[0] for part in range(self.parts - 1))
+        return 2 * crossing * self.microbatches
+
+    @property
+    def cut(self) -> "Cut":
+        """How the model is cut into parts."""
+        return Cut(self.stages, self.microbatches, self.chunks, self.placement)
+
+    def part(self, stage: int, chunk: int) -> int:
+        """Returns which part of the model a chunk of a stage is."""
+        return self.cut.part(stage, chunk)
+
+    def place(self, part: int) -> tuple[int, int]:
+        """Returns the (stage, chunk) that holds a part of the model."""
+        return self.cut.place(part)
+
+    def __iter__(self) -> Iterator[tuple[int, int, Cell]]:
+        """Yields (tick, stage, cell) of what is done, in the order of time."""
+        for tick, row in enumerate(self.cells):
+            for stage, cell in enumerate(row):
+                if cell is not None:
+                    yield tick, stage, cell
+
+    def __str__(self) -> str:
+        width = max((len(str(cell)) for _, _, cell in self), default=1)
+        rows = [
+            f"stage {stage:<{len(str(self.stages - 1))}}  "
+            + " ".join(
+                f"{row[stage] or '.':>{width}}" for row in ([str(c) if c else None for c in r] for r in self.cells)
+            )
+            for stage in range(self.stages)
+        ]
+        return "\n".join(rows)
+
+
+def _replay(schedule: Schedule) -> None:
+    """Runs the table on symbols.
+
+    Raises:
+      JaxparError: At the first cell that asks for what is not there yet, does what was done, or does not exist;
+        or at the first op that no cell does.
+    """
+    done: dict[tuple[str, int, int], int] = {}  # (op, microbatch, part) to its tick
+    for tick, row in enumerate(schedule.cells):
+        if len(row) != schedule.stages:
+            raise refuse(
+                f"tick {tick} of {schedule.name} has {len(row)} cells",
+                rule=f"a tick has one cell for each of the {schedule.stages} stages",
+                fix="None where a stage idles",
+            )
+        new = {}
+        for stage, cell in enumerate(row):
+            if cell is not None:
+                wrong = _wrong(schedule.cut, done, stage, cell)
+                if wrong:
+                    rule, fix = wrong
+                    raise refuse(
+                        f"tick {tick}, stage {stage} of {schedule.name}: {Cell(*cell)}",
+                        rule=rule,
+                        fix=fix,
+                    )
+                new[cell.op, cell.microbatch, schedule.part(stage, cell.chunk)] = tick
+        done |= new
+    wanted = OPS if any(op == "W" for op, _, _ in done) else OPS[:2]
+    for op in wanted:
+        for part in range(schedule.parts):
+            for microbatch in range(schedule.microbatches):
+                if (op, microbatch, part) not in done:
+                    stage, chunk = schedule.place(part)
+                    raise refuse(
+                        f"{schedule.name} ends without {Cell(op, microbatch, chunk)} of stage {stage}",
+                        rule="every microbatch goes forward and backward through every part once"
+                        + (", and has a W where any has" if op == "W" else ""),
+                        fix="one more cell, in a tick after what it needs",
+                    )
+
+
+def _wrong(cut: Cut, done: dict, stage: int, cell: Cell) -> tuple[str, str] | None:
+    """Returns (rule, fix) if a cell cannot be run after what is done."""
+    op, microbatch, chunk = cell
+    if op not in OPS or not 0 <= microbatch < cut.microbatches or not 0 <= chunk < cut.chunks:
+        rule = f"a cell is F, B or W of microbatch 0..{cut.microbatches - 1} and chunk 0..{cut.chunks - 1}"
+        return rule, "None where a stage idles"
+    part = cut.part(stage, chunk)
+    if (op, microbatch, part) in done:
+        return "every op runs once", f"it ran in tick {done[op, microbatch, part]} already"
+    if op == "F":
+        needs = [("F", part - 1)] if part else []
+    elif op == "B":
+        needs = [("F", part), *([("B", part + 1)] if part + 1 < cut.parts else [])]
+    else:
+        needs = [("B", part)]
+    for before, of in needs:
+        if (before, microbatch, of) not in done:
+            at, of_chunk = cut.place(of)
+            return (
+                f"it needs {Cell(before, microbatch, of_chunk)} of stage {at} in an earlier tick",
+                "a later tick for this cell, or an earlier one for that",
+            )
+    return None
+
+
+def from_orders(
+    name: str,
+    orders: Sequence[Sequence[Cell]],
+    *,
+    microbatches: int,
+    chunks: int = 1,
+    placement: Placement = "ring",
+) -> Schedule:
+    """Returns the table in which every stage does its ops in the given order, each as early as it can.
+
+    Args:
+      name: What to call it.
+      orders: For every stage, its cells in order.
+      microbatches: How many there are.
+      chunks: Parts on each stage.
+      placement: Where part p lives.
+
+    Raises:
+      JaxparError: If the orders wait for each other in a circle, or make no valid table.
+    """
+    stages = len(orders)
+    cut = Cut(stages, microbatches, chunks, placement)
+    done: dict[tuple[str, int, int], int] = {}
+    at, rows = [0] * stages, []
+    while any(at[stage] < len(orders[stage]) for stage in range(stages)):
+        row: list[Cell | None] = [None] * stages
+        for stage, order in enumerate(orders):
+            if at[stage] < len(order) and _wrong(cut, done, stage, order[at[stage]]) is None:
+                row[stage] = order[at[stage]]
+        if not any(row):
+            stuck = next(s for s in range(stages) if at[s] < len(orders[s]))
+            cell = orders[stuck][at[stuck]]
+            rule, fix = _wrong(cut, done, stuck, cell) or ("", "")
+            raise refuse(
+                f"the order of {name} stops at tick {len(rows)}: stage {stuck} waits with {Cell(*cell)}",
+                rule=rule,
+                fix=fix,
+            )
+        for stage, cell in enumerate(row):
+            if cell:
+                done[cell.op, cell.microbatch, cut.part(stage, cell.chunk)] = len(rows)
+                at[stage] += 1
+        rows.append(tuple(row))
+    return Schedule(name=name, cells=tuple(rows), **cut._asdict())
