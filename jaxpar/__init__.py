@@ -13,6 +13,8 @@ _HOMES = {
     "JaxparError": "jaxpar.errors",
     "simulate": "jaxpar.mesh.devices",
     "Parallel": "jaxpar.parallel.declare",
+    "Pipeline": "jaxpar.parallel.pipe",
+    "pipelined": "jaxpar.models.stack",
     "Layout": "jaxpar.parallel.layout",
     "compose": "jaxpar.parallel.compose",
     "linen": "jaxpar.parallel.compose",

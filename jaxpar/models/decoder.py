@@ -13,18 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import refuse, within
-from jaxpar.models.layers import (
-    Attend,
-    Block,
-    BlockSettings,
-    Norm,
-    attend,
-    constrain,
-    dropout,
-    run_stack,
-    stack,
-    weight,
-)
+from jaxpar.models.layers import Attend, Block, BlockSettings, Norm, attend, constrain, dropout, weight
+from jaxpar.models.stack import run_stack, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +139,7 @@ class Decoder(nnx.Module):
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, first), keys[1:]
-        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, count=s.layers)
+        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan)
         x = self.norm(x)
         head = table.T if self.head is None else self.head[...]
         return constrain(jnp.einsum("bsd,dv->bsv", x, head), "batch", "seq", "vocab")

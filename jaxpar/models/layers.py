@@ -15,7 +15,6 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.models.remat import remat
 
 Attend = Callable[..., jax.Array]  # (q_bshk, k_bsgk, v_bsgk, *, is_causal) -> bshk
 
@@ -207,45 +206,6 @@ class Block(nnx.Module):
         x_bsd = constrain(x_bsd, "batch", "seq", "embed")
         x_bsd = x_bsd + dropout(self.mlp(self.norm_mlp(x_bsd)), self.rate, keys[1])
         return constrain(x_bsd, "batch", "seq", "embed")
-
-
-def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """Returns `count` modules as one, every parameter with a leading dim named `layers`."""
-
-    @nnx.split_rngs(splits=count)
-    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def made(rngs):
-        return make(rngs)
-
-    return made(rngs)
-
-
-def run_stack(
-    blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, policy: str, scan: bool, count: int
-) -> jax.Array:
-    """Returns `x` after all blocks of a stack.
-
-    Args:
-      blocks: As made by `stack`.
-      x: Shape [batch, seq, embed].
-      keys: One dropout key per block, or None.
-      policy: What the backward pass keeps of each block.
-      scan: One compiled body for all blocks; or one copy per block, which compiles longer and
-        lets XLA fuse across them.
-      count: How many blocks.
-    """
-    graph, params = nnx.split(blocks)
-
-    def layer(x, params_and_key):
-        params, key = params_and_key
-        return nnx.merge(graph, params)(x, key), None
-
-    layer = remat(layer, policy, prevent_cse=not scan)
-    if scan:
-        return jax.lax.scan(layer, x, (params, keys))[0]
-    for i in range(count):
-        x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)))
-    return x
 
 
 def _plus(x: jax.Array, offset: nnx.Param | None) -> jax.Array:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import refuse, within
-from jaxpar.models.layers import Block, BlockSettings, Norm, constrain, dropout, run_stack, stack, weight
+from jaxpar.models.layers import Block, BlockSettings, Norm, constrain, dropout, weight
+from jaxpar.models.stack import run_stack, stack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,5 +106,5 @@ class ViT(nnx.Module):
         if self.rngs is not None and not self.deterministic:
             keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, keys[0]), keys[1:]
-        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, count=s.layers)
+        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan)
         return jnp.mean(self.norm(x), axis=1) @ self.head[...] + self.head_bias[...]

@@ -146,7 +146,7 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
             why=choice.why + _fsdp_reason(parallel, used, sharded),
         )
     layout = Layout(parallel=parallel, blueprint=blueprint, placements=placements, names=names, mesh=mesh)
-    problems += _idle_axes(layout) + _left_whole(layout)
+    problems += _idle_axes(layout) + _left_whole(layout) + _uncut(layout)
     if problems:
         raise JaxparError(*_grouped(problems))
     return layout
@@ -191,7 +191,7 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
 
 
 def _names(parallel: Parallel) -> dict[str, Axes]:
-    names = {**NAMES, "seq": "tensor" if parallel.sequence else None}
+    names = {**NAMES, "seq": "tensor" if parallel.sequence else None, "layers": "pipe" if parallel.pipe > 1 else None}
     user = dict(parallel.rules)
     return {**user, **{name: axes for name, axes in names.items() if name not in user}}
 
@@ -270,6 +270,39 @@ def _idle_axes(layout: Layout) -> list[Problem]:
                 )
             )
     return problems
+
+
+def _uncut(layout: Layout) -> list[Problem]:
+    """Returns why a model cannot be spread over `pipe` by its schedule."""
+    stages = layout.sizes["pipe"]
+    if stages == 1:
+        return []
+    try:
+        cut = layout.schedule.cut
+    except JaxparError as error:
+        return list(error.problems)
+    stacks = {
+        place.leaf.shape[0]
+        for place in layout.placements.values()
+        if place.names[:1] == ("layers",) and place.stored[:1] == ("pipe",)
+    }
+    if not stacks:
+        return [
+            Problem(
+                f"pipe={stages} cuts nothing: {layout.blueprint.name} has no stack of layers that {stages} divides",
+                "a pipeline cuts parameters stacked along a dim 0 named layers",
+                f"stacked layers (nnx.vmap, nn.scan), as jp.Decoder's, a multiple of {stages} of them; or pipe=1",
+            )
+        ]
+    return [
+        Problem(
+            f"{layers} layers in {cut.parts} parts (pipe={stages} x chunks={cut.chunks})",
+            "every part has as many layers as the others",
+            f"{-(-layers // cut.parts) * cut.parts} layers, or other pipe and chunks",
+        )
+        for layers in sorted(stacks)
+        if layers % cut.parts
+    ]
 
 
 def _left_whole(layout: Layout) -> list[Problem]:

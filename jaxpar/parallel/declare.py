@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.errors import Problem
+from jaxpar.parallel.pipe import Pipeline
 
 Axes = str | tuple[str, ...] | None
 
@@ -20,6 +21,7 @@ class Parallel:
     """How a training job is spread over devices. Sizes multiply to the number of devices.
 
     Attributes:
+      pipe: Stages of a pipeline, each with consecutive layers of the model's stack.
       data: Replicas of the training state, each with other examples (DDP; with `fsdp`, HSDP).
       fsdp: Devices that share one training state, each with other examples.
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
@@ -27,6 +29,7 @@ class Parallel:
         (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1.
       sequence: Whether the activations between the matrices are split along `seq` over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
+      pipeline: How the stages take turns.
       rules: Name of a dim to mesh axis (or axes, or None), before jaxpar's own names.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
       replicate_above: Bytes up to which a parameter may be whole on every device of the axis
@@ -35,11 +38,13 @@ class Parallel:
     One size may be -1: it becomes what the others leave over.
     """
 
+    pipe: int = 1
     data: int = 1
     fsdp: int = 1
     tensor: int = 1
     zero: int | None = None
     sequence: bool = False
+    pipeline: Pipeline = field(default_factory=Pipeline)
     rules: Mapping[str, Axes] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
     replicate_above: int = 4 * 2**20
@@ -47,7 +52,7 @@ class Parallel:
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis to size, as declared."""
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return {"pipe": self.pipe, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
     @property
     def stage(self) -> int:
@@ -92,6 +97,12 @@ class Parallel:
                     "replicate_above is a number of bytes",
                     "replicate_above=4 * 2**20",
                 )
+            )
+        if isinstance(self.pipeline, Pipeline):
+            found += self.pipeline.problems(self.pipe)
+        else:
+            found.append(
+                Problem(f"pipeline={self.pipeline!r:.60}", "a Pipeline", 'jp.Pipeline(schedule="1f1b_phased")')
             )
         for key, example in (("rules", '{"mlp": "tensor"}'), ("paths", '{"up/kernel": ("embed", "mlp")}')):
             found += _shape_problems(key, getattr(self, key), example)

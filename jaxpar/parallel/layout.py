@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.declare import Parallel
+from jaxpar.pipeline.schedule import Schedule
 from jaxpar.sharding.names import SCOPE, Blueprint, Leaf, Tree, nest, path_of
 from jaxpar.sharding.place import shard_bytes
 from jaxpar.sharding.rules import Axes
@@ -71,6 +72,16 @@ class Layout:
     def replicas(self) -> int:
         """Ways the batch is split."""
         return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+
+    @property
+    def microbatches(self) -> int:
+        """Pieces of a batch that a pipeline takes one after the other; 1 without one."""
+        return self.schedule.microbatches if self.sizes["pipe"] > 1 else 1
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What the stages of `pipe` do in every tick."""
+        return self.parallel.pipeline.table(self.sizes["pipe"])
 
     @property
     def on(self) -> Mesh:

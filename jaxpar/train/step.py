@@ -31,6 +31,7 @@ from jaxpar.sharding.names import Compute, Tree, path_of
 from jaxpar.train import precision as check
 from jaxpar.train import state as states
 from jaxpar.train.losses import Sums, as_sums
+from jaxpar.train.pipelined import Pipelined
 from jaxpar.train.state import State
 from jaxpar.train.subject import subject
 
@@ -80,6 +81,15 @@ class Step:
     def __init__(self, layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, numerics: Numerics):
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
         self.products: check.Products | None = None
+        self.pipelined = None
+        if layout.sizes["pipe"] > 1:
+            if numerics.accumulate > 1:
+                raise refuse(
+                    f"accumulate={numerics.accumulate} with pipe={layout.sizes['pipe']}",
+                    rule="a pipeline accumulates over its microbatches",
+                    fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
+                )
+            self.pipelined = Pipelined(layout, loss, numerics, PRECISIONS[numerics.precision])
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
         self._compiled: dict[Any, Any] = {}
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
@@ -259,14 +269,16 @@ class Step:
             )
 
     def _check_rows(self, name: str, value: Any) -> None:
-        ways = self.layout.replicas * self.numerics.accumulate
+        ways = self.layout.replicas * self.numerics.accumulate * self.layout.microbatches
         rows = value.shape[0] if value.shape else 0
         if not rows or rows % ways:
-            factors = {axis: self.layout.sizes[axis] for axis in BATCH_AXES} | {"accumulate": self.numerics.accumulate}
+            factors = {axis: self.layout.sizes[axis] for axis in BATCH_AXES}
+            factors |= {"accumulate": self.numerics.accumulate, "microbatches": self.layout.microbatches}
             shown = " x ".join(f"{axis}={size}" for axis, size in factors.items() if size > 1) or "one device"
             raise refuse(
                 f"{name} {list(value.shape)} in the batch has {rows} examples; {shown} needs a multiple of {ways}",
-                rule="data x fsdp x accumulate divides the global batch, the first dim of every array",
+                rule="data x fsdp x accumulate (or microbatches of a pipeline) divides the global batch, the first dim "
+                "of every array",
                 fix=f"a global batch of {max(1, round(rows / ways)) * ways}",
             )
 
@@ -298,6 +310,8 @@ class Step:
 
     def _accumulated(self, params: Tree, rest: Tree, batch: Batch):
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest."""
+        if self.pipelined is not None:
+            return self.pipelined.gradients(params, rest, batch)
         count = self.numerics.accumulate
         if count == 1:  # no accumulator to keep whole, so stage 1 too can take a reduce-scatter for an all-reduce
             return self._gradients(params, rest, batch, self.layout.updated, mean=True)
@@ -339,6 +353,8 @@ class Step:
         return State(state.step + 1, params, optimizer, rest), metrics
 
     def _measure(self, params: Tree, rest: Tree, batch: Batch) -> Sums:
+        if self.pipelined is not None:
+            return self.pipelined.evaluate(params, rest, batch)
         return self._forward(params, rest, batch, train=False)[0]
 
     def _constrain(self, tree: Tree, specs: Tree) -> Tree:

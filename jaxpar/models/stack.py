@@ -1,0 +1,83 @@
+"""Equal layers as one: stacked, run one after the other, and cut where a pipeline cuts them.
+
+embed ──► layers 0 1 2 ... ──► head and loss
+          `pipelined(layers, x)` marks the middle: a pipeline runs the three apart, on different devices
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpar.models.remat import remat
+
+Layers = Callable[..., Any]  # (x, *per_layer) to what has the structure and shapes of x
+_at_cut: ContextVar[Callable | None] = ContextVar("at_cut", default=None)
+
+
+def pipelined(layers: Layers, x: Any, *per_layer: Any) -> Any:
+    """Returns `layers(x, *per_layer)`: the call that a pipeline cuts in stages.
+
+    A model makes it once, around its stack of equal layers. Everything before it runs on the first stage, everything
+    after it on the last. In a pipeline the stacked parameters that `layers` reads are those of one stage.
+
+    Args:
+      layers: Runs all layers of the stack on x; what it returns has the structure, shapes and dtypes of x.
+      x: What flows through the layers: an array, or any tree of floating-point arrays (an auxiliary loss rides along).
+      *per_layer: What each layer has of its own and is no parameter, such as a dropout key. Leading dim: layers.
+    """
+    at_cut = _at_cut.get()
+    return layers(x, *per_layer) if at_cut is None else at_cut(layers, x, per_layer)
+
+
+@contextmanager
+def cut(at_cut: Callable[[Layers, Any, tuple], Any]) -> Iterator[None]:
+    """Gives the call of `pipelined` to `at_cut(layers, x, per_layer)` while the context lasts."""
+    token = _at_cut.set(at_cut)
+    try:
+        yield
+    finally:
+        _at_cut.reset(token)
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """Returns `count` modules as one, every parameter with a leading dim named `layers`."""
+
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def made(rngs):
+        return make(rngs)
+
+    return made(rngs)
+
+
+def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, policy: str, scan: bool) -> jax.Array:
+    """Returns `x` after all blocks of a stack.
+
+    Args:
+      blocks: As made by `stack`.
+      x: Shape [batch, seq, embed].
+      keys: One dropout key per block, or None.
+      policy: What the backward pass keeps of each block.
+      scan: One compiled body for all blocks; or one copy per block, which compiles longer and
+        lets XLA fuse across them.
+    """
+    graph, params = nnx.split(blocks)
+
+    def layer(x, params_and_key):
+        params, key = params_and_key
+        return nnx.merge(graph, params)(x, key), None
+
+    layer = remat(layer, policy, prevent_cse=not scan)
+
+    def layers(x, keys):
+        if scan:
+            return jax.lax.scan(layer, x, (params, keys))[0]
+        for i in range(jax.tree.leaves(params)[0].shape[0]):
+            x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)))
+        return x
+
+    return pipelined(layers, x, keys)

@@ -1,0 +1,80 @@
+"""The axis `pipe`: consecutive layers on different devices, microbatches one after the other.
+
+Between steps a stage stores a contiguous piece of the layers, in their natural order, so that a checkpoint knows
+neither the schedule nor the depth of the pipeline.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.errors import Problem, refuse
+from jaxpar.pipeline import library
+from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.text import from_csv
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How the axis `pipe` is run.
+
+    Attributes:
+      schedule: A name that `jaxpar schedule --compare` lists, or a CSV file with a table of your own.
+      microbatches: Pieces of the batch that go through the stages one after the other; 0 means twice the stages.
+      chunks: Parts of the model on each stage, where a schedule interleaves; 0 means the fewest that it takes.
+      keep: What a forward keeps for its backward: inputs (each stage's input, computed again from there) or
+        residuals (what the backward reads, chosen by train.remat).
+    """
+
+    schedule: str = "1f1b_phased"
+    microbatches: int = 0
+    chunks: int = 0
+    keep: Literal["inputs", "residuals"] = "inputs"
+
+    def table(self, stages: int) -> Schedule:
+        """Returns the table for so many stages.
+
+        Raises:
+          JaxparError: If there is no such schedule, or not for these numbers.
+        """
+        if not str(self.schedule).endswith(".csv"):
+            count = self.microbatches or 2 * stages
+            return library.schedule(self.schedule, stages=stages, microbatches=count, chunks=self.chunks or None)
+        try:
+            made = from_csv(Path(self.schedule).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise refuse(
+                f"parallel.pipeline.schedule = {self.schedule!r}: {getattr(error, 'strerror', error)}",
+                rule="a schedule is a name of the library, or a CSV file",
+                fix='schedule = "1f1b_phased"; `jaxpar schedule 1f1b --stages 4 --microbatches 8 --csv F` writes one',
+            ) from error
+        for key, given, own in (
+            ("pipe", stages, made.stages),
+            ("microbatches", self.microbatches or made.microbatches, made.microbatches),
+            ("chunks", self.chunks or made.chunks, made.chunks),
+        ):
+            if given != own:
+                raise refuse(
+                    f"{key} = {given}, the table in {self.schedule} has {own}",
+                    rule="a table is for its own numbers of stages, microbatches and chunks",
+                    fix=f"{key} = {own}",
+                )
+        return made
+
+    def problems(self, stages: int) -> list[Problem]:
+        """Returns what is wrong on its own."""
+        found = []
+        if stages == 1 and self != Pipeline():
+            found.append(
+                Problem(
+                    "a pipeline with pipe=1",
+                    "[parallel.pipeline] says how the axis `pipe` is run",
+                    "pipe=2 or more, or leave the pipeline out",
+                )
+            )
+        for key in ("microbatches", "chunks"):
+            if type(getattr(self, key)) is not int or getattr(self, key) < 0:
+                found.append(Problem(f"{key}={getattr(self, key)!r}", f"{key} is a whole number, or 0", f"{key}=0"))
+        if self.keep not in ("inputs", "residuals"):
+            found.append(Problem(f"keep={self.keep!r}", "keep is inputs or residuals", 'keep="inputs"'))
+        return found

@@ -1,0 +1,396 @@
+"""The one executor: it runs any table inside one compiled program.
+
+    a tick   read x or g and what was kept from the slots of this stage's row
+             F: embed if first, the chunk, the head and its gradient if last     out = y, or dL/dy
+             B: the chunk's backward, the embedding's if first                   out = dx
+             W: the weights' half, from the stash
+             write slots; send out to the neighbours; write what arrives
+
+A tick in which all stages do the same kind of thing runs it on all of them, masked where a stage idles: no
+conditional, so that nothing in a block can deadlock and a GPU needs no answer from its host. Tables that mix kinds in a
+tick choose with `lax.switch`, once per tick and stage.
+
+Gradients are taken inside: the head's as part of the last stage's F, which hands dL/dy to itself, so that B is the
+same on every stage. Buffers are read inside a switch and written outside: XLA copies what a branch writes. Everything
+here runs inside `shard_map`, on one stage's local arrays.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import refuse
+from jaxpar.pipeline.dataflow import Traced
+from jaxpar.pipeline.halves import Halves, halves
+from jaxpar.pipeline.program import COLUMNS, OP_NUMBER, Kind, Loop, Program
+
+Tree = Any
+Keep = Literal["inputs", "residuals"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model in the three pieces that a pipeline runs apart. All are pure functions.
+
+    Attributes:
+      name: For messages.
+      embed: (shared, known) to (x, per_layer): what flows into the first layer, and what each layer has of its own.
+      stage: (layers, known, per_layer, x) to y: consecutive layers. `layers` and `per_layer` have a leading dim of
+        layers.
+      head: (shared, known, y) to name -> (sum, count); the entry `loss` is minimized.
+    """
+
+    name: str
+    embed: Callable
+    stage: Callable
+    head: Callable
+
+
+class Gradients(NamedTuple):
+    """What one stage knows after the last tick: to be summed over the stages that share it.
+
+    Attributes:
+      sums: Name to (sum, count) over the microbatches; zero but on the last stage.
+      shared: Gradients of the sum of the loss for what all stages share; None after an evaluation.
+      layers: Likewise for this stage's layers.
+    """
+
+    sums: Mapping[str, tuple[jax.Array, jax.Array]]
+    shared: Tree
+    layers: Tree
+
+
+class _Row(NamedTuple):
+    """One stage's cell of a tick, as traced int32 scalars: see `program.COLUMNS`."""
+
+    op: Any
+    microbatch: Any
+    chunk: Any
+    part: Any
+    x: Any
+    g: Any
+    kept: Any
+    stash: Any
+    right: Any
+    left: Any
+    own: Any
+
+
+class _Done(NamedTuple):
+    """What an op leaves: None where it leaves nothing of the kind."""
+
+    out: Tree = None
+    kept: Any = None
+    stash: Any = None
+    layers: Tree = None
+    shared: Tree = None
+    sums: Any = None
+
+
+def execute(
+    program: Program,
+    model: Model,
+    rows: jax.Array,
+    shared: Tree,
+    layers: Tree,
+    known: Tree,
+    *,
+    keep: Keep = "inputs",
+    place: Callable[[str, Tree], Tree] = lambda what, tree: tree,
+    fill: float = 0.0,
+) -> Gradients:
+    """Runs a table on this stage.
+
+    Args:
+      program: The table, as rows and loops; of forwards alone for an evaluation.
+      model: The three pieces.
+      rows: This stage's rows. Shape [ticks, columns], int32.
+      shared: Parameters outside of the stack, whole.
+      layers: Parameters of this stage's layers, leading dim chunks x layers of a chunk, its chunks in their order.
+      known: What is no parameter, leading dim microbatches: the batch, dropout keys.
+      keep: What a forward leaves for its backward: its input, from which it is computed again, or what the
+        backward reads.
+      place: Given "x", "layers" or "shared" and a tree, returns it with its sharding over the axes that are not manual.
+      fill: What the buffers hold before they are written; of no consequence.
+
+    Raises:
+      JaxparError: If the model cannot be cut: blocks that change the shape, a stack that reads what is outside.
+    """
+    run = _Stage(program, model, shared, layers, known, keep=keep, place=place)
+    zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
+    slots = lambda count, trees: jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), trees)  # noqa: E731
+    forward_only = not program.kept
+    state = {
+        "mail": run.placed_slots(slots(program.mail, run.x)),
+        "kept": [] if forward_only or keep == "inputs" else slots(program.kept, run.halves.kept),
+        "stash": slots(program.stash, run.halves.stash) if program.stash else [],
+        "layers": None if forward_only else place("layers", zeros(run.chunks)),
+        "shared": None if forward_only else place("shared", zeros(shared)),
+        "sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), run.sums),
+    }
+    for loop in _offsets(program.loops):
+        state = _loop(loop[1], run.tick, state, rows[loop[0] : loop[0] + loop[1].ticks])
+    merged = None if forward_only else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state["layers"])
+    return Gradients(sums=state["sums"], shared=state["shared"], layers=merged)
+
+
+def _offsets(body) -> list[tuple[int, Any]]:
+    at, found = 0, []
+    for each in body:
+        found.append((at, each))
+        at += each.ticks if isinstance(each, Loop) else 1
+    return found
+
+
+def _loop(loop: Loop, tick: Callable, state: dict, rows: jax.Array) -> dict:
+    """Runs a piece of the table: a body that is compiled once, as often as it is repeated."""
+
+    def body(state, rows):
+        for at, each in _offsets(loop.body):
+            if isinstance(each, Kind):
+                state = tick(each, state, rows[at])
+            else:
+                state = _loop(each, tick, state, rows[at : at + each.ticks])
+        return state, None
+
+    if loop.repeats == 1:
+        return body(state, rows)[0]
+    return jax.lax.scan(body, state, rows.reshape(loop.repeats, -1, len(COLUMNS)))[0]
+
+
+class _Stage:
+    """One stage: its parameters, and its three ops as functions of a row."""
+
+    def __init__(self, program: Program, model: Model, shared, layers, known, *, keep: Keep, place):
+        self.program, self.keep, self.place = program, keep, place
+        self.schedule = program.schedule
+        self.forward_only = not program.kept
+        self.shared, self.known = shared, known
+        count = {leaf.shape[0] for leaf in jax.tree.leaves(layers)}
+        self.depth = max(count) // self.schedule.chunks
+        self.chunks = jax.tree.map(lambda x: x.reshape(self.schedule.chunks, self.depth, *x.shape[1:]), layers)
+        self._trace(model)
+
+    def _trace(self, model: Model) -> None:
+        one, chunk = _first(self.known), _first(self.chunks)
+        self.embed = Traced(lambda shared, known: model.embed(shared, known), self.shared, one)
+        self.x, per_layer = self.embed.shapes
+        mine = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.depth, *leaf.shape[1:]), leaf.dtype), per_layer)
+
+        def stage(chunk, known, x):
+            return model.stage(chunk, *known, x)
+
+        self.stage = Traced(stage, chunk, (one, mine), self.x)
+        _check_shapes(model.name, self.x, self.stage.shapes)
+        if not self.forward_only:
+            split = self.schedule.split
+            self.halves: Halves = halves(self.stage, chunk, (one, mine), self.x, split=split)
+
+        def total(shared, known, y):
+            sums = model.head(shared, known, y)
+            return sums["loss"][0], sums
+
+        def head(shared, known, y):
+            _, pull, sums = jax.vjp(lambda shared, y: total(shared, known, y), shared, y, has_aux=True)
+            dshared, dy = pull(jnp.ones((), jnp.float32))
+            return sums, dshared, dy
+
+        def embed_back(shared, known, g):
+            _, pull = jax.vjp(lambda shared: model.embed(shared, known)[0], shared)
+            return pull(g)[0]
+
+        if self.forward_only:
+            self.head = Traced(lambda *args: (total(*args)[1], None, None), self.shared, one, self.x)
+        else:
+            self.head = Traced(head, self.shared, one, self.x)
+            self.embed_back = Traced(embed_back, self.shared, one, self.x)
+        self.sums = self.head.shapes[0]
+
+    def placed_slots(self, tree: Tree) -> Tree:
+        """Returns buffers of x with the sharding of x."""
+        return self.place("slots", tree)
+
+    def tick(self, kind: Kind, state: dict, numbers: jax.Array) -> dict:
+        """Runs one tick: the op of this stage, then what it writes, sends and receives."""
+        row = _Row(*(numbers[i] for i in range(len(COLUMNS))))
+        ops = {"F": self.forward, "B": self.backward, "W": self.weights}
+        if len(kind.ops) == 1:
+            (op,) = kind.ops
+            done = ops[op](kind, state, row, _Masked(row.op == OP_NUMBER[op]))
+        else:
+            names = sorted(kind.ops, key=lambda op: OP_NUMBER[op])
+            branches = [lambda: self._all(_Done(), state, row)]
+            branches += [lambda op=op: self._all(ops[op](kind, state, row, _Chosen()), state, row) for op in names]
+            numbered = np.zeros(4, np.int32)
+            numbered[[OP_NUMBER[op] for op in names]] = range(1, len(names) + 1)
+            done = jax.lax.switch(jnp.asarray(numbered)[row.op], branches)
+        return self._write(kind, state, row, done)
+
+    def _all(self, done: _Done, state: dict, row: _Row) -> _Done:
+        """Returns what an op leaves, with nothings where it leaves nothing, so that all branches are alike."""
+        empty = lambda trees: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trees)  # noqa: E731
+        return _Done(
+            out=empty(self.x) if done.out is None else done.out,
+            kept=[jnp.zeros(b.shape[1:], b.dtype) for b in state["kept"]] if done.kept is None else done.kept,
+            stash=[jnp.zeros(b.shape[1:], b.dtype) for b in state["stash"]] if done.stash is None else done.stash,
+            layers=_at(state["layers"], row.chunk) if done.layers is None else done.layers,
+            shared=state["shared"] if done.shared is None else done.shared,
+            sums=state["sums"] if done.sums is None else done.sums,
+        )
+
+    def _inputs(self, row: _Row):
+        known = _at(self.known, row.microbatch)
+        x, per_layer = self.embed(self.shared, known)
+        mine = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row.part * self.depth, self.depth), per_layer
+        )
+        return known, (known, mine), x
+
+    def _input(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen"):
+        """Returns this op's (known, known of the stage, parameters, x)."""
+        known, mine, embedded = self._inputs(row)
+        x = _at(state["mail"], row.x)
+        if kind.first:
+            x = self.place("x", choose(row.part == 0, lambda: embedded, lambda: x))
+        return known, mine, _at(self.chunks, row.chunk), x
+
+    def forward(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen") -> _Done:
+        """F."""
+        known, mine, chunk, x = self._input(kind, state, row, choose)
+        if self.forward_only or self.keep == "inputs":
+            y, kept = self.stage(chunk, mine, x), None
+        else:
+            y, kept = self.halves.forward(chunk, mine, x)
+        if not kind.last:
+            return _Done(out=y, kept=kept)
+        shared, sums = state["shared"], state["sums"]
+
+        def with_head():
+            new, dshared, dy = self.head(self.shared, known, y)
+            more = None if self.forward_only else self.place("shared", jax.tree.map(_plus, shared, dshared))
+            return (y if self.forward_only else dy), more, jax.tree.map(jnp.add, sums, new)
+
+        last = choose.active & (row.part == self.schedule.parts - 1)
+        out, shared, sums = choose(last, with_head, lambda: (y, shared, sums))
+        return _Done(out=out, kept=kept, shared=shared, sums=sums)
+
+    def _kept(self, state: dict, row: _Row, mine, chunk, x) -> list:
+        return self.halves.forward(chunk, mine, x)[1] if self.keep == "inputs" else _at(state["kept"], row.kept)
+
+    def backward(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen") -> _Done:
+        """B."""
+        known, mine, chunk, x = self._input(kind, state, row, choose)
+        kept, g = self._kept(state, row, mine, chunk, x), _at(state["mail"], row.g)
+        stash = layers = None
+        if self.halves.input_grad is not None:
+            dx, stash = self.halves.input_grad(chunk, mine, x, kept, g)
+        else:
+            dchunk, dx = self.halves.backward(chunk, mine, x, kept, g)
+            layers = self._add(state, row, dchunk, choose)
+        shared = state["shared"]
+        if kind.first:
+
+            def embedding():
+                dshared = self.embed_back(self.shared, known, dx)
+                return self.place("shared", jax.tree.map(_plus, shared, dshared))
+
+            shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
+        return _Done(out=dx, stash=stash, layers=layers, shared=shared if kind.first else None)
+
+    def weights(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen") -> _Done:
+        """W."""
+        assert self.halves.weight_grad is not None  # a table with W is split
+        _, mine, _ = self._inputs(row)
+        dchunk = self.halves.weight_grad(_at(self.chunks, row.chunk), mine, _at(state["stash"], row.stash))
+        return _Done(layers=self._add(state, row, dchunk, choose))
+
+    def _add(self, state: dict, row: _Row, dchunk: Tree, choose: "_Masked | _Chosen") -> Tree:
+        """Returns this chunk's sum of gradients with one more."""
+        before = _at(state["layers"], row.chunk)
+        return choose(choose.active, lambda: jax.tree.map(_plus, before, dchunk), lambda: before)
+
+    def _write(self, kind: Kind, state: dict, row: _Row, done: _Done) -> dict:
+        state = dict(state)
+        if state["kept"] and done.kept is not None:
+            state["kept"] = _put(state["kept"], done.kept, row.kept, row.op == OP_NUMBER["F"])
+        if state["stash"] and done.stash is not None:
+            state["stash"] = _put(state["stash"], done.stash, row.stash, row.op == OP_NUMBER["B"])
+        if done.layers is not None:
+            new = jax.tree.map(
+                lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, row.chunk, 0),
+                state["layers"],
+                done.layers,
+            )
+            state["layers"] = self.place("layers", new)
+        state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
+        if done.out is not None:
+            out = self.place("x", done.out)
+            for way in ("right", "left", "own"):
+                if getattr(kind, way):
+                    pairs = {"right": self.program.right, "left": self.program.left}.get(way)
+                    arrives = jax.tree.map(partial(_send, pairs=pairs), out) if pairs else out
+                    slot = getattr(row, way)
+                    state["mail"] = self.place("slots", _put(state["mail"], arrives, slot, slot >= 0))
+        return state
+
+
+class _Masked:
+    """Computes both and takes one: nothing that is not taken leaves a trace, not even `nan`."""
+
+    def __init__(self, active):
+        self.active = active
+
+    def __call__(self, take, yes: Callable, no: Callable) -> Tree:
+        return jax.tree.map(lambda a, b: jnp.where(take, a, b), yes(), no())
+
+
+class _Chosen:
+    """Computes one of two, inside the branch that this stage is in."""
+
+    active = True
+
+    def __call__(self, take, yes: Callable, no: Callable) -> Tree:
+        return yes() if take is True else jax.lax.cond(take, yes, no)
+
+
+def _send(x: jax.Array, *, pairs) -> jax.Array:
+    return jax.lax.ppermute(x, "pipe", pairs)
+
+
+def _plus(total: jax.Array, more: jax.Array) -> jax.Array:
+    return total + more.astype(total.dtype)
+
+
+def _first(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def _at(tree: Tree, index) -> Tree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.maximum(index, 0), 0, keepdims=False), tree)
+
+
+def _put(tree: Tree, new: Tree, index, take) -> Tree:
+    """Returns the buffers with one slot written, where there is something to write."""
+    index = jnp.maximum(index, 0)
+
+    def put(buffer, value):
+        old = jax.lax.dynamic_index_in_dim(buffer, index, 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(take, value, old), index, 0)
+
+    return jax.tree.map(put, tree, new)
+
+
+def _check_shapes(name: str, x: Tree, y: Tree) -> None:
+    show = lambda tree: ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree))  # noqa: E731
+    same = jax.tree.structure(x) == jax.tree.structure(y)
+    if not same or [(a.shape, a.dtype) for a in jax.tree.leaves(x)] != [(b.shape, b.dtype) for b in jax.tree.leaves(y)]:
+        raise refuse(
+            f"the layers of {name} take {show(x)} and return {show(y)}",
+            rule="a stage gets what the one before returns, so layers keep structure, shape and dtype",
+            fix="what changes the shape belongs before or after pipelined(layers, x)",
+        )

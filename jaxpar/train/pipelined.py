@@ -1,0 +1,277 @@
+"""The gradients of a step whose layers are spread over `pipe`.
+
+    params ─► cast ─► dealt to the stages ─► gathered over fsdp ─► the table ─► summed over fsdp, data, pipe ─► back
+                                             └─────────── once per step ─────────────────────────────┘
+
+Around the table everything is left to XLA. Inside it `pipe`, `data` and `fsdp` are manual, so that no gradient is
+reduced before the last microbatch is done; `tensor` is XLA's, so that blocks need not know of it.
+
+A model is cut where it calls `jp.pipelined(layers, x)`: its loss function is run up to there, from there, or only that.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import refuse
+from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.models.remat import remat
+from jaxpar.models.stack import cut
+from jaxpar.parallel.layout import Layout
+from jaxpar.pipeline.dataflow import Traced, function, needed, parts
+from jaxpar.pipeline.deal import deal
+from jaxpar.pipeline.execute import Model, execute
+from jaxpar.pipeline.program import program
+from jaxpar.sharding.constrain import activation_names
+from jaxpar.sharding.names import SCOPE, Compute, Tree, nest, pick
+from jaxpar.train.losses import Sums, as_sums
+
+if TYPE_CHECKING:
+    from jaxpar.train.step import Numerics
+
+MANUAL = ("pipe", *BATCH_AXES)
+
+
+class _Reached(BaseException):  # no error: the model came to its layers, and is left there
+    def __init__(self, value: Any):
+        self.value = value
+
+
+class Pipelined:
+    """A model and its loss, run by the table of a layout."""
+
+    def __init__(self, layout: Layout, loss: Callable, numerics: "Numerics", dtype: Any):
+        self.layout, self.loss, self.numerics, self.dtype = layout, loss, numerics, dtype
+        self.schedule = layout.schedule
+        self.fill = 0.0  # what buffers hold before they are written: a test makes it nan
+        self.stacked = {
+            path: tuple(path.split("/")) for path, place in layout.placements.items() if place.stored[:1] == ("pipe",)
+        }
+        self.shared = {path: tuple(path.split("/")) for path in layout.placements if path not in self.stacked}
+
+    def gradients(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
+        """Returns gradients of the mean loss over all microbatches, the sums, and the rest afterwards."""
+        rests, after = self._rests(params, rest, batch)
+        sums, shared, layers = self._run(params, rests, batch, train=True)
+        layers = deal(self.layout.on, self.schedule.cut, layers, back=True)
+        tokens = sums["loss"][1]
+        gradients = nest(
+            {self.shared[path]: value for path, value in shared.items()}
+            | {self.stacked[path]: value for path, value in layers.items()}
+        )
+        return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, after
+
+    def evaluate(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> Sums:
+        """Returns the sums of a batch: the forwards of the table, nothing kept."""
+        rests = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)), rest)
+        return self._run(params, rests, batch, train=False)[0]
+
+    def _run(self, params: Tree, rests: Tree, batch: Mapping[str, jax.Array], *, train: bool):
+        layout, mesh = self.layout, self.layout.on
+        table = program(self.schedule, forward_only=not train)
+        shared = {path: self._whole(path, pick(params, words)) for path, words in self.shared.items()}
+        layers = {path: self._cast(pick(params, words)) for path, words in self.stacked.items()}
+        layers = deal(mesh, self.schedule.cut, layers)
+        layers = {path: self._gathered(path, value) for path, value in layers.items()}
+
+        def local(rows, replica, shared, layers, rests, batch):
+            inner = {axis: size if axis not in MANUAL else 1 for axis, size in layout.sizes.items()}
+            with activation_names(layout.names, inner):
+                done = execute(
+                    table,
+                    self._model(train=train),
+                    rows[:, 0],
+                    shared,
+                    layers,
+                    (_folded(rests, replica[0], layout.replicas), self._microbatches(batch)),
+                    keep=layout.parallel.pipeline.keep,
+                    place=self._place,
+                    fill=self.fill,
+                )
+            sums = jax.tree.map(lambda x: jax.lax.psum(x, MANUAL), done.sums)
+            if not train:
+                return sums, {}, {}
+            shared, layers = (
+                jax.tree.map(lambda x: jax.lax.psum(x, "fsdp")[None], tree) for tree in (done.shared, done.layers)
+            )
+            return sums, shared, layers
+
+        rows = PartitionSpec(None, "pipe")
+        each = PartitionSpec(BATCH_AXES)
+        sums, shared, layers = jax.shard_map(
+            local,
+            mesh=mesh,
+            axis_names=set(MANUAL),
+            in_specs=(rows, each, PartitionSpec(), PartitionSpec("pipe"), PartitionSpec(), each),
+            out_specs=(PartitionSpec(), PartitionSpec(("pipe", "data")), PartitionSpec("data", "pipe")),
+            check_vma=False,
+        )(table.rows, jnp.arange(layout.replicas), shared, layers, rests, batch)
+        shared = {path: self._summed(path, value, ("pipe", "data")) for path, value in shared.items()}
+        layers = {path: self._summed(path, value, "data") for path, value in layers.items()}
+        return sums, shared, layers
+
+    # --- where arrays live ------------------------------------------------------------------------------------------
+
+    def _cast(self, value: jax.Array) -> jax.Array:
+        floating = self.dtype is not None and jnp.issubdtype(value.dtype, jnp.floating)
+        return value.astype(self.dtype) if floating else value
+
+    def _whole(self, path: str, value: jax.Array) -> jax.Array:
+        return self._gathered(path, self._cast(value))
+
+    def _gathered(self, path: str, value: jax.Array) -> jax.Array:
+        """Returns a parameter as the table reads it: gathered over `fsdp` once per step, cast before it travels."""
+        place = self.layout.placements[path]
+        with jax.named_scope(SCOPE + path.replace("/", ".")):
+            value = jax.lax.with_sharding_constraint(value, self.layout.sharding(place.stored))
+            return jax.lax.with_sharding_constraint(value, self.layout.sharding(place.used))
+
+    def _summed(self, path: str, stacked: jax.Array, over) -> jax.Array:
+        """Returns the sum of gradients [ways, ...] over an axis, placed as the update reads them."""
+        spec = pick(self.layout.updated, tuple(path.split("/")))
+        spread = self.layout.sharding(PartitionSpec(over, *spec))
+        return jnp.sum(jax.lax.with_sharding_constraint(stacked, spread), axis=0)
+
+    def _place(self, what: str, tree: Tree) -> Tree:
+        """Returns what is inside the table with its sharding over `tensor`."""
+        if self.layout.sizes["tensor"] == 1:
+            return tree
+        if what in ("x", "slots"):
+            split = "tensor" if self.layout.parallel.sequence else None
+            ahead = (None,) * (what == "slots")
+            return jax.tree.map(
+                lambda x: _inside(x, *ahead, None, split, None) if x.ndim == len(ahead) + 3 else x, tree
+            )
+        specs = {path: self.layout.placements[path].used for path in tree}
+        if what == "layers":
+            return {path: _inside(x, None, None, *specs[path][1:]) for path, x in tree.items()}
+        return {path: _inside(x, *specs[path]) for path, x in tree.items()}
+
+    def _microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
+        """Returns the rows of this device as [microbatches, rows, ...]: rows i, i + count, ... make microbatch i."""
+        count = self.schedule.microbatches
+        return {
+            name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
+            for name, value in batch.items()
+        }
+
+    # --- the model in three pieces ----------------------------------------------------------------------------------
+
+    def _model(self, *, train: bool) -> Model:
+        compute = Compute(train=train, dtype=self.dtype, remat=self.numerics.remat)
+        layout, blueprint, at = self.layout, self.layout.blueprint, {"layers": False}
+
+        def use(path: str, value: jax.Array) -> jax.Array:
+            if (path in self.stacked) != at["layers"]:
+                raise refuse(
+                    f"{blueprint.name} reads {path} "
+                    + ("outside of its layers" if path in self.stacked else "inside of its layers"),
+                    rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
+                    "them and no others: a stage has nothing else",
+                    fix="pass it through x, or run it before or after jp.pipelined(layers, x)",
+                )
+            with jax.named_scope(SCOPE + path.replace("/", ".")):
+                return value
+
+        def called(params: Mapping[str, Any], known, at_cut: Callable) -> Any:
+            rest, batch = known
+            absent = {path: place.leaf for path, place in layout.placements.items() if path not in params}
+            zeros = {
+                path: jnp.zeros((1, *leaf.shape[1:]) if path in self.stacked else leaf.shape, leaf.dtype)
+                for path, leaf in absent.items()
+            }
+            tree = nest({tuple(path.split("/")): value for path, value in {**params, **zeros}.items()})
+            model = blueprint.bind(tree, rest, use, compute)
+            try:
+                with cut(at_cut):
+                    sums = self.loss(model, batch)
+            except _Reached as reached:
+                return reached.value
+            return as_sums(sums, accumulate=self.schedule.microbatches)
+
+        def embed(shared, known):
+            def stop(layers, x, per_layer):
+                raise _Reached((x, per_layer))
+
+            found = called(shared, known, stop)
+            if isinstance(found, dict):
+                raise refuse(
+                    f"{blueprint.name} never says where its layers are",
+                    rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
+                    fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+                )
+            return found
+
+        def stage(layers, known, per_layer, x):
+            def run(inner, _, __):
+                at["layers"] = True
+                try:
+                    raise _Reached(inner(x, *per_layer))
+                finally:
+                    at["layers"] = False
+
+            def whole(layers, x):
+                return called(layers, known, lambda inner, _, __: run(inner, x, per_layer))
+
+            if blueprint.takes_remat:
+                return whole(layers, x)
+            return remat(whole, self.numerics.remat)(layers, x)
+
+        def head(shared, known, y):
+            return called(shared, known, lambda layers, x, per_layer: y)
+
+        return Model(name=blueprint.name, embed=embed, stage=stage, head=head)
+
+    def _rests(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
+        """Returns the rest (dropout counts and their kin) before each microbatch, stacked, and after the last."""
+        blueprint, compute = self.layout.blueprint, Compute(train=True, dtype=self.dtype, remat=self.numerics.remat)
+
+        def after(params, batch, rest):
+            model = blueprint.bind(params, rest, lambda path, value: value, compute)
+            with cut(lambda layers, x, per_layer: x):
+                self.loss(model, batch)
+            return blueprint.collect(model)
+
+        count = self.schedule.microbatches
+        one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
+        traced = Traced(after, params, one, rest)
+        reads = traced.reads()
+        if any(jax.tree.leaves(reads[:2])):
+            raise refuse(
+                f"{blueprint.name} keeps state that follows from what it computes, such as the averages of BatchNorm",
+                rule="in a pipeline microbatches overlap, so what one leaves behind is not there for the next",
+                fix="LayerNorm or GroupNorm, or pipe=1",
+            )
+        jaxpr = traced.closed.jaxpr
+        *_, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in (params, one, rest)])
+        eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
+        step = function(jaxpr, traced.closed.consts, ins, eqns, jaxpr.outvars)
+        last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(rest), length=count)
+        restored = partial(jax.tree.unflatten, jax.tree.structure(rest))
+        return restored(each), restored(last)
+
+
+def _inside(x: jax.Array, *entries) -> jax.Array:
+    """Constrains a value inside the table; axes that are manual there are left out."""
+    kept = [
+        entry if entry == "tensor" or (isinstance(entry, tuple) and "tensor" in entry) else None for entry in entries
+    ]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*("tensor" if entry else None for entry in kept)))
+
+
+def _folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:
+    """Returns random keys that differ between replicas of the batch: each draws for its own rows."""
+    if replicas == 1:
+        return rests
+
+    def fold(x):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, replica))(x.reshape(-1))
+        return flat.reshape(x.shape)
+
+    return jax.tree.map(fold, rests)
