@@ -24,12 +24,17 @@ class Pipeline:
       chunks: Parts of the model on each stage, where a schedule interleaves; 0 means the fewest that it takes.
       keep: What a forward keeps for its backward: inputs (each stage's input, computed again from there) or
         residuals (what the backward reads, chosen by train.remat).
+      weights: When they change. flush: once per step, by the gradient of the whole batch. Otherwise after every
+        microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights of its
+        forward), vertical (all stages have those that the first had when the microbatch came in), 2bw (one update per
+        as many microbatches as stages, one late), none (no care taken: not the gradient of any function).
     """
 
     schedule: str = "1f1b_phased"
     microbatches: int = 0
     chunks: int = 0
     keep: Literal["inputs", "residuals"] = "inputs"
+    weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
 
     def table(self, stages: int) -> Schedule:
         """Returns the table for so many stages.
@@ -75,6 +80,12 @@ class Pipeline:
         for key in ("microbatches", "chunks"):
             if type(getattr(self, key)) is not int or getattr(self, key) < 0:
                 found.append(Problem(f"{key}={getattr(self, key)!r}", f"{key} is a whole number, or 0", f"{key}=0"))
-        if self.keep not in ("inputs", "residuals"):
-            found.append(Problem(f"keep={self.keep!r}", "keep is inputs or residuals", 'keep="inputs"'))
+        for key, known in (
+            ("keep", ("inputs", "residuals")),
+            ("weights", ("flush", "stash", "vertical", "2bw", "none")),
+        ):
+            if getattr(self, key) not in known:
+                found.append(
+                    Problem(f"{key}={getattr(self, key)!r}", f"{key} is {', '.join(known)}", f'{key}="{known[0]}"')
+                )
         return found

@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
     layers: Tree
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """One stage's cell of a tick, as traced int32 scalars: see `program.COLUMNS`."""
 
     op: Any
@@ -79,10 +79,12 @@ class _Row(NamedTuple):
     right: Any
     left: Any
     own: Any
+    version: Any  # this and the next are for updates in the middle of a table: see `asynchronous`
+    update: Any
 
 
 class _Done(NamedTuple):
-    """What an op leaves: None where it leaves nothing of the kind."""
+    """What an op leaves, None where nothing of the kind. `layers` is to be added; `shared` and `sums` are sums."""
 
     out: Tree = None
     kept: Any = None
@@ -121,22 +123,17 @@ def execute(
     Raises:
       JaxparError: If the model cannot be cut: blocks that change the shape, a stack that reads what is outside.
     """
-    run = _Stage(program, model, shared, layers, known, keep=keep, place=place)
-    zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
-    slots = lambda count, trees: jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), trees)  # noqa: E731
-    forward_only = not program.kept
-    state = {
-        "mail": run.placed_slots(slots(program.mail, run.x)),
-        "kept": [] if forward_only or keep == "inputs" else slots(program.kept, run.halves.kept),
-        "stash": slots(program.stash, run.halves.stash) if program.stash else [],
-        "layers": None if forward_only else place("layers", zeros(run.chunks)),
-        "shared": None if forward_only else place("shared", zeros(shared)),
-        "sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), run.sums),
-    }
-    for loop in _offsets(program.loops):
-        state = _loop(loop[1], run.tick, state, rows[loop[0] : loop[0] + loop[1].ticks])
-    merged = None if forward_only else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state["layers"])
+    run = Stage(program, model, shared, layers, known, keep=keep, place=place)
+    state = run_table(program, run.tick, run.start(fill), rows)
+    merged = None if not program.kept else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state["layers"])
     return Gradients(sums=state["sums"], shared=state["shared"], layers=merged)
+
+
+def run_table(program: Program, tick: Callable, state: dict, rows: jax.Array) -> dict:
+    """Returns the state after all ticks."""
+    for at, loop in _offsets(program.loops):
+        state = _loop(loop, tick, state, rows[at : at + loop.ticks])
+    return state
 
 
 def _offsets(body) -> list[tuple[int, Any]]:
@@ -163,14 +160,14 @@ def _loop(loop: Loop, tick: Callable, state: dict, rows: jax.Array) -> dict:
     return jax.lax.scan(body, state, rows.reshape(loop.repeats, -1, len(COLUMNS)))[0]
 
 
-class _Stage:
+class Stage:
     """One stage: its parameters, and its three ops as functions of a row."""
 
     def __init__(self, program: Program, model: Model, shared, layers, known, *, keep: Keep, place):
         self.program, self.keep, self.place = program, keep, place
         self.schedule = program.schedule
         self.forward_only = not program.kept
-        self.shared, self.known = shared, known
+        self.shared, self.known, self.one = shared, known, jnp.ones((), jnp.float32)
         count = {leaf.shape[0] for leaf in jax.tree.leaves(layers)}
         self.depth = max(count) // self.schedule.chunks
         self.chunks = jax.tree.map(lambda x: x.reshape(self.schedule.chunks, self.depth, *x.shape[1:]), layers)
@@ -195,9 +192,9 @@ class _Stage:
             sums = model.head(shared, known, y)
             return sums["loss"][0], sums
 
-        def head(shared, known, y):
+        def head(shared, known, y, scale):
             _, pull, sums = jax.vjp(lambda shared, y: total(shared, known, y), shared, y, has_aux=True)
-            dshared, dy = pull(jnp.ones((), jnp.float32))
+            dshared, dy = pull(scale)
             return sums, dshared, dy
 
         def embed_back(shared, known, g):
@@ -205,19 +202,35 @@ class _Stage:
             return pull(g)[0]
 
         if self.forward_only:
-            self.head = Traced(lambda *args: (total(*args)[1], None, None), self.shared, one, self.x)
+            self.head = Traced(lambda *args: (total(*args[:3])[1], None, None), self.shared, one, self.x, self.one)
         else:
-            self.head = Traced(head, self.shared, one, self.x)
+            self.head = Traced(head, self.shared, one, self.x, self.one)
             self.embed_back = Traced(embed_back, self.shared, one, self.x)
         self.sums = self.head.shapes[0]
 
-    def placed_slots(self, tree: Tree) -> Tree:
-        """Returns buffers of x with the sharding of x."""
-        return self.place("slots", tree)
+    def start(self, fill: float) -> dict:
+        """Returns the buffers and sums before the first tick; slots hold `fill`."""
+
+        def slots(count: int, trees: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), trees)
+
+        def zeros(what: str, tree: Tree) -> Tree:  # sums of gradients are never shorter than float32
+            made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), tree)
+            return self.place(what, made)
+
+        table = self.program
+        return {
+            "mail": self.place("slots", slots(table.mail, self.x)),
+            "kept": [] if self.forward_only or self.keep == "inputs" else slots(table.kept, self.halves.kept),
+            "stash": slots(table.stash, self.halves.stash) if table.stash else [],
+            "layers": None if self.forward_only else zeros("layers", self.chunks),
+            "shared": None if self.forward_only else zeros("shared", self.shared),
+            "sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.sums),
+        }
 
     def tick(self, kind: Kind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick: the op of this stage, then what it writes, sends and receives."""
-        row = _Row(*(numbers[i] for i in range(len(COLUMNS))))
+        row = Row(*(numbers[i] for i in range(len(COLUMNS))))
         ops = {"F": self.forward, "B": self.backward, "W": self.weights}
         if len(kind.ops) == 1:
             (op,) = kind.ops
@@ -231,37 +244,46 @@ class _Stage:
             done = jax.lax.switch(jnp.asarray(numbered)[row.op], branches)
         return self._write(kind, state, row, done)
 
-    def _all(self, done: _Done, state: dict, row: _Row) -> _Done:
+    def _all(self, done: _Done, state: dict, row: Row) -> _Done:
         """Returns what an op leaves, with nothings where it leaves nothing, so that all branches are alike."""
         empty = lambda trees: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trees)  # noqa: E731
         return _Done(
             out=empty(self.x) if done.out is None else done.out,
             kept=[jnp.zeros(b.shape[1:], b.dtype) for b in state["kept"]] if done.kept is None else done.kept,
             stash=[jnp.zeros(b.shape[1:], b.dtype) for b in state["stash"]] if done.stash is None else done.stash,
-            layers=_at(state["layers"], row.chunk) if done.layers is None else done.layers,
+            layers=empty(_first(self.chunks)) if done.layers is None else done.layers,
             shared=state["shared"] if done.shared is None else done.shared,
             sums=state["sums"] if done.sums is None else done.sums,
         )
 
-    def _inputs(self, row: _Row):
-        known = _at(self.known, row.microbatch)
-        x, per_layer = self.embed(self.shared, known)
+    def parameters(self, state: dict, row: Row) -> tuple[Tree, Tree]:
+        """Returns what all stages share, and the row's chunk."""
+        return self.shared, load(self.chunks, row.chunk)
+
+    def scale(self, row: Row) -> jax.Array:
+        """Returns what the gradient of this microbatch's loss begins with."""
+        return self.one
+
+    def _inputs(self, row: Row, shared: Tree):
+        known = load(self.known, row.microbatch)
+        x, per_layer = self.embed(shared, known)
         mine = jax.tree.map(
             lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row.part * self.depth, self.depth), per_layer
         )
         return known, (known, mine), x
 
-    def _input(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen"):
-        """Returns this op's (known, known of the stage, parameters, x)."""
-        known, mine, embedded = self._inputs(row)
-        x = _at(state["mail"], row.x)
+    def _input(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen"):
+        """Returns this op's (known, known of the stage, shared parameters, the chunk's, x)."""
+        shared, chunk = self.parameters(state, row)
+        known, mine, embedded = self._inputs(row, shared)
+        x = load(state["mail"], row.x)
         if kind.first:
             x = self.place("x", choose(row.part == 0, lambda: embedded, lambda: x))
-        return known, mine, _at(self.chunks, row.chunk), x
+        return known, mine, shared, chunk, x
 
-    def forward(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen") -> _Done:
+    def forward(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
         """F."""
-        known, mine, chunk, x = self._input(kind, state, row, choose)
+        known, mine, params, chunk, x = self._input(kind, state, row, choose)
         if self.forward_only or self.keep == "inputs":
             y, kept = self.stage(chunk, mine, x), None
         else:
@@ -271,7 +293,7 @@ class _Stage:
         shared, sums = state["shared"], state["sums"]
 
         def with_head():
-            new, dshared, dy = self.head(self.shared, known, y)
+            new, dshared, dy = self.head(params, known, y, self.scale(row))
             more = None if self.forward_only else self.place("shared", jax.tree.map(_plus, shared, dshared))
             return (y if self.forward_only else dy), more, jax.tree.map(jnp.add, sums, new)
 
@@ -279,54 +301,48 @@ class _Stage:
         out, shared, sums = choose(last, with_head, lambda: (y, shared, sums))
         return _Done(out=out, kept=kept, shared=shared, sums=sums)
 
-    def _kept(self, state: dict, row: _Row, mine, chunk, x) -> list:
-        return self.halves.forward(chunk, mine, x)[1] if self.keep == "inputs" else _at(state["kept"], row.kept)
+    def _kept(self, state: dict, row: Row, mine, chunk, x) -> list:
+        return self.halves.forward(chunk, mine, x)[1] if self.keep == "inputs" else load(state["kept"], row.kept)
 
-    def backward(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen") -> _Done:
+    def backward(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
         """B."""
-        known, mine, chunk, x = self._input(kind, state, row, choose)
-        kept, g = self._kept(state, row, mine, chunk, x), _at(state["mail"], row.g)
+        known, mine, params, chunk, x = self._input(kind, state, row, choose)
+        kept, g = self._kept(state, row, mine, chunk, x), load(state["mail"], row.g)
         stash = layers = None
         if self.halves.input_grad is not None:
             dx, stash = self.halves.input_grad(chunk, mine, x, kept, g)
         else:
             dchunk, dx = self.halves.backward(chunk, mine, x, kept, g)
-            layers = self._add(state, row, dchunk, choose)
+            layers = dchunk
         shared = state["shared"]
         if kind.first:
 
             def embedding():
-                dshared = self.embed_back(self.shared, known, dx)
+                dshared = self.embed_back(params, known, dx)
                 return self.place("shared", jax.tree.map(_plus, shared, dshared))
 
             shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
         return _Done(out=dx, stash=stash, layers=layers, shared=shared if kind.first else None)
 
-    def weights(self, kind: Kind, state: dict, row: _Row, choose: "_Masked | _Chosen") -> _Done:
+    def weights(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
         """W."""
         assert self.halves.weight_grad is not None  # a table with W is split
-        _, mine, _ = self._inputs(row)
-        dchunk = self.halves.weight_grad(_at(self.chunks, row.chunk), mine, _at(state["stash"], row.stash))
-        return _Done(layers=self._add(state, row, dchunk, choose))
+        shared, chunk = self.parameters(state, row)
+        _, mine, _ = self._inputs(row, shared)
+        dchunk = self.halves.weight_grad(chunk, mine, load(state["stash"], row.stash))
+        return _Done(layers=dchunk)
 
-    def _add(self, state: dict, row: _Row, dchunk: Tree, choose: "_Masked | _Chosen") -> Tree:
-        """Returns this chunk's sum of gradients with one more."""
-        before = _at(state["layers"], row.chunk)
-        return choose(choose.active, lambda: jax.tree.map(_plus, before, dchunk), lambda: before)
-
-    def _write(self, kind: Kind, state: dict, row: _Row, done: _Done) -> dict:
+    def _write(self, kind: Kind, state: dict, row: Row, done: _Done) -> dict:
         state = dict(state)
         if state["kept"] and done.kept is not None:
-            state["kept"] = _put(state["kept"], done.kept, row.kept, row.op == OP_NUMBER["F"])
+            state["kept"] = store(state["kept"], done.kept, row.kept, row.op == OP_NUMBER["F"])
         if state["stash"] and done.stash is not None:
-            state["stash"] = _put(state["stash"], done.stash, row.stash, row.op == OP_NUMBER["B"])
+            state["stash"] = store(state["stash"], done.stash, row.stash, row.op == OP_NUMBER["B"])
         if done.layers is not None:
-            new = jax.tree.map(
-                lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, row.chunk, 0),
-                state["layers"],
-                done.layers,
-            )
-            state["layers"] = self.place("layers", new)
+            before, summed = load(state["layers"], row.chunk), row.op == OP_NUMBER["W" if self.schedule.split else "B"]
+            total = jax.tree.map(lambda a, b: jnp.where(summed, _plus(a, b), a), before, done.layers)
+            write = partial(jax.lax.dynamic_update_index_in_dim, index=row.chunk, axis=0)
+            state["layers"] = self.place("layers", jax.tree.map(write, state["layers"], total))
         state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
         if done.out is not None:
             out = self.place("x", done.out)
@@ -335,7 +351,7 @@ class _Stage:
                     pairs = {"right": self.program.right, "left": self.program.left}.get(way)
                     arrives = jax.tree.map(partial(_send, pairs=pairs), out) if pairs else out
                     slot = getattr(row, way)
-                    state["mail"] = self.place("slots", _put(state["mail"], arrives, slot, slot >= 0))
+                    state["mail"] = self.place("slots", store(state["mail"], arrives, slot, slot >= 0))
         return state
 
 
@@ -370,19 +386,19 @@ def _first(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
-def _at(tree: Tree, index) -> Tree:
+def load(tree: Tree, index) -> Tree:
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.maximum(index, 0), 0, keepdims=False), tree)
 
 
-def _put(tree: Tree, new: Tree, index, take) -> Tree:
+def store(tree: Tree, new: Tree, index, take) -> Tree:
     """Returns the buffers with one slot written, where there is something to write."""
     index = jnp.maximum(index, 0)
 
-    def put(buffer, value):
+    def one(buffer, value):
         old = jax.lax.dynamic_index_in_dim(buffer, index, 0, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(take, value, old), index, 0)
 
-    return jax.tree.map(put, tree, new)
+    return jax.tree.map(one, tree, new)
 
 
 def _check_shapes(name: str, x: Tree, y: Tree) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from jaxpar.pipeline.schedule import Schedule
 
 COLUMNS = (
-    "op", "microbatch", "chunk", "part", "x", "g", "kept", "stash", "right", "left", "own",
+    "op", "microbatch", "chunk", "part", "x", "g", "kept", "stash", "right", "left", "own", "version", "update",
 )  # fmt: skip
 OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
 

@@ -25,7 +25,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.deal import deal
 from jaxpar.pipeline.execute import Model, execute
-from jaxpar.pipeline.program import program
+from jaxpar.pipeline.program import Program, program
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest, pick
 from jaxpar.train.losses import Sums, as_sums
@@ -79,19 +79,9 @@ class Pipelined:
         layers = {path: self._gathered(path, value) for path, value in layers.items()}
 
         def local(rows, replica, shared, layers, rests, batch):
-            inner = {axis: size if axis not in MANUAL else 1 for axis, size in layout.sizes.items()}
-            with activation_names(layout.names, inner):
-                done = execute(
-                    table,
-                    self._model(train=train),
-                    rows[:, 0],
-                    shared,
-                    layers,
-                    (_folded(rests, replica[0], layout.replicas), self._microbatches(batch)),
-                    keep=layout.parallel.pipeline.keep,
-                    place=self._place,
-                    fill=self.fill,
-                )
+            known = (folded(rests, replica[0], layout.replicas), self._microbatches(batch))
+            with self._inside():
+                done = self._execute(table, self._model(train=train), rows[:, 0], shared, layers, known)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, MANUAL), done.sums)
             if not train:
                 return sums, {}, {}
@@ -113,6 +103,16 @@ class Pipelined:
         shared = {path: self._summed(path, value, ("pipe", "data")) for path, value in shared.items()}
         layers = {path: self._summed(path, value, "data") for path, value in layers.items()}
         return sums, shared, layers
+
+    def _inside(self):
+        """Inside the table names of activations mean `tensor` alone: the other axes are manual there."""
+        sizes = {axis: size if axis not in MANUAL else 1 for axis, size in self.layout.sizes.items()}
+        return activation_names(self.layout.names, sizes)
+
+    def _execute(self, table: Program, model: Model, rows: jax.Array, shared: Tree, layers: Tree, known: Tree):
+        """Runs the table on one stage's arrays."""
+        keep = self.layout.parallel.pipeline.keep
+        return execute(table, model, rows, shared, layers, known, keep=keep, place=self._place, fill=self.fill)
 
     # --- where arrays live ------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Pipelined:
                     fix="pass it through x, or run it before or after jp.pipelined(layers, x)",
                 )
             with jax.named_scope(SCOPE + path.replace("/", ".")):
-                return value
+                return self._cast(value)
 
         def called(params: Mapping[str, Any], known, at_cut: Callable) -> Any:
             rest, batch = known
@@ -263,7 +263,7 @@ def _inside(x: jax.Array, *entries) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*("tensor" if entry else None for entry in kept)))
 
 
-def _folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:
+def folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:
     """Returns random keys that differ between replicas of the batch: each draws for its own rows."""
     if replicas == 1:
         return rests

@@ -34,6 +34,7 @@ from jaxpar.train.losses import Sums, as_sums
 from jaxpar.train.pipelined import Pipelined
 from jaxpar.train.state import State
 from jaxpar.train.subject import subject
+from jaxpar.train.updating import Updating
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], Any]
@@ -89,7 +90,8 @@ class Step:
                     rule="a pipeline accumulates over its microbatches",
                     fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
                 )
-            self.pipelined = Pipelined(layout, loss, numerics, PRECISIONS[numerics.precision])
+            kind = Pipelined if layout.parallel.pipeline.weights == "flush" else Updating
+            self.pipelined = kind(layout, loss, numerics, PRECISIONS[numerics.precision])
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
         self._compiled: dict[Any, Any] = {}
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
@@ -336,6 +338,11 @@ class Step:
         return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, rest
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        if isinstance(self.pipelined, Updating):
+            params, optimizer, sums, rest, norm = self.pipelined.updated(
+                self.optimizer, state.params, state.optimizer, state.rest, batch
+            )
+            return State(state.step + 1, params, optimizer, rest), _metrics(sums, norm)
         gradients, sums, rest = self._accumulated(state.params, state.rest, batch)
         params = state.params
         if self.layout.parallel.stage in (1, 2):  # the optimizer works on a shard of what is whole
@@ -348,9 +355,7 @@ class Step:
             )
         updates, optimizer = self.optimizer.update(gradients, optimizer, params)
         params = optax.apply_updates(params, updates)
-        metrics = {name: total / count for name, (total, count) in sums.items()}
-        metrics |= {"tokens": sums["loss"][1], "grad_norm": optax.tree.norm(gradients)}
-        return State(state.step + 1, params, optimizer, rest), metrics
+        return State(state.step + 1, params, optimizer, rest), _metrics(sums, optax.tree.norm(gradients))
 
     def _measure(self, params: Tree, rest: Tree, batch: Batch) -> Sums:
         if self.pipelined is not None:
@@ -363,6 +368,11 @@ class Step:
         return jax.tree.map(
             lambda x, spec: jax.lax.with_sharding_constraint(x, self.layout.sharding(spec)), tree, specs
         )
+
+
+def _metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:
+    metrics = {name: total / count for name, (total, count) in sums.items()}
+    return metrics | {"tokens": sums["loss"][1], "grad_norm": norm}
 
 
 def _check_given(state: Any) -> None:

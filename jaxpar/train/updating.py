@@ -1,0 +1,147 @@
+"""A step without a flush: as many updates as the table makes, each by the stage that its parameters live on.
+
+A parameter outside of the stack belongs to the first stage or to the last, by which of them reads it. The others carry
+a copy along that nobody reads, and take the owner's at the end of the step.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import refuse
+from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.pipeline.asynchronous import plan, train, updating
+from jaxpar.pipeline.dataflow import Traced, function, needed, parts
+from jaxpar.pipeline.program import program
+from jaxpar.sharding.names import Tree, nest, path_of, pick
+from jaxpar.train.losses import Sums
+from jaxpar.train.pipelined import MANUAL, Pipelined, folded
+
+
+class Updating(Pipelined):
+    """A model and its loss, run by a table that updates the weights as it goes."""
+
+    def __init__(self, layout, loss, numerics, dtype):
+        super().__init__(layout, loss, numerics, dtype)
+        weights = layout.parallel.pipeline.weights
+        if layout.sizes["fsdp"] > 1:
+            raise refuse(
+                f"weights={weights!r} with fsdp={layout.sizes['fsdp']}",
+                rule="a stage that updates its weights in the middle of a step holds them whole",
+                fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
+            )
+        self.plan = plan(program(self.schedule), weights)
+
+    def updated(
+        self, optimizer: optax.GradientTransformation, params: Tree, state: Any, rest: Tree, batch: Mapping
+    ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
+        """Returns (params, optimizer state, sums, rest, norm of the last update's gradients) after a batch."""
+        rests, after = self._rests(params, rest, batch)
+        shared = {path: pick(params, words) for path, words in self.shared.items()}
+        layers = {path: pick(params, words) for path, words in self.stacked.items()}
+        specs = jax.tree.map(
+            lambda spec: PartitionSpec("pipe") if spec[:1] == ("pipe",) else PartitionSpec(),
+            self.layout.optimizer_specs(state),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+        def local(rows, replica, shared, layers, state, rests, batch):
+            known = (folded(rests, replica[0], self.layout.replicas), self._microbatches(batch))
+            model = self._model(train=True)
+            with self._inside():
+                owners = self._owners(model, shared, known)
+                done = train(
+                    self.plan,
+                    model,
+                    rows[:, 0],
+                    (shared, layers),
+                    state,
+                    known,
+                    scales=self._scales(model, shared, known),
+                    update=updating(optimizer, self._join, self._split, self._reduce),
+                    keep=self.layout.parallel.pipeline.keep,
+                    place=self._place,
+                    fill=self.fill,
+                )
+            stage = jax.lax.axis_index("pipe")
+
+            def owned(path: str, value: jax.Array) -> jax.Array:
+                mine = jnp.where(stage == owners.get(path, 0), value, jnp.zeros_like(value))
+                return jax.lax.psum(mine, "pipe")
+
+            def settled(keys, spec, value):
+                return value if spec == PartitionSpec("pipe") else owned(self._owner_path(keys), value)
+
+            shared, layers = done.params
+            shared = {path: owned(path, value) for path, value in shared.items()}
+            state = jax.tree_util.tree_map_with_path(settled, specs, done.optimizer)
+            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, MANUAL), (done.sums, done.square))
+            return shared, layers, state, sums, square / self.layout.replicas
+
+        each, whole, split = PartitionSpec(BATCH_AXES), PartitionSpec(), PartitionSpec("pipe")
+        shared, layers, state, sums, square = jax.shard_map(
+            local,
+            mesh=self.layout.on,
+            axis_names=set(MANUAL),
+            in_specs=(PartitionSpec(None, "pipe"), each, whole, split, specs, whole, each),
+            out_specs=(whole, split, specs, whole, whole),
+            check_vma=False,
+        )(self.plan.program.rows, jnp.arange(self.layout.replicas), shared, layers, state, rests, batch)
+        return self._tree(shared, layers), state, sums, after, jnp.sqrt(square)
+
+    def _tree(self, shared: Mapping, layers: Mapping) -> Tree:
+        stacked = {self.stacked[path]: value for path, value in layers.items()}
+        return nest({self.shared[path]: value for path, value in shared.items()} | stacked)
+
+    def _join(self, shared: Mapping, chunks: Mapping) -> Tree:
+        return self._tree(shared, {path: value[0] for path, value in chunks.items()})
+
+    def _split(self, tree: Tree) -> tuple[dict, dict]:
+        shared = {path: pick(tree, words) for path, words in self.shared.items()}
+        return shared, {path: pick(tree, words)[None] for path, words in self.stacked.items()}
+
+    def _reduce(self, gradients: Tree) -> Tree:
+        return jax.tree.map(lambda x: jax.lax.psum(x, BATCH_AXES), gradients)
+
+    def _owner_path(self, keys) -> str:
+        words = path_of(keys).split("/")
+        return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.shared), "")
+
+    def _owners(self, model, shared: Mapping, known: Tree) -> dict[str, int]:
+        """Returns the stage that reads each shared parameter."""
+        one = jax.tree.map(lambda x: x[0], known)
+        embed = Traced(model.embed, shared, one)
+        head = Traced(lambda *args: model.head(*args)["loss"], shared, one, embed.shapes[0])
+        first, last = embed.reads()[0], head.reads()[0]
+        for path in shared:
+            if first[path] and last[path]:
+                raise refuse(
+                    f"{path} is read before the layers and after them",
+                    rule="where weights change in the middle of a table, each belongs to one stage",
+                    fix="an untied embedding, or weights='flush'",
+                )
+        return {path: self.schedule.stages - 1 if last[path] else 0 for path in shared}
+
+    def _scales(self, model, shared: Mapping, known: Tree) -> jax.Array:
+        """Returns one over the tokens of the update that each microbatch belongs to, over all replicas."""
+        one = jax.tree.map(lambda x: x[0], known)
+        x, _ = Traced(model.embed, shared, one).shapes
+        traced = Traced(lambda known, shared, x: model.head(shared, known, x)["loss"][1], one, shared, x)
+        if any(jax.tree.leaves(traced.reads()[1:])):
+            raise refuse(
+                "a loss whose count follows from what the model computes",
+                rule="where weights change in the middle of a table, the first microbatch's gradient is divided by the "
+                "count before the last is run",
+                fix="a count that follows from the batch, or weights='flush'",
+            )
+        jaxpr = traced.closed.jaxpr
+        ins, *_ = parts(jaxpr.invars, [len(jax.tree.leaves(one))])
+        eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
+        count = function(jaxpr, traced.closed.consts, ins, eqns, jaxpr.outvars)
+        counts = jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(known))
+        per_update = jax.lax.psum(counts, BATCH_AXES).reshape(-1, self.plan.per_update).sum(1)
+        return 1.0 / jnp.repeat(per_update, self.plan.per_update)
