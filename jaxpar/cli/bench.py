@@ -8,6 +8,8 @@ from jaxpar.cli.options import add_json, prefer_huge_pages
 EXAMPLE = """\
   $ jaxpar bench overhead
   the step of jaxpar beside a hand-written one in raw JAX, interleaved in one process
+  $ jaxpar bench pipeline
+  memory of a pipelined step by schedule and microbatches, as compiled for simulated devices and for eight H100s
 """
 
 
@@ -16,8 +18,8 @@ def add(verbs) -> None:
     verb = verbs.add_parser(
         "bench", help="measure jaxpar itself", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verb.add_argument("name", choices=["overhead"], help="what to measure")
-    verb.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout (default 60)")
+    verb.add_argument("name", choices=["overhead", "pipeline"], help="what to measure")
+    verb.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout of overhead (default 60)")
     add_json(verb)
     verb.set_defaults(run=run)
 
@@ -25,7 +27,12 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the table; the status says whether the bounds held."""
     prefer_huge_pages()
-    from jaxpar.bench.overhead import overhead
+    if args.name == "pipeline":
+        from jaxpar.bench.pipeline import pipeline
 
-    result = overhead(rounds=args.rounds)
+        result = pipeline()
+    else:
+        from jaxpar.bench.overhead import overhead
+
+        result = overhead(rounds=args.rounds)
     return result, 0 if result["holds"] else 1

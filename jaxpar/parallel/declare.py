@@ -100,6 +100,14 @@ class Parallel:
             )
         if isinstance(self.pipeline, Pipeline):
             found += self.pipeline.problems(self.pipe)
+            if self.pipeline.gather == "tick" and self.stage < 3:
+                found.append(
+                    Problem(
+                        f'gather="tick" with fsdp={self.fsdp}, zero={self.stage}',
+                        "it says when zero=3 gathers the layers that `fsdp` shards",
+                        'fsdp=2 or more and zero=3, or gather="step"',
+                    )
+                )
         else:
             found.append(
                 Problem(f"pipeline={self.pipeline!r:.60}", "a Pipeline", 'jp.Pipeline(schedule="1f1b_phased")')

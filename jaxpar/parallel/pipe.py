@@ -24,6 +24,9 @@ class Pipeline:
       chunks: Parts of the model on each stage, where a schedule interleaves; 0 means the fewest that it takes.
       keep: What a forward keeps for its backward: inputs (each stage's input, computed again from there) or
         residuals (what the backward reads, chosen by train.remat).
+      gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
+        holds its layers whole. tick: where it runs, again in every tick; a stage holds a shard of them and of their
+        gradients, and one whole layer.
       weights: When they change. flush: once per step, by the gradient of the whole batch. Otherwise after every
         microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights of its
         forward), vertical (all stages have those that the first had when the microbatch came in), 2bw (one update per
@@ -34,6 +37,7 @@ class Pipeline:
     microbatches: int = 0
     chunks: int = 0
     keep: Literal["inputs", "residuals"] = "inputs"
+    gather: Literal["step", "tick"] = "step"
     weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
 
     def table(self, stages: int) -> Schedule:
@@ -82,6 +86,7 @@ class Pipeline:
                 found.append(Problem(f"{key}={getattr(self, key)!r}", f"{key} is a whole number, or 0", f"{key}=0"))
         for key, known in (
             ("keep", ("inputs", "residuals")),
+            ("gather", ("step", "tick")),
             ("weights", ("flush", "stash", "vertical", "2bw", "none")),
         ):
             if getattr(self, key) not in known:

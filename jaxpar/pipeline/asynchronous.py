@@ -29,9 +29,11 @@ from jaxpar.errors import refuse
 from jaxpar.pipeline.execute import Model, Row, Stage, load, run_table, store
 from jaxpar.pipeline.program import COLUMNS, Kind, Program
 from jaxpar.pipeline.schedule import Schedule
+from jaxpar.sharding.names import SCOPE
 
 Tree = Any
 Weights = Literal["flush", "stash", "vertical", "2bw", "none"]
+_VERSIONS = f"{SCOPE}versions of the weights"  # as the inspector calls what a stage keeps of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +151,10 @@ def train(
     """
     run = _Updating(plan, model, params, known, keep=keep, place=place, scales=scales, update=update)
     chunked = (params[0], run.chunks)
+    with jax.named_scope(_VERSIONS):
+        kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.versions, *x.shape)), chunked)
     state = run.start(fill) | {
-        "history": jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.versions, *x.shape)), chunked),
+        "history": kept,
         "optimizer": optimizer_state,
         "updates": jnp.zeros((), jnp.int32),
         "square": jnp.zeros((), jnp.float32),
@@ -164,12 +168,13 @@ class _Updating(Stage):
     """A stage whose weights change between ticks."""
 
     def __init__(self, plan: Plan, model: Model, params, known, *, keep, place, scales, update):
-        super().__init__(plan.program, model, *params, known, keep=keep, place=place)
+        super().__init__(plan.program, model, params[0], params[1], known, keep=keep, place=place)
         self.plan, self.scales, self.update = plan, scales, update
 
     def parameters(self, state: dict, row: Row) -> tuple[Tree, Tree]:
         """Returns the weights of the version that this cell reads."""
-        shared, chunks = load(state["history"], row.version % self.plan.versions)
+        with jax.named_scope(_VERSIONS):
+            shared, chunks = load(state["history"], row.version % self.plan.versions)
         return shared, jax.tree.map(lambda x: x[0], chunks)
 
     def scale(self, row: Row) -> jax.Array:
@@ -188,8 +193,10 @@ class _Updating(Stage):
         choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(take, x, y), a, b)  # noqa: E731
         zeros = jax.tree.map(jnp.zeros_like, gradients)
         shared, layers = choose(zeros, gradients)
+        with jax.named_scope(_VERSIONS):
+            kept = store(state["history"], new, done % versions, take)
         return state | {
-            "history": store(state["history"], new, done % versions, take),
+            "history": kept,
             "optimizer": choose(optimizer, state["optimizer"]),
             "updates": done,
             "square": jnp.where(take, square, state["square"]),

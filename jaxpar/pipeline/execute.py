@@ -28,6 +28,7 @@ from jaxpar.errors import refuse
 from jaxpar.pipeline.dataflow import Traced
 from jaxpar.pipeline.halves import Halves, halves
 from jaxpar.pipeline.program import COLUMNS, OP_NUMBER, Kind, Loop, Program
+from jaxpar.sharding.names import AGAIN, CHOICE, GRADIENT, MESSAGE, TABLE
 
 Tree = Any
 Keep = Literal["inputs", "residuals"]
@@ -208,12 +209,14 @@ class Stage:
             self.embed_back = Traced(embed_back, self.shared, one, self.x)
         self.sums = self.head.shapes[0]
 
+    @jax.named_scope(TABLE)
     def start(self, fill: float) -> dict:
         """Returns the buffers and sums before the first tick; slots hold `fill`."""
 
         def slots(count: int, trees: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), trees)
 
+        @jax.named_scope(GRADIENT)
         def zeros(what: str, tree: Tree) -> Tree:  # sums of gradients are never shorter than float32
             made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), tree)
             return self.place(what, made)
@@ -228,6 +231,7 @@ class Stage:
             "sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.sums),
         }
 
+    @jax.named_scope(TABLE)
     def tick(self, kind: Kind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick: the op of this stage, then what it writes, sends and receives."""
         row = Row(*(numbers[i] for i in range(len(COLUMNS))))
@@ -241,7 +245,8 @@ class Stage:
             branches += [lambda op=op: self._all(ops[op](kind, state, row, _Chosen()), state, row) for op in names]
             numbered = np.zeros(4, np.int32)
             numbered[[OP_NUMBER[op] for op in names]] = range(1, len(names) + 1)
-            done = jax.lax.switch(jnp.asarray(numbered)[row.op], branches)
+            with jax.named_scope(CHOICE):
+                done = jax.lax.switch(jnp.asarray(numbered)[row.op], branches)
         return self._write(kind, state, row, done)
 
     def _all(self, done: _Done, state: dict, row: Row) -> _Done:
@@ -302,7 +307,10 @@ class Stage:
         return _Done(out=out, kept=kept, shared=shared, sums=sums)
 
     def _kept(self, state: dict, row: Row, mine, chunk, x) -> list:
-        return self.halves.forward(chunk, mine, x)[1] if self.keep == "inputs" else load(state["kept"], row.kept)
+        if self.keep == "residuals":
+            return load(state["kept"], row.kept)
+        with jax.named_scope(AGAIN):
+            return self.halves.forward(chunk, mine, x)[1]
 
     def backward(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
         """B."""
@@ -340,9 +348,10 @@ class Stage:
             state["stash"] = store(state["stash"], done.stash, row.stash, row.op == OP_NUMBER["B"])
         if done.layers is not None:
             before, summed = load(state["layers"], row.chunk), row.op == OP_NUMBER["W" if self.schedule.split else "B"]
-            total = jax.tree.map(lambda a, b: jnp.where(summed, _plus(a, b), a), before, done.layers)
             write = partial(jax.lax.dynamic_update_index_in_dim, index=row.chunk, axis=0)
-            state["layers"] = self.place("layers", jax.tree.map(write, state["layers"], total))
+            with jax.named_scope(GRADIENT):
+                total = jax.tree.map(lambda a, b: jnp.where(summed, _plus(a, b), a), before, done.layers)
+                state["layers"] = self.place("layers", jax.tree.map(write, state["layers"], total))
         state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
         if done.out is not None:
             out = self.place("x", done.out)
@@ -374,10 +383,12 @@ class _Chosen:
         return yes() if take is True else jax.lax.cond(take, yes, no)
 
 
+@jax.named_scope(MESSAGE)
 def _send(x: jax.Array, *, pairs) -> jax.Array:
     return jax.lax.ppermute(x, "pipe", pairs)
 
 
+@jax.named_scope(GRADIENT)
 def _plus(total: jax.Array, more: jax.Array) -> jax.Array:
     return total + more.astype(total.dtype)
 

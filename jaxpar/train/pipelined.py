@@ -4,11 +4,13 @@
                                              └─────────── once per step ─────────────────────────────┘
 
 Around the table everything is left to XLA. Inside it `pipe`, `data` and `fsdp` are manual, so that no gradient is
-reduced before the last microbatch is done; `tensor` is XLA's, so that blocks need not know of it.
+reduced before the last microbatch is done; `tensor` is XLA's, so that blocks need not know of it. With gather="tick"
+`fsdp` is XLA's too: each layer is gathered where it runs, and its gradient reduced to a shard there.
 
 A model is cut where it calls `jp.pipelined(layers, x)`: its loss function is run up to there, from there, or only that.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,13 +29,11 @@ from jaxpar.pipeline.deal import deal
 from jaxpar.pipeline.execute import Model, execute
 from jaxpar.pipeline.program import Program, program
 from jaxpar.sharding.constrain import activation_names
-from jaxpar.sharding.names import SCOPE, Compute, Tree, nest, pick
+from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, nest, pick
 from jaxpar.train.losses import Sums, as_sums
 
 if TYPE_CHECKING:
     from jaxpar.train.step import Numerics
-
-MANUAL = ("pipe", *BATCH_AXES)
 
 
 class _Reached(BaseException):  # no error: the model came to its layers, and is left there
@@ -47,6 +47,9 @@ class Pipelined:
     def __init__(self, layout: Layout, loss: Callable, numerics: "Numerics", dtype: Any):
         self.layout, self.loss, self.numerics, self.dtype = layout, loss, numerics, dtype
         self.schedule = layout.schedule
+        self.per_tick = layout.parallel.pipeline.gather == "tick"
+        self.manual = ("pipe", "data") if self.per_tick else ("pipe", *BATCH_AXES)
+        self.batch_axes = tuple(axis for axis in BATCH_AXES if axis in self.manual)
         self.fill = 0.0  # what buffers hold before they are written: a test makes it nan
         self.stacked = {
             path: tuple(path.split("/")) for path, place in layout.placements.items() if place.stored[:1] == ("pipe",)
@@ -57,7 +60,8 @@ class Pipelined:
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest afterwards."""
         rests, after = self._rests(params, rest, batch)
         sums, shared, layers = self._run(params, rests, batch, train=True)
-        layers = deal(self.layout.on, self.schedule.cut, layers, back=True)
+        with jax.named_scope(GRADIENT):
+            layers = deal(self.layout.on, self.schedule.cut, layers, back=True)
         tokens = sums["loss"][1]
         gradients = nest(
             {self.shared[path]: value for path, value in shared.items()}
@@ -71,42 +75,51 @@ class Pipelined:
         return self._run(params, rests, batch, train=False)[0]
 
     def _run(self, params: Tree, rests: Tree, batch: Mapping[str, jax.Array], *, train: bool):
-        layout, mesh = self.layout, self.layout.on
+        mesh = self.layout.on
         table = program(self.schedule, forward_only=not train)
         shared = {path: self._whole(path, pick(params, words)) for path, words in self.shared.items()}
         layers = {path: self._cast(pick(params, words)) for path, words in self.stacked.items()}
         layers = deal(mesh, self.schedule.cut, layers)
-        layers = {path: self._gathered(path, value) for path, value in layers.items()}
+        if not self.per_tick:
+            layers = {path: self._gathered(path, value) for path, value in layers.items()}
 
         def local(rows, replica, shared, layers, rests, batch):
-            known = (folded(rests, replica[0], layout.replicas), self._microbatches(batch))
             with self._inside():
+                known = (folded(rests, replica[0], self.replicas), self._microbatches(batch))
                 done = self._execute(table, self._model(train=train), rows[:, 0], shared, layers, known)
-            sums = jax.tree.map(lambda x: jax.lax.psum(x, MANUAL), done.sums)
+            sums = jax.tree.map(lambda x: jax.lax.psum(x, self.manual), done.sums)
             if not train:
                 return sums, {}, {}
-            shared, layers = (
-                jax.tree.map(lambda x: jax.lax.psum(x, "fsdp")[None], tree) for tree in (done.shared, done.layers)
-            )
-            return sums, shared, layers
+            over = self.batch_axes[
+                1:
+            ]  # over fsdp first, where it is manual: else XLA sums whole over both axes at once
+            with jax.named_scope(GRADIENT):
+                one = lambda x: (jax.lax.psum(x, over) if over else x)[None]  # noqa: E731
+                summed = jax.tree.map(one, (done.shared, done.layers))
+            return sums, *summed
 
         rows = PartitionSpec(None, "pipe")
-        each = PartitionSpec(BATCH_AXES)
+        each = PartitionSpec(self.batch_axes)
         sums, shared, layers = jax.shard_map(
             local,
             mesh=mesh,
-            axis_names=set(MANUAL),
+            axis_names=set(self.manual),
             in_specs=(rows, each, PartitionSpec(), PartitionSpec("pipe"), PartitionSpec(), each),
             out_specs=(PartitionSpec(), PartitionSpec(("pipe", "data")), PartitionSpec("data", "pipe")),
             check_vma=False,
-        )(table.rows, jnp.arange(layout.replicas), shared, layers, rests, batch)
+        )(table.rows, jnp.arange(self.replicas), shared, layers, rests, batch)
         shared = {path: self._summed(path, value, ("pipe", "data")) for path, value in shared.items()}
         layers = {path: self._summed(path, value, "data") for path, value in layers.items()}
         return sums, shared, layers
 
-    def _inside(self):
-        """Inside the table names of activations mean `tensor` alone: the other axes are manual there."""
-        sizes = {axis: size if axis not in MANUAL else 1 for axis, size in self.layout.sizes.items()}
+    @property
+    def replicas(self) -> int:
+        """Ways in which the rows of the batch are split by hand."""
+        return math.prod(self.layout.sizes[axis] for axis in self.batch_axes)
+
+    def _inside(self, *but: str):
+        """Inside the table names of activations mean the axes that are not manual there, but for these."""
+        sizes = {axis: 1 if axis in (*self.manual, *but) else size for axis, size in self.layout.sizes.items()}
         return activation_names(self.layout.names, sizes)
 
     def _execute(self, table: Program, model: Model, rows: jax.Array, shared: Tree, layers: Tree, known: Tree):
@@ -134,30 +147,51 @@ class Pipelined:
         """Returns the sum of gradients [ways, ...] over an axis, placed as the update reads them."""
         spec = pick(self.layout.updated, tuple(path.split("/")))
         spread = self.layout.sharding(PartitionSpec(over, *spec))
-        return jnp.sum(jax.lax.with_sharding_constraint(stacked, spread), axis=0)
+        with jax.named_scope(GRADIENT):
+            return jnp.sum(jax.lax.with_sharding_constraint(stacked, spread), axis=0)
 
     def _place(self, what: str, tree: Tree) -> Tree:
-        """Returns what is inside the table with its sharding over `tensor`."""
-        if self.layout.sizes["tensor"] == 1:
-            return tree
+        """Returns what is inside the table with its sharding over the axes that are not manual."""
         if what in ("x", "slots"):
-            split = "tensor" if self.layout.parallel.sequence else None
-            ahead = (None,) * (what == "slots")
+            dims = (("fsdp",), ("tensor",) if self.layout.parallel.sequence else (), ())
+            ahead = ((),) * (what == "slots")
             return jax.tree.map(
-                lambda x: _inside(x, *ahead, None, split, None) if x.ndim == len(ahead) + 3 else x, tree
+                lambda x: self._constrained(x, (*ahead, *(dims if x.ndim == len(ahead) + 3 else dims[:1]))), tree
             )
-        specs = {path: self.layout.placements[path].used for path in tree}
+        places = {path: self.layout.placements[path] for path in tree}
+        specs = {path: place.sharded if self.per_tick else place.used for path, place in places.items()}
         if what == "layers":
-            return {path: _inside(x, None, None, *specs[path][1:]) for path, x in tree.items()}
-        return {path: _inside(x, *specs[path]) for path, x in tree.items()}
+            return {path: self._constrained(x, ((), (), *specs[path][1:])) for path, x in tree.items()}
+        return {path: self._constrained(x, specs[path]) for path, x in tree.items()}
+
+    def _constrained(self, x: jax.Array, entries) -> jax.Array:
+        """Constrains a value inside the table; axes that are manual there, or of size 1, are left out."""
+        each = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
+        free = [tuple(a for a in axes if a not in self.manual and self.layout.sizes[a] > 1) for axes in each]
+        if not any(size > 1 for axis, size in self.layout.sizes.items() if axis not in self.manual):
+            return x
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*(axes or None for axes in free)))
+
+    def _layer(self, path: str, value: jax.Array) -> jax.Array:
+        """Returns a parameter where a layer reads it: gathered over `fsdp` there, if that is not done once per step."""
+        value = self._cast(value)
+        if not self.per_tick:
+            return value
+        place = self.layout.placements[path]
+        entries = [(*spec, *(None,) * (len(place.leaf.shape) - len(spec))) for spec in (place.stored, place.used)]
+        stored, used = (entry[len(entry) - value.ndim :] for entry in entries)
+        return self._constrained(self._constrained(value, stored), used)
 
     def _microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
         """Returns the rows of this device as [microbatches, rows, ...]: rows i, i + count, ... make microbatch i."""
         count = self.schedule.microbatches
-        return {
-            name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
-            for name, value in batch.items()
-        }
+
+        def split(value):
+            rows = value.reshape(value.shape[0] // count, count, *value.shape[1:])
+            rows = jnp.moveaxis(rows, 1, 0)
+            return self._constrained(rows, ()) if self.per_tick else rows
+
+        return {name: split(value) for name, value in batch.items()}
 
     # --- the model in three pieces ----------------------------------------------------------------------------------
 
@@ -175,7 +209,7 @@ class Pipelined:
                     fix="pass it through x, or run it before or after jp.pipelined(layers, x)",
                 )
             with jax.named_scope(SCOPE + path.replace("/", ".")):
-                return self._cast(value)
+                return self._layer(path, value) if at["layers"] else self._cast(value)
 
         def called(params: Mapping[str, Any], known, at_cut: Callable) -> Any:
             rest, batch = known
@@ -197,14 +231,16 @@ class Pipelined:
             def stop(layers, x, per_layer):
                 raise _Reached((x, per_layer))
 
-            found = called(shared, known, stop)
+            with self._inside("fsdp"):  # XLA aborts on a lookup in a split table by rows split over an axis of its own
+                found = called(shared, known, stop)
             if isinstance(found, dict):
                 raise refuse(
                     f"{blueprint.name} never says where its layers are",
                     rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
                     fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
                 )
-            return found
+            whole = (lambda leaf: self._constrained(leaf, ())) if self.per_tick else lambda leaf: leaf
+            return jax.tree.map(whole, found[0]), found[1]
 
         def stage(layers, known, per_layer, x):
             def run(inner, _, __):
@@ -253,14 +289,6 @@ class Pipelined:
         last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(rest), length=count)
         restored = partial(jax.tree.unflatten, jax.tree.structure(rest))
         return restored(each), restored(last)
-
-
-def _inside(x: jax.Array, *entries) -> jax.Array:
-    """Constrains a value inside the table; axes that are manual there are left out."""
-    kept = [
-        entry if entry == "tensor" or (isinstance(entry, tuple) and "tensor" in entry) else None for entry in entries
-    ]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*("tensor" if entry else None for entry in kept)))
 
 
 def folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:

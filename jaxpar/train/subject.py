@@ -48,7 +48,8 @@ def subject(step: "Step", batch: Mapping[str, Any]) -> Subject:
         model_flop=model_flop(step, batch),
         precision=step.numerics.precision,
         batch_axes=BATCH_AXES,
-        microbatches=step.numerics.accumulate,
+        microbatches=step.numerics.accumulate * layout.microbatches,
+        schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
         notes=tuple(notes),
     )
 

@@ -17,9 +17,9 @@ from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.pipeline.asynchronous import plan, train, updating
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.program import program
-from jaxpar.sharding.names import Tree, nest, path_of, pick
+from jaxpar.sharding.names import GRADIENT, Tree, nest, path_of, pick
 from jaxpar.train.losses import Sums
-from jaxpar.train.pipelined import MANUAL, Pipelined, folded
+from jaxpar.train.pipelined import Pipelined, folded
 
 
 class Updating(Pipelined):
@@ -50,9 +50,9 @@ class Updating(Pipelined):
         )
 
         def local(rows, replica, shared, layers, state, rests, batch):
-            known = (folded(rests, replica[0], self.layout.replicas), self._microbatches(batch))
             model = self._model(train=True)
             with self._inside():
+                known = (folded(rests, replica[0], self.replicas), self._microbatches(batch))
                 owners = self._owners(model, shared, known)
                 done = train(
                     self.plan,
@@ -79,18 +79,18 @@ class Updating(Pipelined):
             shared, layers = done.params
             shared = {path: owned(path, value) for path, value in shared.items()}
             state = jax.tree_util.tree_map_with_path(settled, specs, done.optimizer)
-            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, MANUAL), (done.sums, done.square))
-            return shared, layers, state, sums, square / self.layout.replicas
+            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.manual), (done.sums, done.square))
+            return shared, layers, state, sums, square / self.replicas
 
-        each, whole, split = PartitionSpec(BATCH_AXES), PartitionSpec(), PartitionSpec("pipe")
+        each, whole, split = PartitionSpec(self.batch_axes), PartitionSpec(), PartitionSpec("pipe")
         shared, layers, state, sums, square = jax.shard_map(
             local,
             mesh=self.layout.on,
-            axis_names=set(MANUAL),
+            axis_names=set(self.manual),
             in_specs=(PartitionSpec(None, "pipe"), each, whole, split, specs, whole, each),
             out_specs=(whole, split, specs, whole, whole),
             check_vma=False,
-        )(self.plan.program.rows, jnp.arange(self.layout.replicas), shared, layers, state, rests, batch)
+        )(self.plan.program.rows, jnp.arange(self.replicas), shared, layers, state, rests, batch)
         return self._tree(shared, layers), state, sums, after, jnp.sqrt(square)
 
     def _tree(self, shared: Mapping, layers: Mapping) -> Tree:
@@ -105,7 +105,8 @@ class Updating(Pipelined):
         return shared, {path: pick(tree, words)[None] for path, words in self.stacked.items()}
 
     def _reduce(self, gradients: Tree) -> Tree:
-        return jax.tree.map(lambda x: jax.lax.psum(x, BATCH_AXES), gradients)
+        with jax.named_scope(GRADIENT):
+            return jax.tree.map(lambda x: jax.lax.psum(x, BATCH_AXES), gradients)
 
     def _owner_path(self, keys) -> str:
         words = path_of(keys).split("/")
