@@ -135,6 +135,9 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
     for path, leaf in name_stacks(blueprint.leaves).items():
         choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
         problems += wrong
+        if parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",):
+            # so many layers cannot be stored as equal pieces, so another dim is
+            choice = replace(choice, axes=add_axis(path, choice, leaf, sizes, axis="pipe"))
         used = spec_of(without_axis(choice))
         sharded = spec_of(add_axis(path, choice, leaf, sizes))
         placements[path] = Placement(
@@ -191,7 +194,8 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
 
 
 def _names(parallel: Parallel) -> dict[str, Axes]:
-    names = {**NAMES, "seq": "tensor" if parallel.sequence else None, "layers": "pipe" if parallel.pipe > 1 else None}
+    even = parallel.pipe > 1 and not parallel.pipeline.layers
+    names = {**NAMES, "seq": "tensor" if parallel.sequence else None, "layers": "pipe" if even else None}
     user = dict(parallel.rules)
     return {**user, **{name: axes for name, axes in names.items() if name not in user}}
 
@@ -288,11 +292,7 @@ def _uncut(layout: Layout) -> list[Problem]:
             )
     except JaxparError as error:
         return list(error.problems)
-    stacks = {
-        place.leaf.shape[0]
-        for place in layout.placements.values()
-        if place.names[:1] == ("layers",) and place.stored[:1] == ("pipe",)
-    }
+    stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked}
     if not stacks:
         return [
             Problem(
@@ -300,6 +300,21 @@ def _uncut(layout: Layout) -> list[Problem]:
                 "a pipeline cuts parameters stacked along a dim 0 named layers",
                 f"stacked layers (nnx.vmap, nn.scan), as jp.Decoder's, a multiple of {stages} of them; or pipe=1",
             )
+        ]
+    if uneven := layout.parallel.pipeline.layers:
+        wrong = {layers for layers in stacks if layers != sum(uneven)}
+        chunked = Problem(
+            f"layers={tuple(uneven)} with chunks={cut.chunks}",
+            "stages with different numbers of layers have one chunk each",
+            'schedule="1f1b_phased", or another with one chunk',
+        )
+        return [chunked] * (cut.chunks > 1) + [
+            Problem(
+                f"layers={tuple(uneven)} are {sum(uneven)}, {layout.blueprint.name} has {layers}",
+                "every layer is on one stage",
+                f"{len(uneven)} numbers that sum to {layers}",
+            )
+            for layers in sorted(wrong)
         ]
     return [
         Problem(

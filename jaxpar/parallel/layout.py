@@ -83,6 +83,18 @@ class Layout:
         """What the stages of `pipe` do in every tick."""
         return self.parallel.pipeline.table(self.sizes["pipe"])
 
+    @cached_property
+    def stacked(self) -> tuple[str, ...]:
+        """Paths of the parameters that a pipeline spreads over its stages: dim 0 is the layers."""
+        if self.sizes["pipe"] == 1:
+            return ()
+        uneven = bool(self.parallel.pipeline.layers)
+        return tuple(
+            path
+            for path, place in self.placements.items()
+            if place.names[:1] == ("layers",) and (uneven or place.stored[:1] == ("pipe",))
+        )
+
     @property
     def on(self) -> Mesh:
         """The mesh.

@@ -22,6 +22,8 @@ class Pipeline:
       schedule: A name that `jaxpar schedule --compare` lists, or a CSV file with a table of your own.
       microbatches: Pieces of the batch that go through the stages one after the other; 0 means twice the stages.
       chunks: Parts of the model on each stage, where a schedule interleaves; 0 means the fewest that it takes.
+      layers: Layers of each stage, if not all stages have as many: (16, 16, 16, 15). Every tick takes as long as the
+        fullest stage, and every stage holds as many layers as that one while the table runs.
       keep: What a forward keeps for its backward: inputs (each stage's input, computed again from there) or
         residuals (what the backward reads, chosen by train.remat).
       gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
@@ -36,6 +38,7 @@ class Pipeline:
     schedule: str = "1f1b_phased"
     microbatches: int = 0
     chunks: int = 0
+    layers: tuple[int, ...] = ()
     keep: Literal["inputs", "residuals"] = "inputs"
     gather: Literal["step", "tick"] = "step"
     weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
@@ -84,6 +87,16 @@ class Pipeline:
         for key in ("microbatches", "chunks"):
             if type(getattr(self, key)) is not int or getattr(self, key) < 0:
                 found.append(Problem(f"{key}={getattr(self, key)!r}", f"{key} is a whole number, or 0", f"{key}=0"))
+        if not isinstance(self.layers, tuple | list) or any(type(n) is not int or n < 1 for n in self.layers):
+            found.append(Problem(f"layers={self.layers!r}", "the layers of each stage, at least one", "layers=()"))
+        elif self.layers and stages > 1 and len(self.layers) != stages:
+            found.append(
+                Problem(
+                    f"layers={tuple(self.layers)} for pipe={stages}",
+                    "there is one number of layers for each stage",
+                    f"{stages} numbers, or layers=() for as many on each",
+                )
+            )
         for key, known in (
             ("keep", ("inputs", "residuals")),
             ("gather", ("step", "tick")),

@@ -8,7 +8,7 @@ With one chunk the two are the same. With v chunks each parameter makes one hop 
 that runs them, are v per stage on both sides, so they split in v permutations (König 1916).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,18 @@ def rounds(cut: Cut) -> list[list[int]]:
         for stage, part in enumerate(parts):
             left[stage].remove(part)
     return found
+
+
+def padded(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, for stages with different numbers of layers, which layer stands in each place, and the places of each.
+
+    >>> padded((2, 1))
+    (array([0, 1, 2, 0]), array([0, 1, 2]))
+    """
+    most, starts = max(counts), np.cumsum([0, *counts[:-1]])
+    places = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    layers = [layer for each in places for layer in [*each, *[0] * (most - len(each))]]
+    return np.array(layers), np.concatenate([most * s + np.arange(n) for s, n in enumerate(counts)])
 
 
 def deal(mesh: Mesh, cut: Cut, layers: Any, *, back: bool = False) -> Any:

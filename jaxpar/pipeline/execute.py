@@ -28,7 +28,7 @@ from jaxpar.errors import refuse
 from jaxpar.pipeline.dataflow import Traced
 from jaxpar.pipeline.halves import Halves, halves
 from jaxpar.pipeline.program import COLUMNS, OP_NUMBER, Kind, Loop, Program
-from jaxpar.sharding.names import AGAIN, CHOICE, GRADIENT, MESSAGE, TABLE
+from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, MESSAGE, SCOPE, TABLE
 
 Tree = Any
 Keep = Literal["inputs", "residuals"]
@@ -40,6 +40,7 @@ class Model:
 
     Attributes:
       name: For messages.
+      layers: Layers of each stage where they differ; its arrays then hold as many as the fullest stage has.
       embed: (shared, known) to (x, per_layer): what flows into the first layer, and what each layer has of its own.
       stage: (layers, known, per_layer, x) to y: consecutive layers. `layers` and `per_layer` have a leading dim of
         layers.
@@ -50,6 +51,7 @@ class Model:
     embed: Callable
     stage: Callable
     head: Callable
+    layers: tuple[int, ...] = ()
 
 
 class Gradients(NamedTuple):
@@ -179,15 +181,27 @@ class Stage:
         self.embed = Traced(lambda shared, known: model.embed(shared, known), self.shared, one)
         self.x, per_layer = self.embed.shapes
         mine = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.depth, *leaf.shape[1:]), leaf.dtype), per_layer)
+        self.layers = np.array(model.layers or [self.depth] * self.schedule.parts, np.int32)
+        self.starts = np.cumsum([0, *self.layers[:-1]], dtype=np.int32)
+        fewest = int(min(self.layers))
 
         def stage(chunk, known, x):
-            return model.stage(chunk, *known, x)
+            known, mine, count = known
+            some = lambda first, last: jax.tree.map(lambda leaf: leaf[first:last], (chunk, mine))  # noqa: E731
+            layers, each = (chunk, mine) if fewest == self.depth else some(0, fewest)
+            x = model.stage(layers, known, each, x)
+            for extra in range(fewest, self.depth):  # run everywhere, and left out where a stage has fewer
+                layers, each = some(extra, extra + 1)
+                y = model.stage(layers, known, each, x)
+                x = jax.tree.map(lambda a, b, n=extra: jnp.where(count > n, a, b), y, x)
+            return x
 
-        self.stage = Traced(stage, chunk, (one, mine), self.x)
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        self.stage = Traced(stage, chunk, (one, mine, count), self.x)
         _check_shapes(model.name, self.x, self.stage.shapes)
         if not self.forward_only:
             split = self.schedule.split
-            self.halves: Halves = halves(self.stage, chunk, (one, mine), self.x, split=split)
+            self.halves: Halves = halves(self.stage, chunk, (one, mine, count), self.x, split=split)
 
         def total(shared, known, y):
             sums = model.head(shared, known, y)
@@ -263,7 +277,8 @@ class Stage:
 
     def parameters(self, state: dict, row: Row) -> tuple[Tree, Tree]:
         """Returns what all stages share, and the row's chunk."""
-        return self.shared, load(self.chunks, row.chunk)
+        with jax.named_scope(f"{SCOPE}layers of a chunk"):
+            return self.shared, load(self.chunks, row.chunk)
 
     def scale(self, row: Row) -> jax.Array:
         """Returns what the gradient of this microbatch's loss begins with."""
@@ -272,10 +287,18 @@ class Stage:
     def _inputs(self, row: Row, shared: Tree):
         known = load(self.known, row.microbatch)
         x, per_layer = self.embed(shared, known)
-        mine = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, row.part * self.depth, self.depth), per_layer
-        )
-        return known, (known, mine), x
+        part = jnp.maximum(row.part, 0)
+        start, count = jnp.asarray(self.starts)[part], jnp.asarray(self.layers)[part]
+
+        def mine(leaf):  # a stage with fewer layers reads on into the next one's, and past the last into nothing
+            more = (
+                jnp.concatenate([leaf, leaf[: self.depth - min(self.layers)]])
+                if min(self.layers) < self.depth
+                else leaf
+            )
+            return jax.lax.dynamic_slice_in_dim(more, start, self.depth)
+
+        return known, (known, jax.tree.map(mine, per_layer), count), x
 
     def _input(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen"):
         """Returns this op's (known, known of the stage, shared parameters, the chunk's, x)."""
@@ -317,11 +340,11 @@ class Stage:
         known, mine, params, chunk, x = self._input(kind, state, row, choose)
         kept, g = self._kept(state, row, mine, chunk, x), load(state["mail"], row.g)
         stash = layers = None
-        if self.halves.input_grad is not None:
-            dx, stash = self.halves.input_grad(chunk, mine, x, kept, g)
-        else:
-            dchunk, dx = self.halves.backward(chunk, mine, x, kept, g)
-            layers = dchunk
+        with jax.named_scope(BACKWARD):
+            if self.halves.input_grad is not None:
+                dx, stash = self.halves.input_grad(chunk, mine, x, kept, g)
+            else:
+                layers, dx = self.halves.backward(chunk, mine, x, kept, g)
         shared = state["shared"]
         if kind.first:
 
@@ -337,7 +360,8 @@ class Stage:
         assert self.halves.weight_grad is not None  # a table with W is split
         shared, chunk = self.parameters(state, row)
         _, mine, _ = self._inputs(row, shared)
-        dchunk = self.halves.weight_grad(chunk, mine, load(state["stash"], row.stash))
+        with jax.named_scope(BACKWARD):
+            dchunk = self.halves.weight_grad(chunk, mine, load(state["stash"], row.stash))
         return _Done(layers=dchunk)
 
     def _write(self, kind: Kind, state: dict, row: Row, done: _Done) -> dict:

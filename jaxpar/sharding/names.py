@@ -17,7 +17,14 @@ import jax
 
 Tree = Any  # a nested dict of arrays, or of what stands for them
 Use = Callable[[str, jax.Array], jax.Array]  # what happens to a parameter where the model reads it
-SCOPE = "param:"  # begins the scope in which a parameter is read, so that a compiled program can be led back to it
+# scopes, so that a compiled program can be led back to what it was made of
+SCOPE = "param:"  # begins the scope in which a parameter is read
+TABLE = "pipeline:table"  # around the ticks of a pipeline
+CHOICE = "pipeline:choice"  # around the choice of what a stage does in a tick
+MESSAGE = "pipeline:message"  # around what a stage sends to another
+GRADIENT = "pipeline:gradient"  # around sums of gradients over microbatches, stages and replicas
+BACKWARD = "transpose(pipeline)"  # around what a backward computes, in the words that JAX itself uses
+AGAIN = "rematted_computation"  # JAX's own, around what a backward computes a second time
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts
-from jaxpar.pipeline.deal import deal
+from jaxpar.pipeline.deal import deal, padded
 from jaxpar.pipeline.execute import Model, execute
 from jaxpar.pipeline.program import Program, program
 from jaxpar.sharding.constrain import activation_names
@@ -51,9 +51,8 @@ class Pipelined:
         self.manual = ("pipe", "data") if self.per_tick else ("pipe", *BATCH_AXES)
         self.batch_axes = tuple(axis for axis in BATCH_AXES if axis in self.manual)
         self.fill = 0.0  # what buffers hold before they are written: a test makes it nan
-        self.stacked = {
-            path: tuple(path.split("/")) for path, place in layout.placements.items() if place.stored[:1] == ("pipe",)
-        }
+        self.stacked = {path: tuple(path.split("/")) for path in layout.stacked}
+        self.uneven = tuple(layout.parallel.pipeline.layers)
         self.shared = {path: tuple(path.split("/")) for path in layout.placements if path not in self.stacked}
 
     def gradients(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
@@ -61,7 +60,7 @@ class Pipelined:
         rests, after = self._rests(params, rest, batch)
         sums, shared, layers = self._run(params, rests, batch, train=True)
         with jax.named_scope(GRADIENT):
-            layers = deal(self.layout.on, self.schedule.cut, layers, back=True)
+            layers = self._stored(layers)
         tokens = sums["loss"][1]
         gradients = nest(
             {self.shared[path]: value for path, value in shared.items()}
@@ -79,7 +78,8 @@ class Pipelined:
         table = program(self.schedule, forward_only=not train)
         shared = {path: self._whole(path, pick(params, words)) for path, words in self.shared.items()}
         layers = {path: self._cast(pick(params, words)) for path, words in self.stacked.items()}
-        layers = deal(mesh, self.schedule.cut, layers)
+        with jax.named_scope(f"{SCOPE}layers dealt to the stages"):
+            layers = self._dealt(layers)
         if not self.per_tick:
             layers = {path: self._gathered(path, value) for path, value in layers.items()}
 
@@ -136,19 +136,44 @@ class Pipelined:
     def _whole(self, path: str, value: jax.Array) -> jax.Array:
         return self._gathered(path, self._cast(value))
 
+    def _dealt(self, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the layers on the stages that run them."""
+        if not self.uneven:
+            return deal(self.layout.on, self.schedule.cut, layers)
+        order, _ = padded(self.uneven)
+        moved = {path: jnp.take(value, order, axis=0) for path, value in layers.items()}
+        return {path: self._on(value, self._run_on(path, "stored")) for path, value in moved.items()}
+
+    def _stored(self, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the layers where they are stored."""
+        if not self.uneven:
+            return deal(self.layout.on, self.schedule.cut, layers, back=True)
+        _, places = padded(self.uneven)
+        specs = {path: pick(self.layout.updated, words) for path, words in self.stacked.items()}
+        moved = {path: self._on(value, specs[path]) for path, value in layers.items()}
+        return {path: self._on(jnp.take(value, places, axis=0), specs[path]) for path, value in moved.items()}
+
+    def _on(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.lax.with_sharding_constraint(value, self.layout.sharding(spec))
+
+    def _run_on(self, path: str, which: str) -> PartitionSpec:
+        """Returns a spec of a parameter for the time that the table runs: layers are split over `pipe` then."""
+        words = tuple(path.split("/"))
+        spec = pick(self.layout.updated, words) if which == "updated" else getattr(self.layout.placements[path], which)
+        if path not in self.stacked:
+            return spec
+        others = ((entry,) if isinstance(entry, str) else entry or () for entry in spec[1:])
+        return PartitionSpec("pipe", *(tuple(a for a in axes if a != "pipe") or None for axes in others))
+
     def _gathered(self, path: str, value: jax.Array) -> jax.Array:
         """Returns a parameter as the table reads it: gathered over `fsdp` once per step, cast before it travels."""
-        place = self.layout.placements[path]
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            value = jax.lax.with_sharding_constraint(value, self.layout.sharding(place.stored))
-            return jax.lax.with_sharding_constraint(value, self.layout.sharding(place.used))
+            return self._on(self._on(value, self._run_on(path, "stored")), self._run_on(path, "used"))
 
     def _summed(self, path: str, stacked: jax.Array, over) -> jax.Array:
         """Returns the sum of gradients [ways, ...] over an axis, placed as the update reads them."""
-        spec = pick(self.layout.updated, tuple(path.split("/")))
-        spread = self.layout.sharding(PartitionSpec(over, *spec))
         with jax.named_scope(GRADIENT):
-            return jnp.sum(jax.lax.with_sharding_constraint(stacked, spread), axis=0)
+            return jnp.sum(self._on(stacked, PartitionSpec(over, *self._run_on(path, "updated"))), axis=0)
 
     def _place(self, what: str, tree: Tree) -> Tree:
         """Returns what is inside the table with its sharding over the axes that are not manual."""
@@ -260,7 +285,7 @@ class Pipelined:
         def head(shared, known, y):
             return called(shared, known, lambda layers, x, per_layer: y)
 
-        return Model(name=blueprint.name, embed=embed, stage=stage, head=head)
+        return Model(name=blueprint.name, embed=embed, stage=stage, head=head, layers=self.uneven)
 
     def _rests(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
         """Returns the rest (dropout counts and their kin) before each microbatch, stacked, and after the last."""

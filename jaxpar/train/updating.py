@@ -17,7 +17,7 @@ from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.pipeline.asynchronous import plan, train, updating
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.program import program
-from jaxpar.sharding.names import GRADIENT, Tree, nest, path_of, pick
+from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.train.losses import Sums
 from jaxpar.train.pipelined import Pipelined, folded
 
@@ -33,6 +33,12 @@ class Updating(Pipelined):
                 f"weights={weights!r} with fsdp={layout.sizes['fsdp']}",
                 rule="a stage that updates its weights in the middle of a step holds them whole",
                 fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
+            )
+        if self.uneven:
+            raise refuse(
+                f"weights={weights!r} with layers={self.uneven}",
+                rule="where weights change in the middle of a step, every stage has as many layers",
+                fix="layers=(), or weights='flush'",
             )
         self.plan = plan(program(self.schedule), weights)
 
@@ -70,8 +76,9 @@ class Updating(Pipelined):
             stage = jax.lax.axis_index("pipe")
 
             def owned(path: str, value: jax.Array) -> jax.Array:
-                mine = jnp.where(stage == owners.get(path, 0), value, jnp.zeros_like(value))
-                return jax.lax.psum(mine, "pipe")
+                with jax.named_scope(SCOPE + (path.replace("/", ".") or "rest")):
+                    mine = jnp.where(stage == owners.get(path, 0), value, jnp.zeros_like(value))
+                    return jax.lax.psum(mine, "pipe")
 
             def settled(keys, spec, value):
                 return value if spec == PartitionSpec("pipe") else owned(self._owner_path(keys), value)
