@@ -16,7 +16,7 @@ import optax
 
 import jaxpar as jp
 from jaxpar.bench.record import where
-from jaxpar.pipeline.execute import Gradients
+from jaxpar.pipeline.execute import Gradients, Keep
 from jaxpar.train.pipelined import Pipelined
 from jaxpar.units import show_bytes
 
@@ -57,10 +57,10 @@ class Autodiff(Pipelined):
         return Gradients(sums=sums, shared=shared, layers=layers)
 
 
-def temporary(schedule: str, microbatches: int, devices: Any, *, keep: str = "inputs") -> int:
+def temporary(schedule: str, microbatches: int, devices: Any, *, keep: Keep = "inputs") -> int:
     """Returns XLA's temporary bytes per device of a step of the small decoder on `STAGES` stages."""
     name = "gpipe" if schedule == BASELINE else schedule
-    pipeline = jp.Pipeline(schedule=name, microbatches=microbatches, keep=keep)  # pyright: ignore[reportArgumentType]
+    pipeline = jp.Pipeline(schedule=name, microbatches=microbatches, keep=keep)
     layout = jp.compose(partial(jp.Decoder, MODEL), jp.Parallel(pipe=STAGES, data=-1, pipeline=pipeline), devices)
     step = jp.build(layout, jp.next_token, optax.adamw(1e-3))
     if schedule == BASELINE:

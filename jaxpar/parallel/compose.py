@@ -196,6 +196,8 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
 def _names(parallel: Parallel) -> dict[str, Axes]:
     even = parallel.pipe > 1 and not parallel.pipeline.layers
     names = {**NAMES, "seq": "tensor" if parallel.sequence else None, "layers": "pipe" if even else None}
+    if parallel.pipe > 1 and parallel.pipeline.head == "spread":
+        names["vocab"] = ("pipe", "tensor")
     user = dict(parallel.rules)
     return {**user, **{name: axes for name, axes in names.items() if name not in user}}
 
@@ -219,6 +221,14 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                 problems.append(
                     Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", nearest(axis, parallel.sizes))
                 )
+        if "pipe" in each and name != "layers":
+            problems.append(
+                Problem(
+                    f"rule {name} -> 'pipe'",
+                    "the axis `pipe` splits layers and nothing else",
+                    f"one of: {', '.join(axis for axis in parallel.sizes if axis != 'pipe')}",
+                )
+            )
         if len(set(each)) < len(each):
             problems.append(
                 Problem(
@@ -290,9 +300,17 @@ def _uncut(layout: Layout) -> list[Problem]:
                 "collectives between devices that do different things can wait for each other for ever",
                 fix='schedule="1f1b_phased" or another phased one, or gather="step"',
             )
+        if layout.parallel.pipeline.head == "spread" and not layout.schedule.phased:
+            raise refuse(
+                f'head="spread" with schedule {layout.schedule.name}',
+                rule="all stages come to a head that is spread in the same tick, which a phased table tells beforehand",
+                fix='schedule="1f1b_phased" or another phased one, or head="last"',
+            )
     except JaxparError as error:
         return list(error.problems)
     stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked}
+    if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):
+        return []  # `resolve` has said why it is not split
     if not stacks:
         return [
             Problem(

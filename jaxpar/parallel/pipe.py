@@ -29,6 +29,8 @@ class Pipeline:
       gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
         holds its layers whole. tick: where it runs, again in every tick; a stage holds a shard of them and of their
         gradients, and one whole layer.
+      head: Where what follows the layers runs, head and loss. last: on the last stage, while others wait. spread: on
+        all of them, `vocab` split over pipe x tensor, for a broadcast of the last one's output per microbatch.
       weights: When they change. flush: once per step, by the gradient of the whole batch. Otherwise after every
         microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights of its
         forward), vertical (all stages have those that the first had when the microbatch came in), 2bw (one update per
@@ -41,6 +43,7 @@ class Pipeline:
     layers: tuple[int, ...] = ()
     keep: Literal["inputs", "residuals"] = "inputs"
     gather: Literal["step", "tick"] = "step"
+    head: Literal["last", "spread"] = "last"
     weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
 
     def table(self, stages: int) -> Schedule:
@@ -100,10 +103,19 @@ class Pipeline:
         for key, known in (
             ("keep", ("inputs", "residuals")),
             ("gather", ("step", "tick")),
+            ("head", ("last", "spread")),
             ("weights", ("flush", "stash", "vertical", "2bw", "none")),
         ):
             if getattr(self, key) not in known:
                 found.append(
                     Problem(f"{key}={getattr(self, key)!r}", f"{key} is {', '.join(known)}", f'{key}="{known[0]}"')
                 )
+        if self.head == "spread" and (self.weights != "flush" or self.gather == "tick"):
+            found.append(
+                Problem(
+                    f'head="spread" with weights={self.weights!r}, gather={self.gather!r}',
+                    'a head is spread where weights="flush" and gather="step"',
+                    'head="last"',
+                )
+            )
         return found

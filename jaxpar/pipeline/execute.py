@@ -160,13 +160,15 @@ def _loop(loop: Loop, tick: Callable, state: dict, rows: jax.Array) -> dict:
 
     if loop.repeats == 1:
         return body(state, rows)[0]
-    return jax.lax.scan(body, state, rows.reshape(loop.repeats, -1, len(COLUMNS)))[0]
+    return jax.lax.scan(body, state, rows.reshape(loop.repeats, -1, *rows.shape[1:]))[0]
 
 
 class Stage:
     """One stage: its parameters, and its three ops as functions of a row."""
 
-    def __init__(self, program: Program, model: Model, shared, layers, known, *, keep: Keep, place):
+    def __init__(
+        self, program: Program, model: Model, shared, layers, known, *, keep: Keep, place, traced: "Stage | None" = None
+    ):
         self.program, self.keep, self.place = program, keep, place
         self.schedule = program.schedule
         self.forward_only = not program.kept
@@ -174,7 +176,10 @@ class Stage:
         count = {leaf.shape[0] for leaf in jax.tree.leaves(layers)}
         self.depth = max(count) // self.schedule.chunks
         self.chunks = jax.tree.map(lambda x: x.reshape(self.schedule.chunks, self.depth, *x.shape[1:]), layers)
-        self._trace(model)
+        if traced is None:
+            self._trace(model)
+        else:  # the same stage, in another place of the program
+            vars(self).update({name: vars(traced)[name] for name in TRACED if name in vars(traced)})
 
     def _trace(self, model: Model) -> None:
         one, chunk = _first(self.known), _first(self.chunks)
@@ -224,8 +229,8 @@ class Stage:
         self.sums = self.head.shapes[0]
 
     @jax.named_scope(TABLE)
-    def start(self, fill: float) -> dict:
-        """Returns the buffers and sums before the first tick; slots hold `fill`."""
+    def start(self, fill: float, *, head: bool = True) -> dict:
+        """Returns the buffers and sums before the first tick; slots hold `fill`. Without a head there are no sums."""
 
         def slots(count: int, trees: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), trees)
@@ -242,17 +247,24 @@ class Stage:
             "stash": slots(table.stash, self.halves.stash) if table.stash else [],
             "layers": None if self.forward_only else zeros("layers", self.chunks),
             "shared": None if self.forward_only else zeros("shared", self.shared),
-            "sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.sums),
+            "sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.sums) if head else {},
         }
 
     @jax.named_scope(TABLE)
     def tick(self, kind: Kind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick: the op of this stage, then what it writes, sends and receives."""
-        row = Row(*(numbers[i] for i in range(len(COLUMNS))))
+        return self.step(kind, state, Row(*(numbers[i] for i in range(len(COLUMNS)))))
+
+    def masked(self, row: Row, op: str) -> "_Masked":
+        """Returns how a tick in which all stages do this op leaves no trace on one that idles."""
+        return _Masked(row.op == OP_NUMBER[op])
+
+    def step(self, kind: Kind, state: dict, row: Row) -> dict:
+        """Runs one tick."""
         ops = {"F": self.forward, "B": self.backward, "W": self.weights}
         if len(kind.ops) == 1:
             (op,) = kind.ops
-            done = ops[op](kind, state, row, _Masked(row.op == OP_NUMBER[op]))
+            done = ops[op](kind, state, row, self.masked(row, op))
         else:
             names = sorted(kind.ops, key=lambda op: OP_NUMBER[op])
             branches = [lambda: self._all(_Done(), state, row)]
@@ -261,7 +273,7 @@ class Stage:
             numbered[[OP_NUMBER[op] for op in names]] = range(1, len(names) + 1)
             with jax.named_scope(CHOICE):
                 done = jax.lax.switch(jnp.asarray(numbered)[row.op], branches)
-        return self._write(kind, state, row, done)
+        return self.write(kind, state, row, done)
 
     def _all(self, done: _Done, state: dict, row: Row) -> _Done:
         """Returns what an op leaves, with nothings where it leaves nothing, so that all branches are alike."""
@@ -322,7 +334,7 @@ class Stage:
 
         def with_head():
             new, dshared, dy = self.head(params, known, y, self.scale(row))
-            more = None if self.forward_only else self.place("shared", jax.tree.map(_plus, shared, dshared))
+            more = None if self.forward_only else self.place("shared", jax.tree.map(add, shared, dshared))
             return (y if self.forward_only else dy), more, jax.tree.map(jnp.add, sums, new)
 
         last = choose.active & (row.part == self.schedule.parts - 1)
@@ -350,7 +362,7 @@ class Stage:
 
             def embedding():
                 dshared = self.embed_back(params, known, dx)
-                return self.place("shared", jax.tree.map(_plus, shared, dshared))
+                return self.place("shared", jax.tree.map(add, shared, dshared))
 
             shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
         return _Done(out=dx, stash=stash, layers=layers, shared=shared if kind.first else None)
@@ -364,7 +376,8 @@ class Stage:
             dchunk = self.halves.weight_grad(chunk, mine, load(state["stash"], row.stash))
         return _Done(layers=dchunk)
 
-    def _write(self, kind: Kind, state: dict, row: Row, done: _Done) -> dict:
+    def write(self, kind: Kind, state: dict, row: Row, done: _Done) -> dict:
+        """Returns the state with what an op left, and with what then arrives."""
         state = dict(state)
         if state["kept"] and done.kept is not None:
             state["kept"] = store(state["kept"], done.kept, row.kept, row.op == OP_NUMBER["F"])
@@ -374,18 +387,24 @@ class Stage:
             before, summed = load(state["layers"], row.chunk), row.op == OP_NUMBER["W" if self.schedule.split else "B"]
             write = partial(jax.lax.dynamic_update_index_in_dim, index=row.chunk, axis=0)
             with jax.named_scope(GRADIENT):
-                total = jax.tree.map(lambda a, b: jnp.where(summed, _plus(a, b), a), before, done.layers)
+                total = jax.tree.map(lambda a, b: jnp.where(summed, add(a, b), a), before, done.layers)
                 state["layers"] = self.place("layers", jax.tree.map(write, state["layers"], total))
         state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
-        if done.out is not None:
-            out = self.place("x", done.out)
-            for way in ("right", "left", "own"):
-                if getattr(kind, way):
-                    pairs = {"right": self.program.right, "left": self.program.left}.get(way)
-                    arrives = jax.tree.map(partial(_send, pairs=pairs), out) if pairs else out
-                    slot = getattr(row, way)
-                    state["mail"] = self.place("slots", store(state["mail"], arrives, slot, slot >= 0))
+        return state if done.out is None else self.send(kind, state, row, done.out)
+
+    def send(self, kind: Kind, state: dict, row: Row, out: Tree) -> dict:
+        """Returns the state with what arrives when every stage sends what it computed."""
+        state, out = dict(state), self.place("x", out)
+        for way in ("right", "left", "own"):
+            if getattr(kind, way):
+                pairs = {"right": self.program.right, "left": self.program.left}.get(way)
+                arrives = jax.tree.map(partial(_send, pairs=pairs), out) if pairs else out
+                slot = getattr(row, way)
+                state["mail"] = self.place("slots", store(state["mail"], arrives, slot, slot >= 0))
         return state
+
+
+TRACED = ("embed", "x", "layers", "starts", "stage", "halves", "head", "embed_back", "sums")
 
 
 class _Masked:
@@ -413,7 +432,7 @@ def _send(x: jax.Array, *, pairs) -> jax.Array:
 
 
 @jax.named_scope(GRADIENT)
-def _plus(total: jax.Array, more: jax.Array) -> jax.Array:
+def add(total: jax.Array, more: jax.Array) -> jax.Array:
     return total + more.astype(total.dtype)
 
 

@@ -28,6 +28,7 @@ from jaxpar.pipeline.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.deal import deal, padded
 from jaxpar.pipeline.execute import Model, execute
 from jaxpar.pipeline.program import Program, program
+from jaxpar.pipeline.spread import Around, Spread
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, nest, pick
 from jaxpar.train.losses import Sums, as_sums
@@ -74,7 +75,7 @@ class Pipelined:
         return self._run(params, rests, batch, train=False)[0]
 
     def _run(self, params: Tree, rests: Tree, batch: Mapping[str, jax.Array], *, train: bool):
-        mesh = self.layout.on
+        layout, mesh = self.layout, self.layout.on
         table = program(self.schedule, forward_only=not train)
         shared = {path: self._whole(path, pick(params, words)) for path, words in self.shared.items()}
         layers = {path: self._cast(pick(params, words)) for path, words in self.stacked.items()}
@@ -82,6 +83,9 @@ class Pipelined:
             layers = self._dealt(layers)
         if not self.per_tick:
             layers = {path: self._gathered(path, value) for path, value in layers.items()}
+
+        if layout.parallel.pipeline.head == "spread":
+            return self._run_spread(table, shared, layers, rests, batch, train=train)
 
         def local(rows, replica, shared, layers, rests, batch):
             with self._inside():
@@ -111,6 +115,57 @@ class Pipelined:
         shared = {path: self._summed(path, value, ("pipe", "data")) for path, value in shared.items()}
         layers = {path: self._summed(path, value, "data") for path, value in layers.items()}
         return sums, shared, layers
+
+    def _run_spread(self, table: Program, shared: dict, layers: dict, rests: Tree, batch: Mapping, *, train: bool):
+        """Runs the table with the head between the stages."""
+        around = Around(
+            mesh=self.layout.on,
+            batch_axes=self.batch_axes,
+            stages=self._inside,
+            head=self._between,
+            place=self._place,
+            place_head=lambda tree: {path: self._spread(path, value) for path, value in tree.items()},
+        )
+
+        def known(replica, rests, batch):
+            return folded(rests, replica[0], self.replicas), self._microbatches(batch)
+
+        model, stacked = self._model(train=train), around.known(known)(jnp.arange(self.replicas), rests, batch)
+        one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), stacked)
+        embed = Traced(model.embed, shared, one)
+        before = embed.reads()[0]
+        after = Traced(model.head, shared, one, embed.shapes[0]).reads()[0]
+        whole = {
+            path: self._on(value, _without(self.layout.placements[path].used, ("pipe",)))
+            for path, value in shared.items()
+            if before[path]
+        }
+        run = Spread(
+            table, model, around, layers, whole, {path: value for path, value in shared.items() if after[path]}, stacked,
+            keep=self.layout.parallel.pipeline.keep,
+        )  # fmt: skip
+        done = run.run(self.fill)
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), done["head"]["sums"])
+        if not train:
+            return sums, {}, {}
+        embedding, layers, head = around.reduced(done["stages"], done["head"]["shared"])
+        layers = {path: self._summed(path, value, "data") for path, value in layers.items()}
+        summed = {path: self._summed(path, value, "data") for path, value in head.items()}
+        for path, value in embedding.items():  # [pipe, data, ...]
+            spec = pick(self.layout.updated, self.shared[path])
+            over = None if any("pipe" in (entry or ()) for entry in spec) else "pipe"  # pipe may become a dim's own
+            more = self._summed(path, jnp.sum(self._on(value, PartitionSpec(over, "data", *spec)), axis=0), "data")
+            summed[path] = summed[path] + more if path in summed else more
+        leaves = {path: self.layout.placements[path].leaf for path in self.shared}
+        return sums, {path: summed.get(path, jnp.zeros(leaf.shape)) for path, leaf in leaves.items()}, layers
+
+    def _between(self):
+        """Between the stages `pipe` is one more axis that names of activations may mean."""
+        sizes = {axis: 1 if axis in self.batch_axes else size for axis, size in self.layout.sizes.items()}
+        return activation_names(self.layout.names, sizes)
+
+    def _spread(self, path: str, value: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(value, _without(self.layout.placements[path].used, self.batch_axes))
 
     @property
     def replicas(self) -> int:
@@ -162,8 +217,7 @@ class Pipelined:
         spec = pick(self.layout.updated, words) if which == "updated" else getattr(self.layout.placements[path], which)
         if path not in self.stacked:
             return spec
-        others = ((entry,) if isinstance(entry, str) else entry or () for entry in spec[1:])
-        return PartitionSpec("pipe", *(tuple(a for a in axes if a != "pipe") or None for axes in others))
+        return PartitionSpec("pipe", *_without(spec, ("pipe",))[1:])
 
     def _gathered(self, path: str, value: jax.Array) -> jax.Array:
         """Returns a parameter as the table reads it: gathered over `fsdp` once per step, cast before it travels."""
@@ -287,19 +341,57 @@ class Pipelined:
 
         return Model(name=blueprint.name, embed=embed, stage=stage, head=head, layers=self.uneven)
 
+    def _check_enclosed(self, params: Tree, rest: Tree, batch: Tree, given: tuple, compute: Compute) -> None:
+        """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""
+        x, per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
+
+        def alone(params, batch, rest, x, per_layer):
+            def at_cut(layers, _, __):
+                raise _Reached(layers(x, *per_layer))
+
+            model = self.layout.blueprint.bind(params, rest, lambda path, value: value, compute)
+            try:
+                with cut(at_cut):
+                    self.loss(model, batch)
+            except _Reached as reached:
+                return reached.value
+
+        reads = Traced(alone, params, batch, rest, x, per_layer).reads()[0]
+        for path, words in self.shared.items():
+            if pick(reads, words):
+                raise refuse(
+                    f"{self.layout.blueprint.name} reads {path} inside of its layers, or what follows from it",
+                    rule="layers read the parameters stacked for them and what jp.pipelined(layers, x, ...) is given: "
+                    "a stage has nothing else",
+                    fix="pass it through x: jp.pipelined(layers, (x, it)), whose layers return it too",
+                )
+
     def _rests(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
         """Returns the rest (dropout counts and their kin) before each microbatch, stacked, and after the last."""
         blueprint, compute = self.layout.blueprint, Compute(train=True, dtype=self.dtype, remat=self.numerics.remat)
 
+        calls: list = []
+
+        def at_cut(layers, x, per_layer):
+            calls.append((x, per_layer))
+            return layers(x, *per_layer)
+
         def after(params, batch, rest):
             model = blueprint.bind(params, rest, lambda path, value: value, compute)
-            with cut(lambda layers, x, per_layer: x):
+            with cut(at_cut):
                 self.loss(model, batch)
             return blueprint.collect(model)
 
         count = self.schedule.microbatches
         one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
         traced = Traced(after, params, one, rest)
+        if len(calls) != 1:
+            raise refuse(
+                f"{blueprint.name} calls jp.pipelined {len(calls)} times",
+                rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
+                fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+            )
+        self._check_enclosed(params, rest, one, calls[0], compute)
         reads = traced.reads()
         if any(jax.tree.leaves(reads[:2])):
             raise refuse(
@@ -314,6 +406,11 @@ class Pipelined:
         last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(rest), length=count)
         restored = partial(jax.tree.unflatten, jax.tree.structure(rest))
         return restored(each), restored(last)
+
+
+def _without(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:
+    each = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
+    return PartitionSpec(*(tuple(a for a in axes if a not in left_out) or None for axes in each))
 
 
 def folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:

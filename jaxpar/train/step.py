@@ -83,7 +83,7 @@ class Step:
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
         self.products: check.Products | None = None
         self.pipelined = None
-        if layout.sizes["pipe"] > 1:
+        if isinstance(layout, Layout) and layout.sizes["pipe"] > 1:
             if numerics.accumulate > 1:
                 raise refuse(
                     f"accumulate={numerics.accumulate} with pipe={layout.sizes['pipe']}",

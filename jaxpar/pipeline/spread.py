@@ -1,0 +1,217 @@
+"""The head between the stages, rather than on the last one.
+
+    a tick with the head     all stages      the chunk                          y stays where it is
+                             all devices     the head on the last stage's y     its matrix split over pipe x tensor
+                             all stages      write and send: dL/dy on the last  as ever
+
+Run inside of one stage, head and loss are part of every forward tick that has them, on all stages, since nobody goes on
+before the last is done. Here `pipe` is one more axis over which XLA splits them, by the names of their dims. It costs a
+broadcast of y over `pipe` and the sums of the loss, per microbatch; the time of the head is divided by the stages.
+
+Tables must be phased: only then is it known before the run in which ticks the last part goes forward. A tick is three
+programs in a row, two with `pipe` manual and one without (XLA cannot nest them in this order of axes), so buffers are
+arrays over all devices here: a leading dim for the stages and one for the replicas of the batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpar.pipeline.dataflow import Traced
+from jaxpar.pipeline.execute import Keep, Model, Row, Stage, add, load, run_table
+from jaxpar.pipeline.program import COLUMNS, OP_NUMBER, Kind, Program
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What surrounds a table whose head is spread.
+
+    Attributes:
+      mesh: With an axis `pipe`.
+      batch_axes: Axes that each have rows of their own, and are manual.
+      stages: Context in which the code of a stage is traced.
+      head: Context in which the head is traced.
+      place: As for `execute`, inside of a stage.
+      place_head: Gradients of the head to their sharding over pipe and tensor.
+    """
+
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    stages: Callable
+    head: Callable
+    place: Callable[[str, Tree], Tree]
+    place_head: Callable[[Tree], Tree]
+
+    def on_stages(self, function: Callable) -> Callable:
+        """Runs (rows, layers, shared, known, *stacked) on every stage and replica; what it returns is stacked."""
+        over = PartitionSpec("pipe", self.batch_axes)
+
+        def local(rows, layers, shared, known, *stacked):
+            known, stacked = _peeled(known, 1), _peeled(stacked, 2)
+            with self.stages():
+                return _wrapped(function(rows[0], layers, shared, known, *stacked), 2)
+
+        def run(rows, layers, shared, known, *stacked):
+            specs = (PartitionSpec("pipe"), PartitionSpec("pipe"), PartitionSpec(), PartitionSpec(self.batch_axes))
+            return self._island({"pipe", *self.batch_axes}, local, (*specs, *(over,) * len(stacked)), over)(
+                rows, layers, shared, known, *stacked
+            )
+
+        return run
+
+    def on_replicas(self, function: Callable) -> Callable:
+        """Runs (shared, *stacked) on every replica of the batch, `pipe` left to XLA."""
+        over = PartitionSpec(self.batch_axes)
+
+        def local(shared, *stacked):
+            with self.head():
+                return _wrapped(function(shared, *_peeled(stacked, 1)), 1)
+
+        def run(shared, *stacked):
+            specs = (PartitionSpec(), *(over,) * len(stacked))
+            return self._island(set(self.batch_axes), local, specs, over)(shared, *stacked)
+
+        return run
+
+    def known(self, function: Callable) -> Callable:
+        """Runs (replica, rests, batch) on every replica; what it returns is stacked."""
+        each = PartitionSpec(self.batch_axes)
+
+        def local(*args):
+            return _wrapped(function(*args), 1)
+
+        return self._island(set(self.batch_axes), local, (each, PartitionSpec(), each), each)
+
+    def reduced(self, stages: dict, head: Tree) -> tuple[Tree, Tree, Tree]:
+        """Returns gradients summed over the replicas but those of `data`, which is a leading dim then.
+
+        Of the embedding [pipe, data, ...], of the layers [data, layers, ...] and of the head [data, ...].
+        """
+        over = tuple(axis for axis in self.batch_axes[1:] if self.mesh.shape[axis] > 1)  # XLA refuses sums over one
+        each = PartitionSpec(self.batch_axes)
+
+        def total(tree: Tree) -> Tree:
+            return jax.tree.map(lambda x: jax.lax.psum(x, over) if over else x, tree)
+
+        def stage(shared, layers):
+            shared, layers = _peeled((shared, layers), 2)
+            merged = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), total(layers))
+            return _wrapped(total(shared), 2), merged
+
+        stacked = PartitionSpec("pipe", self.batch_axes)
+        outs = (PartitionSpec("pipe", "data"), PartitionSpec("data", "pipe"))
+        island = self._island({"pipe", *self.batch_axes}, stage, (stacked, stacked), outs)
+        ends = self._island(
+            set(self.batch_axes), lambda x: _wrapped(total(_peeled(x, 1)), 1), (each,), PartitionSpec("data")
+        )
+        return *island(stages["shared"], stages["layers"]), ends(head)
+
+    def _island(self, axes: set[str], local: Callable, specs: tuple, out: Any) -> Callable:
+        return jax.shard_map(local, mesh=self.mesh, axis_names=axes, in_specs=specs, out_specs=out, check_vma=False)
+
+
+class Spread:
+    """A table whose head is spread over the stages.
+
+    Args:
+      program: Of a phased table.
+      model: The three pieces, as a stage traces them.
+      around: Where they run.
+      layers: Parameters of the stack, leading dim stages x chunks x layers of a chunk.
+      embedding: The shared parameters that `model.embed` reads, whole over `pipe`.
+      head: Those that `model.head` reads, split over `pipe` and `tensor` where their names say so.
+      known: As for `execute`, with a leading dim for the replicas of the batch.
+    """
+
+    def __init__(self, program: Program, model: Model, around: Around, layers, embedding, head, known, *, keep: Keep):
+        self.program, self.model, self.around, self.keep = program, model, around, keep
+        self.layers, self.embedding, self.head, self.known = layers, embedding, head, known
+        self.forward_only = not program.kept
+        self.traced: Stage | None = None
+        self.x: Tree = None
+        self.last, _ = program.schedule.place(program.schedule.parts - 1)
+
+    def run(self, fill: float) -> dict:
+        """Returns the buffers after the last tick: `stages` and `head`, both stacked over the devices."""
+        rows = jnp.asarray(self.program.rows)
+        state = {"stages": self._on_stages(lambda stage, row: stage.start(fill, head=False))(rows[0])}
+        y = jax.tree.map(lambda leaf: jnp.zeros((self.around_replicas, *leaf.shape), leaf.dtype), self.x)
+        state["head"] = self.around.on_replicas(self._start_head)(self.head, self.known, y)
+        return run_table(self.program, self.tick, state, rows)
+
+    @property
+    def around_replicas(self) -> int:
+        """Replicas of the batch."""
+        return int(np.prod([self.around.mesh.shape[axis] for axis in self.around.batch_axes]))
+
+    def tick(self, kind: Kind, state: dict, rows: jax.Array) -> dict:
+        """Runs one tick: rows [stages, columns]."""
+        if not kind.last:
+            stages = self._on_stages(lambda stage, row, state: stage.step(kind, state, row))(rows, state["stages"])
+            return state | {"stages": stages}
+
+        def chunk(stage: Stage, row: Row, state: dict):
+            done = stage.forward(kind._replace(last=False), state, row, stage.masked(row, "F"))
+            return stage.write(kind, state, row, done._replace(out=None)), done.out
+
+        def deliver(stage: Stage, row: Row, state: dict, y: Tree, dy: Tree):
+            last = (row.op == OP_NUMBER["F"]) & (row.part == self.program.schedule.parts - 1)
+            out = jax.tree.map(lambda a, b: jnp.where(last, a, b), dy, y)
+            return stage.send(kind, state, row, out)
+
+        stages, y = self._on_stages(chunk)(rows, state["stages"])
+        microbatch = jnp.broadcast_to(rows[self.last, COLUMNS.index("microbatch")], (self.around_replicas,))
+        ends = jax.tree.map(lambda leaf: leaf[self.last], y)
+        head, dy = self.around.on_replicas(self._head)(self.head, self.known, ends, state["head"], microbatch)
+        dy = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.program.schedule.stages, *leaf.shape)), dy)
+        return {"stages": self._on_stages(deliver)(rows, stages, y, dy), "head": head}
+
+    def _on_stages(self, function: Callable) -> Callable:
+        """Runs (stage, row, *stacked) on every stage."""
+
+        def local(numbers, layers, shared, known, *stacked):
+            stage = Stage(
+                self.program, self.model, shared, layers, known,
+                keep=self.keep, place=self.around.place, traced=self.traced,
+            )  # fmt: skip
+            self.traced, self.x = stage, stage.x
+            return function(stage, Row(*(numbers[i] for i in range(len(COLUMNS)))), *stacked)
+
+        island = self.around.on_stages(local)
+        return lambda rows, *stacked: island(rows, self.layers, self.embedding, self.known, *stacked)
+
+    def _start_head(self, shared: Tree, known: Tree, y: Tree) -> dict:
+        one = jax.tree.map(lambda leaf: leaf[0], known)
+        sums = Traced(self.model.head, shared, one, y).shapes
+        zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))
+        return {"sums": zeros(sums), "shared": {} if self.forward_only else self.around.place_head(zeros(shared))}
+
+    def _head(self, shared: Tree, known: Tree, y: Tree, state: dict, microbatch: jax.Array):
+        one = load(known, microbatch)
+
+        def total(shared, y):
+            sums = self.model.head(shared, one, y)
+            return sums["loss"][0], sums
+
+        if self.forward_only:
+            return state | {"sums": jax.tree.map(jnp.add, state["sums"], total(shared, y)[1])}, y
+        _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
+        dshared, dy = pull(jnp.ones((), jnp.float32))
+        more = self.around.place_head(jax.tree.map(add, state["shared"], dshared))
+        return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": more}, dy
+
+
+def _peeled(tree: Tree, dims: int) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[dims:]), tree)
+
+
+def _wrapped(tree: Tree, dims: int) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.reshape((1,) * dims + leaf.shape), tree)
