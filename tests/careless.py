@@ -1,10 +1,14 @@
 """Models, losses and data as careless users write them: each is wrong in one way, and named for it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
+
+import jaxpar as jp
+from jaxpar.models.stack import stack
 
 X = np.random.default_rng(0).random((16, 64), np.float32)
 Y = (np.arange(16) % 10).astype(np.int32)
@@ -86,9 +90,108 @@ class ArrayAttribute(Net):
 
 class WrongConstrain(Net):
     def __call__(self, x):
-        import jaxpar as jp
-
         return super().__call__(jp.constrain(x, "batch", "seq", "embed"))
+
+
+class Piped(nnx.Module):
+    """The right one of those that a pipeline cannot cut."""
+
+    def __init__(self, layers=4, *, rngs):
+        self.a = nnx.Linear(64, 16, rngs=rngs)
+        self.blocks = stack(lambda rngs: self.block(rngs), layers, rngs)
+        self.b = nnx.Linear(16, 10, rngs=rngs)
+
+    def block(self, rngs):
+        return Block(rngs=rngs)
+
+    def layers(self, x):
+        graph, params = nnx.split(self.blocks)
+        return jax.lax.scan(lambda x, one: (nnx.merge(graph, one)(x), None), x, params)[0]
+
+    def __call__(self, x):
+        return self.b(jp.pipelined(self.layers, self.a(x)))
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (16, 16)), out_sharding=("embed", None))
+
+    def __call__(self, x):
+        return x + nnx.relu(x @ self.w[...])
+
+
+class Uncut(Piped):
+    def __call__(self, x):
+        return self.b(self.layers(self.a(x)))
+
+
+class CutTwice(Piped):
+    def __call__(self, x):
+        x = jp.pipelined(self.layers, self.a(x))
+        return self.b(jp.pipelined(self.layers, x))
+
+
+class ReadsOutside(Piped):
+    def layers(self, x):
+        return super().layers(x) + self.a.bias[...]
+
+
+class ReadsItsLayersAfter(Piped):
+    def __call__(self, x):
+        return super().__call__(x) + self.blocks.w[...].sum()
+
+
+class NarrowsInside(Piped):
+    def layers(self, x):
+        return super().layers(x)[:, :8]
+
+    def __call__(self, x):
+        x = jp.pipelined(self.layers, self.a(x))
+        return self.b(jnp.pad(x, ((0, 0), (0, 16 - x.shape[1]))))
+
+
+class ScalesByState(Piped):
+    def layers(self, x):
+        return super().layers(x) * self.scale
+
+    def __call__(self, x):
+        x = self.a(x)
+        self.scale = x.mean()
+        return self.b(jp.pipelined(self.layers, x))
+
+
+class Normed(Piped):
+    def __init__(self, layers=4, *, rngs):
+        super().__init__(layers, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(jp.pipelined(self.layers, self.norm(self.a(x))))
+
+
+class NormedInside(Piped):
+    def block(self, rngs):
+        return NormedBlock(rngs=rngs)
+
+    def layers(self, x):
+        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
+
+        def one(x, each):
+            block = nnx.merge(graph, *each)
+            return block(x), nnx.state(block, nnx.BatchStat)
+
+        x, stats = jax.lax.scan(one, x, (params, rest))
+        nnx.update(self.blocks, stats)
+        return x
+
+
+class NormedBlock(Block):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+    def __call__(self, x):
+        return super().__call__(self.norm(x))
 
 
 def returns_none(rngs):

@@ -18,6 +18,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.target import find_plugin
+from jaxpar.pipeline import execute
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 SETTINGS = jp.DecoderSettings(vocab=256, seq=64, layers=2, dim=64, heads=4)
@@ -186,6 +187,59 @@ def test_a_cast_that_doubles_the_wire_is_found():
     assert "test_inspect.py" in flag.text
     assert narrow.flags == ()
     assert sum(e.step_wire for e in wide.ledger) == 2 * sum(e.step_wire for e in narrow.ledger)
+
+
+PIPES = jp.Parallel(pipe=2, fsdp=4, pipeline=jp.Pipeline(microbatches=4))
+
+
+@gpu_compiler
+def test_a_pipeline_is_told_without_a_false_flag():
+    step = step_on("h100:1x8", PIPES, precision="bf16")
+    report = jp.inspect(step, BATCH)
+    assert kinds(report) == []
+    assert report.schedule is step.layout.schedule
+    found = json.loads(json.dumps(report.to_dict()))["pipeline"]
+    assert (found["stages"], found["microbatches"], found["messages"]) == (2, 4, 8)
+    assert found["permutes"] == found["ticks"] == 10  # stages that mix nothing send one way in a tick
+    assert found["largest"] == 64 * 64 * 2  # a row of 64 tokens, 64 wide, in 16 bits
+    assert "Pipeline: 1f1b_phased, 2 stages, 4 microbatches: 10 ticks, 20.0% of the cells idle (exact)" in str(report)
+    assert 0 < report.flop.recomputed < report.flop.backward
+    memory = {share.cause: share for share in report.memory}
+    whole = sum(place.leaf.size * 4 // (2 if path.startswith("blocks") else 1)
+                for path, place in step.layout.placements.items())  # fmt: skip
+    assert 0.7 * whole < memory["gradients"].bytes < 2 * whole  # float32 sums, whole over fsdp
+    assert memory["everything else"].bytes < 0.1 * report.total
+    assert all(entry.backward for entry in report.ledger if entry.kind == "reduce-scatter")
+
+
+@gpu_compiler
+def test_reductions_per_tick_and_wide_messages_are_found_in_a_pipeline(monkeypatch):
+    def add(total, more):  # the planted faults: a reduction for every microbatch, and messages in 32 bits
+        return total + jax.lax.psum(more.astype(total.dtype), "fsdp") / 4
+
+    def send(x, *, pairs, send=execute._send):
+        # something added on the way: XLA sends in 16 bits what was only cast
+        return (send(x.astype(jnp.float32) + 1e-3, pairs=pairs) - 1e-3).astype(x.dtype)
+
+    monkeypatch.setattr(execute, "add", add)
+    monkeypatch.setattr(execute, "_send", send)
+    report = jp.inspect(step_on("h100:1x8", PIPES, precision="bf16"), BATCH)
+    assert {"per microbatch", "wide wire"} <= {*kinds(report)}
+    assert any("collective-permute over pipe of f32" in flag.text for flag in report.flags)
+
+
+@gpu_compiler
+def test_a_table_that_mixes_ops_and_updates_in_its_middle_is_counted_by_its_cells():
+    how = jp.Pipeline(schedule="1f1b", microbatches=4, keep="residuals", weights="stash")
+    report = jp.inspect(step_on("h100:1x8", jp.Parallel(pipe=2, data=4, pipeline=how), precision="bf16"), BATCH)
+    assert kinds(report) == []
+    assert any("in every one of them" in note for note in report.notes)
+    assert report.flop.recomputed == 0
+    assert report.flop.backward == pytest.approx(2 * report.flop.forward, rel=0.01)
+    head = 6 * 16 * 64 * 64 * 256  # of a step; counted on both stages, though one of them has it
+    assert report.flop.total * 8 == pytest.approx(report.model_flop + head, rel=0.01)
+    weights = next(share for share in report.memory if share.cause == "gathered weights")
+    assert weights.largest[0][0] == "versions of the weights"
 
 
 @gpu_compiler

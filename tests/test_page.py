@@ -22,16 +22,19 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.inspector.causes import Argument
-from jaxpar.inspector.drawings import coordinates, nodes_of_axes, percent, share_of, spans, stretches, tag, ticks
+from jaxpar.inspector.causes import STAGE_TO_STAGE, Argument
+from jaxpar.inspector.drawings import coordinates, nodes_of_axes
 from jaxpar.inspector.flags import Flag
 from jaxpar.inspector.flop import Flop
+from jaxpar.inspector.lanes import share_of, spans, stretches, ticks
+from jaxpar.inspector.markup import percent, tag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.page import fragment, page
 from jaxpar.inspector.report import Report
 from jaxpar.inspector.timeline import Event, Timeline
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.collective import KINDS, Collective
+from jaxpar.pipeline.library import schedule
 
 GIB = 2**30
 HOSTILE = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onload='alert(3)' &amp; </style></title>"""
@@ -124,6 +127,16 @@ def with_long_words():
     )  # fmt: skip
 
 
+def with_pipeline(name="1f1b_phased", stages=4, microbatches=8, **changes):
+    """A step of a pipeline; of a larger one, if so asked."""
+    table = schedule(name, stages=stages, microbatches=microbatches)
+    sent = collective(
+        "collective-permute", ("pipe",), group=stages, times=table.ticks, cause=STAGE_TO_STAGE, source="execute.py:12",
+        parameters=(), senders=1 - 1 / stages,
+    )  # fmt: skip
+    return report(schedule=table, sizes={"pipe": stages, "fsdp": 2}, ledger=(*report().ledger, sent), **changes)
+
+
 SIMULATED = {"chip": None, "timeline": None, "devices": "8 x cpu"}
 TOO_LARGE = {"total": 100 * GIB, "knobs": (("remat full", 60 * GIB), ("fsdp 16", GIB))}
 REPORTS = {
@@ -142,6 +155,10 @@ REPORTS = {
     "no events": lambda: report(timeline=replace(made_timeline(), events=())),
     "much": on_many,
     "long words": with_long_words,
+    "pipeline": with_pipeline,
+    "mixed pipeline": lambda: with_pipeline("zb_v", **SIMULATED),
+    "large pipeline": lambda: with_pipeline(stages=8, microbatches=64),
+    "huge pipeline": lambda: with_pipeline("1f1b", stages=16, microbatches=512),
     "hostile": lambda: hostile(),
 }
 
@@ -192,8 +209,47 @@ def test_it_is_well_formed_and_from_nowhere_else(write, name):
     assert html.isascii()
     assert not {"script", "link", "img", "iframe", "a", "object", "base"} & {*read.tags}
     assert not [name for name, _ in read.attributes if name in ("src", "href", "style") or name.startswith("on")]
-    assert not re.search(r"url\(|@import|https?:|//", html)
+    assert not re.search(r"url\((?!#)|@import|https?:|//", html)  # url(#id) is a mark of the page's own
     assert not re.search(r"\b(nan|inf|None)\b", read.said)
+
+
+@pytest.mark.parametrize("write", [page, fragment])
+def test_a_pipeline_is_shown_with_what_is_exact_and_what_is_compiled(write):
+    said = Reader(write(with_pipeline())).said
+    for words in (
+        "Pipeline", "1f1b_phased, 4 stages, 8 microbatches: 22 ticks, 27.3% of the cells idle", "7 of 8 microbatches",
+        "48 messages from stage to stage: 22 permutes of 1 MiB, in which a device sends 16.5 MiB", "activations kept",
+    ):  # fmt: skip
+        assert words in said, words
+    assert "Pipeline" not in Reader(write(report())).said
+
+
+def test_a_pipeline_in_json_counts_its_permutes_and_stays_without_one():
+    found = json.loads(json.dumps(with_pipeline().to_dict()))["pipeline"]
+    assert found == found | {
+        "schedule": "1f1b_phased", "stages": 4, "microbatches": 8, "chunks": 1, "ticks": 22, "messages": 48,
+        "bubble": pytest.approx(3 / 11), "kept": [7, 5, 3, 1], "permutes": 22, "largest": 2**20,
+        "wire": 22 * 0.75 * 2**20,
+    }  # fmt: skip
+    assert report().to_dict()["pipeline"] is None
+    unknown = with_pipeline()
+    unknown = replace(unknown, ledger=(replace(unknown.ledger[-1], times=None),))
+    assert unknown.to_dict()["pipeline"]["permutes"] is None
+    assert "? permutes" in str(unknown)
+
+
+@pytest.mark.parametrize(("name", "stages", "microbatches", "most"), [
+    ("1f1b_phased", 8, 64, 200_000), ("interleaved", 16, 128, 350_000), ("1f1b", 16, 512, 350_000),
+])  # fmt: skip
+def test_a_large_table_is_still_a_page_to_send(name, stages, microbatches, most):
+    given = with_pipeline(name, stages, microbatches)
+    html = page(given)
+    assert len(html) < most
+    drawn = html[html.index('<svg class="jaxpar-schedule"') :]
+    cells = sum(1 for _ in given.schedule)
+    assert ("the first" in drawn) == (cells > 6000)
+    assert drawn.count("v24h-") == cells or cells > 6000
+    assert f"stage {stages - 1}" in drawn
 
 
 def test_the_page_itself_forbids_scripts_and_requests():
@@ -515,7 +571,19 @@ def artifacts(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpus", "simulated", "too large", "tiny", "one node of many", "much", "long words", "hostile"]
+    "name",
+    [
+        "gpus",
+        "simulated",
+        "too large",
+        "tiny",
+        "one node of many",
+        "much",
+        "long words",
+        "hostile",
+        "pipeline",
+        "large pipeline",
+    ],
 )
 def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, artifacts, name):
     file = artifacts / f"{name.replace(' ', '_')}.html"
@@ -536,7 +604,7 @@ def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, artifacts, name):
     assert len(grounds) == 2
 
 
-@pytest.mark.parametrize("name", ["gpus", "much", "long words", "hostile"])
+@pytest.mark.parametrize("name", ["gpus", "much", "long words", "hostile", "large pipeline"])
 def test_on_paper_everything_is_open_light_and_within_the_margins(browser, artifacts, name):
     file = artifacts / f"paper_{name}.html"
     file.write_text(page(REPORTS[name]()))

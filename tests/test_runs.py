@@ -173,6 +173,42 @@ def test_another_layout_goes_on_with_the_same_losses(whole, folder):
         assert abs(got[step][0] - row[0]) < 2e-5 * abs(row[0])
 
 
+PIPE = ["parallel.pipe=2", "parallel.fsdp=1", "parallel.pipeline.microbatches=4", "model.layers=2", "train.steps=20"]
+
+
+def stopped_at_10(job, target, *overrides):
+    with start("train", job, f"run.dir={target}", *overrides) as process:
+        wait_for(process, "step 10")
+        process.terminate()
+        process.communicate(timeout=120)
+    assert rows(target)[-1]["step"] < 20
+
+
+def test_a_pipeline_that_was_stopped_goes_on_bit_for_bit(folder):
+    job, whole, target = write_job(folder), folder / "pipe", folder / "pipe_stopped"
+    run("train", job, f"run.dir={whole}", *PIPE)
+    stopped_at_10(job, target, *PIPE)
+    assert "on from step" in run("train", target / "job.toml").stdout  # the resolved job has the pipeline too
+    want, got = losses(whole), losses(target)
+    assert {step: row[:2] for step, row in got.items()} == {step: row[:2] for step, row in want.items()}
+
+
+def test_a_pipeline_goes_on_without_one_and_back(folder):
+    """A checkpoint knows no stages."""
+    job, same = write_job(folder), ["model.layers=2", "model.dropout=0.0", "train.steps=20"]
+    pipe, data = [*PIPE, "model.dropout=0.0"], ["parallel.data=4", "parallel.fsdp=1", *same]
+    run("train", job, f"run.dir={folder}/flat", *data)
+    stopped_at_10(job, folder / "from_pipe", *pipe)
+    run("train", job, f"run.dir={folder}/from_pipe", *data)
+    stopped_at_10(job, folder / "to_pipe", *data)
+    run("train", job, f"run.dir={folder}/to_pipe", *pipe)
+    want = losses(folder / "flat")
+    for moved in ("from_pipe", "to_pipe"):
+        got = losses(folder / moved)
+        assert got.keys() == want.keys()
+        assert all(abs(got[step][0] - row[0]) < 2e-5 * abs(row[0]) for step, row in want.items())
+
+
 def test_text_is_sampled_from_a_run(whole):
     text = run("sample", whole, "--prompt", "12 squ", "--tokens", 20, "--temperature", 0).stdout
     assert text.startswith("12 squ")

@@ -32,6 +32,8 @@ from jaxpar.job.build import check
 from jaxpar.job.sample import sample
 from jaxpar.job.schema import load, loads
 from jaxpar.models.decoder import DecoderSettings
+from jaxpar.pipeline.library import schedule
+from jaxpar.pipeline.text import to_csv
 from jaxpar.train.losses import cross_entropy
 
 jp.simulate(8)
@@ -66,6 +68,8 @@ steps = 40
 global_batch = 16
 loss = "classify"
 """
+PIPE = DECODER.replace("data = 2\nfsdp = 2\ntensor = 2", "pipe = 4\ndata = 2").replace("layers = 1", "layers = 4")
+CUT = OWN.replace("data = 8", "pipe = 4\ndata = 2").replace("careless:Net", "careless:Piped")
 ARRAYS = OWN.replace('"careless:batches"', '"arrays"').replace("careless:Net", "mlp")
 LEAKS = ("Traceback", "pydantic", "Errno", "tuple[", "list[str]", "null", " a integer", " a array", "allow_pickle")
 
@@ -98,7 +102,9 @@ def here(tmp_path_factory):
         "empty.npz": b"", "syntax.py": b"def f(:", "raising.py": b"raise RuntimeError('not here')",
         "leaving.py": b"exit(3)", "missing_part.py": b"import no_such_package", "bad.toml": b"[train\nsteps = 3",
         "binary.toml": b"\xff\xfe[train]", "windows.toml": b"\xef\xbb\xbf" + DECODER.encode(),
-        "ok.toml": DECODER.encode(), "own.toml": OWN.encode(), "file": b"",
+        "ok.toml": DECODER.encode(), "own.toml": OWN.encode(), "pipe.toml": PIPE.encode(), "file": b"",
+        "two.csv": to_csv(schedule("1f1b", stages=2, microbatches=4)).encode(), "half.csv": b"1f1b,stages=4",
+        "binary.csv": b"\xff\xfe",
     }  # fmt: skip
     for name, content in files.items():
         (folder / name).write_bytes(content)
@@ -200,6 +206,78 @@ JOBS = [
     (DECODER, "parallel.paths.head=['a', 'b', 'c']", "3 dims of head", "2 dims or fewer"),
     (DECODER, "parallel.paths.[=['embed']", "'['", "regular expression"),
     (DECODER, "parallel.paths.*/key=['embed']", "'*/key'", "regular expression"),
+    # the pipeline: its table
+    (PIPE, "parallel.pipeline.schedul=1f1b", "parallel.pipeline.schedul", "did you mean 'schedule'?"),
+    (PIPE, "parallel.pipeline.microbatches=8.0", "parallel.pipeline.microbatches = 8.0", "integer", "default: 0"),
+    (PIPE, "parallel.pipeline.schedule=1", "parallel.pipeline.schedule = 1", "string", '"1f1b_phased"'),
+    (PIPE, "parallel.pipeline.keep=input", "parallel.pipeline.keep", "did you mean 'inputs'?"),
+    (PIPE, "parallel.pipeline=1f1b", 'parallel.pipeline = "1f1b"', "[parallel.pipeline] on a line of its own"),
+    (PIPE, "parallel.microbatches=8", "parallel.microbatches", "microbatches belongs to [parallel.pipeline]"),
+    (PIPE, "microbatches.x=8", "[microbatches]", "one of"),
+    (PIPE, "pipeline.microbatches=8", "[pipeline]", "fix:  [parallel.pipeline]"),
+    (PIPE, "parallel.pipeline.chunks.x=2", "chunks = {x = 2}", "integer"),
+    # its numbers
+    (PIPE, "parallel.pipe=3", "pipe=3", "6 devices", "pipe=4"),
+    (PIPE, "parallel.pipe=1; parallel.data=8; parallel.pipeline.microbatches=4", "pipe=1", "pipe=2 or more"),
+    (PIPE, "parallel.pipeline.microbatches=-8", "microbatches=-8", "microbatches=0"),
+    (PIPE, "parallel.pipeline.microbatches=2000000; train.global_batch=4000000", "cells", "fewer microbatches"),
+    (PIPE, "train.global_batch=24", "global_batch = 24", "microbatches=8", "global_batch = 32"),
+    (PIPE, "parallel.pipeline.microbatches=3", "microbatches=3", "global_batch = 36"),
+    (PIPE, "train.accumulate=2", "accumulate = 2 with pipe=4", "parallel.pipeline.microbatches = 16"),
+    (PIPE, "parallel.pipeline.schedule=interleaved", "4 layers in 8 parts", "8 layers"),
+    (PIPE, "parallel.pipeline.schedule=1f1b_phase", "'1f1b_phase'", "did you mean '1f1b_phased'?"),
+    (PIPE, "parallel.pipeline.chunks=3", "chunks=3", "chunks=1", '"interleaved"'),
+    (PIPE, "parallel.pipeline.schedule=zb_v; parallel.pipeline.chunks=1", "zb_v with chunks=1", "chunks=2"),
+    (
+        PIPE,
+        "parallel.pipeline.schedule=interleaved; parallel.pipeline.microbatches=2; model.layers=8",
+        "microbatches=2",
+        "microbatches=4",
+    ),
+    (
+        PIPE,
+        "parallel.pipeline.schedule=zb_h2; parallel.pipeline.microbatches=4",
+        "zb_h2",
+        "at least 7",
+        "microbatches=7",
+    ),
+    (PIPE, "parallel.pipeline.schedule=HERE/none.csv", "none.csv", "No such file", "1f1b_phased"),
+    (PIPE, "parallel.pipeline.schedule=HERE/binary.csv", "binary.csv", "CSV file"),
+    (PIPE, "parallel.pipeline.schedule=HERE/half.csv", "stages=4"),
+    (PIPE, "parallel.pipeline.schedule=HERE/two.csv", "pipe = 4", "has 2", "pipe = 2"),
+    # when its weights change
+    (PIPE, "parallel.pipeline.weights=stashed", "parallel.pipeline.weights", "did you mean 'stash'?"),
+    (
+        PIPE,
+        "parallel.pipeline.weights=stash; parallel.data=1; parallel.fsdp=2",
+        "weights='stash' with fsdp=2",
+        "fsdp=1 and data=2",
+    ),
+    (
+        PIPE,
+        "parallel.pipeline.weights=2bw; parallel.pipeline.microbatches=2",
+        "microbatches=2 on pipe=4",
+        "microbatches=4",
+    ),
+    (PIPE, "parallel.pipeline.weights=stash; parallel.pipeline.schedule=zb_h1", "zb_h1", 'schedule="1f1b"'),
+    (PIPE, "parallel.pipeline.weights=stash; model.tied=true", "embed is read before", "untied"),
+    # what it cannot cut
+    (CUT, "model.name=resnet", "ResNet has no stack of layers", "pipe=1"),
+    (CUT, "model.name=mlp", "MLP has no stack of layers", "pipe=1"),
+    (CUT, "model.name=careless:Net", "Net has no stack of layers", "nnx.vmap"),
+    (CUT, "model.name=careless:Lin", "Lin has no stack of layers", "nn.scan"),
+    (CUT, "model.name=careless:Normed", "Normed keeps state", "LayerNorm"),
+    (CUT, "model.name=careless:ReadsOutside", "a/bias", "layers", "pass it"),
+    (CUT, "model.name=careless:Uncut", "calls jp.pipelined 0 times", "x = jp.pipelined(layers, x)"),
+    (CUT, "model.name=careless:CutTwice", "calls jp.pipelined 2 times", "once"),
+    (CUT, "model.name=careless:ScalesByState", "or what follows from it", "through x"),  # it would be that of zeros
+    (CUT, "model.name=careless:NormedInside", "NormedInside keeps state", "LayerNorm"),
+    (PIPE, "model.layers=6", "dim 0 (layers) of [6, 32, 4, 8]", "pipe=3"),
+    (PIPE, "parallel.rules.embed=pipe", "rule embed -> 'pipe'", "one of: data, fsdp, tensor"),
+    (CUT, "model.name=careless:ReadsItsLayersAfter", "blocks/w outside of its layers", "jp.pipelined(layers, x)"),
+    (CUT, "model.name=careless:NarrowsInside", "float32[1, 16] and return float32[1, 8]", "before or after"),
+    (CUT, "train.loss=careless:mean", "a scalar loss", "(sum, count)"),
+    (CUT, "train.loss=careless:wrong_key", "'label'", "labels int32[16]"),
     # the user's own code
     (OWN, "model.name=nowhere:Net", "No module named 'nowhere'", "working directory"),
     (OWN, "model.name=careless:Nett", "'careless:Nett'", "did you mean 'Net'?"),
@@ -285,7 +363,7 @@ def test_a_wrong_job_is_one_precise_problem(text, wrong, words, here, monkeypatc
     said(caught.value, *words)
 
 
-@pytest.mark.parametrize("text", [DECODER, OWN], ids=["decoder", "own"])
+@pytest.mark.parametrize("text", [DECODER, OWN, PIPE, CUT], ids=["decoder", "own", "pipe", "cut"])
 def test_the_jobs_that_are_made_wrong_are_right(text):
     checked(text)
 
@@ -300,6 +378,16 @@ FIVE = {
         DECODER,
         ["parallel.data=3", "parallel.zero=7", "model.heads=3", "train.loss=nexttoken", "data.path=nowhere.txt"],
         ["12 devices", "zero=7", "heads = 3", "nexttoken", "nowhere.txt"],
+    ),
+    "a table in a table": (
+        PIPE + "[trian]\n",
+        ["parallel.pipeline.schedul=1f1b", "parallel.pipeline.chunks=x", "parallel.zero=x", "train.steps=0"],
+        ["parallel.pipeline.schedul", 'chunks = "x"', 'zero = "x"', "steps = 0", "[trian]"],
+    ),
+    "a pipeline": (
+        PIPE.replace("steps", "global_batch = 33\nsteps"),
+        ["train.accumulate=2", "parallel.pipeline.schedule=gpip", "train.loss=nexttoken", "data.path=nowhere.txt"],
+        ["accumulate = 2", "global_batch = 33", "'gpip'", "nexttoken", "nowhere.txt"],
     ),
     "one table": (
         DECODER,

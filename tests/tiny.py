@@ -1,8 +1,9 @@
-"""Three tiny language models that between them hold what makes parity hard, and one way to train them.
+"""Tiny language models that between them hold what makes parity hard, and one way to train them.
 
 annotated  NNX, logical names, layers stacked and scanned, dropout, tied embedding
 bare       NNX without a name, Flax's own attention, BatchNorm, a parameter no axis divides
 linen      Linen, boxes on some parameters, nn.scan with nn.remat, dropout, BatchNorm
+Staged     NNX, a scan of its own and the one line that lets a pipeline cut it; apart from the three
 """
 
 import jax
@@ -45,13 +46,56 @@ class Annotated(nnx.Module):
         return self.embed.attend(self.dropout(layers(self.embed(tokens), self.blocks)))
 
 
-def stack(rngs):
-    @nnx.split_rngs(splits=2)
+def stack(rngs, layers=2, make=Block):
+    @nnx.split_rngs(splits=layers)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
     def made(rngs):
-        return Block(rngs)
+        return make(rngs)
 
     return made(rngs)
+
+
+def scanned(body, carry, *each):
+    """Returns the carry after `body(carry, *one of each)` for all layers of a stack."""
+    axes = (nnx.Carry, *(0 for _ in each))
+    scan = nnx.scan(in_axes=axes, out_axes=nnx.Carry, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    return scan(body)(carry, *each)
+
+
+class Lean(nnx.Module):
+    """The least a layer can be, for programs with many copies of it."""
+
+    def __init__(self, rngs, dim=DIM, hidden=HIDDEN):
+        self.up = nnx.Linear(dim, hidden, use_bias=False, kernel_init=named("embed", "mlp"), rngs=rngs)
+        self.down = nnx.Linear(hidden, dim, use_bias=False, kernel_init=named("mlp", "embed"), rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Staged(nnx.Module):
+    def __init__(self, rngs, *, layers=8, tied=True, rate=0.0, vocab=VOCAB, dim=DIM, hidden=HIDDEN):
+        self.deterministic, self.count, self.rate = False, layers, rate
+        self.embed = nnx.Embed(vocab, dim, embedding_init=named("vocab", "embed"), rngs=rngs)
+        self.blocks = stack(rngs, layers, lambda rngs: Lean(rngs, dim, hidden))
+        self.head = None if tied else nnx.Linear(dim, vocab, kernel_init=named("embed", "vocab"), rngs=rngs)
+        self.keys = nnx.Rngs(dropout=rngs.dropout()) if rate else None
+
+    def __call__(self, tokens):
+        keys = None
+        if self.keys is not None and not self.deterministic:
+            keys = jax.random.split(self.keys.dropout(), self.count)
+        x = jp.pipelined(self.layers, self.embed(tokens), keys)
+        return self.embed.attend(x) if self.head is None else self.head(x)
+
+    def layers(self, x, keys):
+        def layer(x, block, *key):
+            y = block(x)
+            for one in key:
+                y = jnp.where(jax.random.bernoulli(one, 1 - self.rate, y.shape), y / (1 - self.rate), 0).astype(y.dtype)
+            return jp.constrain(y, "batch", "seq", "embed")
+
+        return scanned(layer, x, self.blocks, *(() if keys is None else (keys,)))
 
 
 class Bare(nnx.Module):

@@ -1,9 +1,12 @@
 """`jaxpar check JOB`: every problem at once, before any compile, on any machine."""
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.cli.options import add_job
+
+if TYPE_CHECKING:
+    from jaxpar.parallel.layout import Layout
 
 EXAMPLE = """\
   $ jaxpar check configs/quickstart.toml
@@ -37,7 +40,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     job, problems = read(args.job, args.overrides)
     if job is None:
         raise JaxparError(*problems)
-    if job.mesh.simulate or job.mesh.devices:  # the devices need not be there, so do not look for them
+    if any((job.mesh.simulate, job.mesh.devices, job.mesh.target)):  # they need not be there, so do not look for them
         jax.config.update("jax_platforms", "cpu")
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
         problems += check(job, whole=not problems)
@@ -45,7 +48,33 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, device_count(job))
     print(f"ok: {layout.summary()}")
-    if args.explain:
-        print(layout.explain().partition("\n\n")[2])
     placed = {path: layout.describe(path) for path in layout.placements}
-    return {"problems": [], "summary": layout.summary(), "parameters": placed}, 0
+    result = {"problems": [], "summary": layout.summary(), "parameters": placed}
+    if layout.sizes["pipe"] > 1:
+        again = job.train.remat == "full" or job.parallel.pipeline.keep == "inputs"
+        result["schedule"], said = _schedule(layout, again=again)
+    else:
+        said = ""
+    if args.explain:
+        print(said, *("\n" * bool(said)), layout.explain().partition("\n\n")[2], sep="")
+    return result, 0
+
+
+def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
+    """Returns what the schedule costs, and in words; `again`: whether a backward computes its forward once more."""
+    from jaxpar.pipeline.asynchronous import plan
+    from jaxpar.pipeline.compare import row
+    from jaxpar.pipeline.draw import cut, many
+    from jaxpar.pipeline.marks import printable
+    from jaxpar.pipeline.price import Times, price
+    from jaxpar.pipeline.program import program
+
+    made, keep, weights = layout.schedule, layout.parallel.pipeline.keep, layout.parallel.pipeline.weights
+    versions = "" if weights == "flush" else f" and {many(plan(program(made), weights).versions, 'version')} of weights"
+    cost = row(made, price(made, Times(backward=1.0 + again)))
+    ideal, barrier = (f"{cost['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
+    return cost, (
+        f"{printable(made.name)}: {cut(made)}, {many(made.ticks, 'tick')}; bubble {ideal} ideal, {barrier} with a "
+        f"barrier after every tick (a backward takes {2 + again} forwards); a stage keeps {keep} of at most "
+        f"{cost['kept']:.3g} microbatches{versions}; {many(made.messages, 'message')} per step"
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxpar.inspector.hlo import Array, Frame, Op
 from jaxpar.inspector.trace import Trace
-from jaxpar.sharding.names import SCOPE
+from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 
 _HOME = Path(__file__).parent.parent
 _MACHINERY = tuple(
@@ -26,7 +26,8 @@ _MACHINERY = tuple(
 )
 _LOSSES = str(_HOME / "train" / "losses.py")
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
-_WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call")
+_WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
+STAGE_TO_STAGE = "from stage to stage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Causes:
         nor the stored shard.
       loss: (file, function) of what computes the loss, beside jaxpar's own.
       batch_axes: Mesh axes that split examples.
+      chunks: Pieces in which a stage of a pipeline holds its layers.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Causes:
         used: Mapping[str, Sequence[int]] | None = None,
         loss: Iterable[tuple[str, str]] = (),
         batch_axes: Iterable[str] = (),
+        chunks: int = 1,
     ):
         self.arguments = tuple(arguments)
         self.numbered = parameters == len(self.arguments)
@@ -119,6 +122,7 @@ class Causes:
                 skip = 1 if argument.stacked else 0  # the layers of a stack are never merged with their dims
                 tails = {merged for shape in shapes for merged in _merged(shape[skip:])}
                 heads = {shape[:skip] for shape in shapes}
+                heads |= {(*split, head[0] // chunks) for head in heads if head for split in ((), (chunks,))}
                 for key in {_key(tail) for tail in tails} | {_key((*head, *tail)) for head in heads for tail in tails}:
                     if key:
                         known[key].append(argument.path)
@@ -135,7 +139,7 @@ class Causes:
         found = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
         return either(found) if found else None
 
-    def _moved(self, array: Array, kind: str, axes: set[str], label: str) -> list[str]:
+    def _moved(self, array: Array, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
         """Returns the parameters that a collective may move, by shape and by axes."""
         shards = kind not in ("all-gather", "reduce-scatter")
         found = self.parameters_like(array.dims, shards=shards)
@@ -143,7 +147,7 @@ class Causes:
             return found
         if kind == "all-gather":
             return [path for path in found if axes <= set(self._by_path[path].axes)]
-        return found if {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
+        return found if summed or {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
 
     def is_loss(self, frame: Frame) -> bool:
         """Returns whether a line belongs to a loss function."""
@@ -175,6 +179,10 @@ class Causes:
         frame = users_frame(trace.module.stack(maker) or trace.module.stack(op))
         source = f"{Path(frame.file).name}:{frame.line}" if frame else ""
         operation = shorten(maker.label)
+        if MESSAGE in op.label:
+            sent = users_frame(trace.module.stack(op))
+            where = f"{Path(sent.file).name}:{sent.line}" if sent else ""
+            return Cause(STAGE_TO_STAGE, where, shorten(op.label), False, ())
         number = trace.given(operand.name)
         if number is not None and self.numbered and (kind == "all-gather" or not backward):
             argument = self.arguments[number]
@@ -182,9 +190,15 @@ class Causes:
                 return Cause(argument.path, source, operation, False, (argument.path,))
         if scoped := self.scope(maker.label):
             return Cause(scoped, source, operation, backward, (scoped,))
-        alike = next((found for array in arrays if (found := self._moved(array, kind, set(axes), maker.label))), [])
+        summed = GRADIENT in op.label or GRADIENT in maker.label
+        alike = next(
+            (found for array in arrays if (found := self._moved(array, kind, set(axes), maker.label, summed=summed))),
+            [],
+        )
         if alike:
             return Cause(either(alike), source, operation, backward, tuple(alike))
+        if summed and any(array.dims for array in arrays):  # in a shape of its own, as after another sum
+            return Cause("parameters", source, operation, True, ("parameters",))
         where = f"{frame.function.split('.<locals>')[0]}: " if frame and frame.function else ""
         return Cause(f"{where}{operation}", source, operation, backward, ())
 
@@ -195,13 +209,13 @@ def either(names: Sequence[str]) -> str:
 
 
 def is_backward(label: str) -> bool:
-    """Returns whether JAX made an operation in a backward pass, recomputation left out."""
-    return "transpose(" in label and "rematted_computation" not in label
+    """Returns whether an operation was made in a backward pass, or adds up what it makes; recomputation left out."""
+    return ("transpose(" in label or GRADIENT in label) and AGAIN not in label
 
 
 def is_recomputed(label: str) -> bool:
     """Returns whether an operation of the forward pass is run again in the backward pass."""
-    return "rematted_computation" in label
+    return AGAIN in label
 
 
 def shorten(label: str) -> str:

@@ -25,10 +25,12 @@ _NOISE = (
     "by rematerialization; only reduced",
 )
 _TUNING = "xla_gpu_autotune_level"
+_COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 _COSTS = "xla_gpu_collect_cost_model_stats"
 _NEEDS = {  # what XLA says where an option needs what it has not
     "Failed to get configs": _TUNING,  # some products have no kernel that is taken without a choice
     "Cannot find key: sm_": _COSTS,  # its cost model has no table for this GPU
+    "No such compile option": _COLLECTIVES,  # before jaxlib 0.11
 }
 REMATERIALIZED = "Involuntary full rematerialization"
 
@@ -78,6 +80,9 @@ def compile_program(lowered: Any, *, platform: str) -> Compiled:
             options[_COSTS] = True
             if jax.default_backend() != "gpu":
                 options[_TUNING] = 0  # there is no GPU to try kernels on, and going through them takes long
+                # taking absent nodes for one NVLink domain, XLA 0.12 writes kernels of its own for small all-reduces
+                # between nodes, and with 64 devices ends the process while it does
+                options[_COLLECTIVES] = ""
         begin = time.perf_counter()
         try:
             with _uncached():

@@ -44,7 +44,7 @@ def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said:
     found = [
         *_replicates(notable, subject.batch_axes),
         *_unsharded(ledger, given, subject.batch_axes, total),
-        *_per_microbatch(ledger, given, subject.batch_axes, sizes, total),
+        *_per_microbatch(ledger, given, subject.batch_axes, sizes, total, often=_reductions(subject)),
         *_wide(notable, _asked_for_16_bits(subject, flop)),
         *_idle(ledger, sizes, {axis for argument in subject.arguments for axis in argument.axes}),
         *_rematerialized(said),
@@ -103,8 +103,10 @@ def _per_microbatch(
     batch_axes: Sequence[str],
     sizes: dict[str, int],
     total: float,
+    *,
+    often: int,
 ) -> list[Flag]:
-    """Compares what is reduced of each parameter in a step with the size of its gradient."""
+    """Compares what is reduced of each parameter in a step with the size of its gradient, `often` times."""
     reduced: dict[tuple, list[Collective]] = defaultdict(list)
     for entry in ledger:
         if (
@@ -116,7 +118,7 @@ def _per_microbatch(
             names = _names(entry, given)
             if names:
                 reduced[names, entry.kind, entry.axes].append(entry)
-    often: list[tuple[float, Collective]] = []
+    flagged: list[tuple[float, Collective]] = []
     for (names, *_), entries in reduced.items():
         elements = 0
         for name in names:
@@ -128,24 +130,30 @@ def _per_microbatch(
             elements += size
         moved = sum(entry.step_payload * 8 // BITS[entry.dtype] for entry in entries)
         ratio = moved / max(elements, 1)
-        if ratio >= 1.9:
-            often += [(ratio, entry) for entry in entries]
-    wire = sum(entry.step_wire * (1 - 1 / ratio) for ratio, entry in often)
-    if not often or wire < NOTABLE * total:
+        if ratio >= 1.9 * often:
+            flagged += [(ratio, entry) for entry in entries]
+    wire = sum(entry.step_wire * (1 - often / ratio) for ratio, entry in flagged)
+    if not flagged or wire < NOTABLE * total:
         return []
-    ratio, largest = max(often, key=lambda pair: pair[1].step_wire)
+    ratio, largest = max(flagged, key=lambda pair: pair[1].step_wire)
     return [
         Flag(
             "per microbatch",
             f"{largest.kind} over {largest.axis} of the gradient of {largest.cause} at {largest.source}, "
-            f"{_times(largest)}, and {len(often) - 1} more: gradients are reduced {ratio:.3g} times in a step",
+            f"{_times(largest)}, and {len(flagged) - 1} more: gradients are reduced {ratio:.3g} times in a step",
             "reduce once, after the loop: it saves these bytes and costs an unreduced accumulator on each device",
             wire,
         )
     ]
 
 
+def _reductions(subject: Subject) -> int:
+    """Returns how often a step must reduce a gradient: once; in every tick, where weights change between ticks."""
+    return subject.schedule.ticks if subject.schedule and subject.updates > 1 else 1
+
+
 def _wide(ledger: Sequence[Collective], low: bool) -> list[Flag]:
+    """Finds what travels in 32 bits and is neither a gradient nor handed from its stage to the others as stored."""
     return [
         Flag(
             "wide wire",
@@ -155,7 +163,9 @@ def _wide(ledger: Sequence[Collective], low: bool) -> list[Flag]:
             entry.step_wire / 2,
         )
         for entry in ledger
-        if low and entry.dtype in ("f32", "f64") and not (entry.parameter and entry.backward)
+        if low
+        and entry.dtype in ("f32", "f64")
+        and not (entry.parameter and (entry.backward or (entry.kind, entry.axes) == ("all-reduce", ("pipe",))))
     ]
 
 

@@ -18,6 +18,7 @@ from jaxpar.errors import refuse
 from jaxpar.inspector.causes import is_recomputed
 from jaxpar.inspector.hlo import Module, Op
 from jaxpar.inspector.walk import walk
+from jaxpar.pipeline.schedule import Schedule
 
 _GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
@@ -56,12 +57,12 @@ class Flop:
         return self.forward + self.backward + self.recomputed
 
 
-def hardware_flop(module: Module) -> Flop:
+def hardware_flop(module: Module, schedule: Schedule | None = None) -> Flop:
     """Returns the FLOP that the compiled program makes in one step, on each device."""
     sums = {"forward": 0, "backward": 0, "recomputed": 0}
     by_dtype: dict[str, int] = {}
     unknown = False
-    for visit in walk(module):
+    for visit in walk(module, schedule):
         flop = op_flop(module, visit.computation, visit.op)
         if not flop:
             continue

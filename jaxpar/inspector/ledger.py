@@ -9,9 +9,12 @@ from jaxpar.inspector.hlo import Array, Module
 from jaxpar.inspector.trace import Trace
 from jaxpar.inspector.walk import Visit, walk
 from jaxpar.mesh.collective import KINDS, Collective
+from jaxpar.pipeline.schedule import Schedule
 
 
-def collectives(module: Module, sizes: Mapping[str, int], causes: Causes) -> list[Collective]:
+def collectives(
+    module: Module, sizes: Mapping[str, int], causes: Causes, schedule: Schedule | None = None
+) -> list[Collective]:
     """Returns every collective of a step, the largest traffic first; equal ones are one entry.
 
     Where XLA sends several arrays at once, each is an entry of its own.
@@ -20,10 +23,11 @@ def collectives(module: Module, sizes: Mapping[str, int], causes: Causes) -> lis
       module: The compiled program.
       sizes: Mesh axis to size, outermost first; partition i is the i-th device of the mesh.
       causes: What the user calls things.
+      schedule: The table that it runs, where it is a pipeline's.
     """
     found: dict[tuple, Collective] = {}
     trace = Trace(module)
-    for visit in walk(module):
+    for visit in walk(module, schedule):
         if visit.op.opcode.removesuffix("-start") in KINDS:
             for entry in entries(trace, visit, sizes, causes):
                 key = tuple(

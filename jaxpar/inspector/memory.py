@@ -18,6 +18,7 @@ from jaxpar.inspector.causes import Causes, either, is_backward, is_recomputed, 
 from jaxpar.inspector.compiled import Compiled
 from jaxpar.inspector.hlo import Array, Module, Op, arrays
 from jaxpar.inspector.trace import Trace
+from jaxpar.sharding.names import GRADIENT, TABLE
 
 CAUSES = ("parameters", "optimizer state", "other state", "batch", "arguments", "gradients", "gathered weights",
           "activations", "logits", "everything else")  # fmt: skip
@@ -25,6 +26,7 @@ _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*):$")
 _VALUE = re.compile(r"^ value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _SPAN = re.compile(r"^    ([^\s{]+)\{([\d,]*)\}:(\d+)-(\d+)$")
 _TEMPORARY = "preallocated-temp"
+_FILLED = re.compile(r"/broadcast\.\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +187,13 @@ class _Reader:
         self.logits = self._shapes_of_loss()
         # what an asynchronous fusion is called inside is not printed; then any labelled instruction of that shape
         self.like: dict[Array, Op] = {}
+        self.ticking: dict[Array, Op] = {}  # those inside the table of a pipeline
         for _, op in module.ops():
             if op.label:
                 for array in op.arrays:
                     self.like.setdefault(array, op)
+                    if TABLE in op.label:
+                        self.ticking.setdefault(array, op)
 
     def _shapes_of_loss(self) -> set[tuple[int, ...]]:
         """Returns the shapes of the largest arrays that the loss function itself makes."""
@@ -215,6 +220,8 @@ class _Reader:
         alike = self.causes.parameters_like(array.dims)
         words = f"{shorten(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten(label)
         forward = ("jvp(" in label and not is_backward(label)) or is_recomputed(label)
+        if GRADIENT in label or (alike and not forward and TABLE in label):  # of a table, or one that is chosen from
+            return "gradients", either(alike) if alike else f"{array} {words}"
         if alike and not forward and array.dims not in self.logits:
             return (
                 ("gradients", either(alike))
@@ -226,7 +233,7 @@ class _Reader:
             )
         if array.dims in self.logits:
             return "logits", f"{array} {words}"
-        if "jvp(" in label or is_recomputed(label) or is_backward(label):
+        if "jvp(" in label or is_recomputed(label) or is_backward(label) or TABLE in label:
             return "activations", f"{array} {words}"
         return "everything else", f"{array} {words}".rstrip()
 
@@ -246,6 +253,8 @@ class _Reader:
 
     def _maker(self, buffer: Buffer) -> Op | None:
         found = self.trace.maker(buffer.name, buffer.index)
+        if found and buffer.array and _FILLED.search(found.label):  # what XLA took out of a loop has no other name
+            return self.ticking.get(buffer.array, found)
         return found or (self.like.get(buffer.array) if buffer.array else None)
 
 

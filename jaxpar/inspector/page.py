@@ -4,41 +4,25 @@ Whatever a report says comes from users and is escaped by `tag`; the page's own 
 scripts and anything from elsewhere besides.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.resources import files
 from math import isfinite
 
 from jaxpar.inspector.causes import Argument
-from jaxpar.inspector.drawings import (
-    TURNS,
-    Markup,
-    bar,
-    join,
-    kind_class,
-    labelled_axes,
-    memory_bar,
-    mesh,
-    nodes_of_axes,
-    shaded_axes,
-    tag,
-    timeline,
-    undrawn,
-)
+from jaxpar.inspector.drawings import labelled_axes, memory_bar, mesh, nodes_of_axes, shaded_axes
 from jaxpar.inspector.flags import Flag
+from jaxpar.inspector.lanes import TURNS, timeline, undrawn
+from jaxpar.inspector.markup import HOW, Markup, badge, heading, join, kind_class, swatch, table, tag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.report import Report
+from jaxpar.inspector.stages import section
 from jaxpar.inspector.timeline import Timeline
-from jaxpar.mesh.collective import KINDS, Collective
+from jaxpar.inspector.traffic import collectives
+from jaxpar.mesh.collective import KINDS
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_ROWS = 24  # of the ledger, before the smaller ones are folded
-HOW = {
-    "exact": "arithmetic on shapes and specs",
-    "compiled": "XLA said so",
-    "modelled": "a formula; nothing was measured",
-}
 
 
 def fragment(report: Report) -> str:
@@ -86,7 +70,8 @@ def _sections(report: Report) -> list[tuple[str, Markup]]:
     made: list[tuple[str, Callable[[Report], Markup]]] = [
         ("Memory", _memory),
         ("Mesh", _mesh),
-        ("Collectives", _collectives),
+        ("Pipeline", lambda report: section(report.schedule, report.ledger) if report.schedule else Markup()),
+        ("Collectives", collectives),
         ("Timeline", _timeline),
         ("Arrays", _arguments),
         ("Notes", _notes),
@@ -162,12 +147,8 @@ def _time(report: Report) -> Timeline | None:
 
 
 def _tile(name: str, number: str, more: str, how: str) -> Markup:
-    return tag("div", tag("div", tag("span", name), _how(how), cls="jx-name"), tag("b", number),
+    return tag("div", tag("div", tag("span", name), badge(how), cls="jx-name"), tag("b", number),
                tag("div", more, cls="jx-small"))  # fmt: skip
-
-
-def _how(how: str) -> Markup:
-    return tag("span", how, cls="jx-how", title=HOW.get(how))
 
 
 def _flags(flags: Sequence[Flag]) -> list[Markup]:
@@ -192,13 +173,13 @@ def _memory(report: Report) -> Markup:
         colour = f"jx-c{CAUSES.index(share.cause)}" if share.cause in CAUSES else "jx-other"
         part = f"{share.bytes / max(report.total, 1):.1%}"
         parts.append((colour, f"{share.cause}: {show_bytes(share.bytes)}, {part}", share.bytes))
-        rows.append((_swatch(colour, share.cause), show_bytes(share.bytes), part, _how(share.how), _largest(share)))
+        rows.append((swatch(colour, share.cause), show_bytes(share.bytes), part, badge(share.how), _largest(share)))
     rows.append((tag("b", "total"), tag("b", show_bytes(report.total)), "", "", ""))
     head = ("cause", "bytes", "share", "how", "largest arrays")
     return join(
         [
             memory_bar(parts, report.total, report.capacity),
-            _table("Memory by cause", head, rows, "tnntw"),
+            table("Memory by cause", head, rows, "tnntw"),
             _knobs(report),
         ]
     )
@@ -210,8 +191,8 @@ def _knobs(report: Report) -> Markup:
     short = max(report.total - report.capacity, 0) if report.capacity else 0
     rows = [(change, show_bytes(freed), "enough alone" if 0 < short <= freed else "") for change, freed in report.knobs]
     need = f" {show_bytes(short)} must go." if short else ""
-    return join([_heading(f"What would free memory.{need} ", _how("compiled")),
-                 _table("What would free memory", ("change", "frees", ""), rows, "wnt")])  # fmt: skip
+    return join([heading(f"What would free memory.{need} ", badge("compiled")),
+                 table("What would free memory", ("change", "frees", ""), rows, "wnt")])  # fmt: skip
 
 
 def _largest(share: Share) -> Markup:
@@ -220,10 +201,6 @@ def _largest(share: Share) -> Markup:
         return join(lines)
     more = tag("span", f", and {len(lines) - 1} more", cls="jx-small")
     return tag("details", tag("summary", lines[0], more), tag("ul", *[tag("li", line) for line in lines[1:]]))
-
-
-def _swatch(colour: str, text: str) -> Markup:
-    return join([tag("i", cls=f"jx-swatch {colour}"), text])
 
 
 def _mesh(report: Report) -> Markup:
@@ -240,59 +217,6 @@ def _mesh(report: Report) -> Markup:
     return join([tag("ul", *axes, *key, cls="jx-key"), mesh(report.sizes, report.per_node, named=named)])
 
 
-def _collectives(report: Report) -> Markup:
-    if not report.ledger:
-        return tag(
-            "p", f"No collectives: {'the devices never talk to each other' if report.count > 1 else 'one device'}."
-        )
-    most = max(entry.step_wire for entry in report.ledger)
-    rows = [_row(entry, most) for entry in report.ledger]
-    body = [_by_axis(report), _heading("Ledger of a step, per device ", _how("compiled")), _ledger(rows[:_ROWS])]
-    if len(rows) > _ROWS:
-        wire = show_bytes(sum(entry.step_wire for entry in report.ledger[_ROWS:]))
-        more = tag("summary", f"and {len(rows) - _ROWS} smaller ones, {wire} on the wire")
-        body.append(tag("details", more, _ledger(rows[_ROWS:])))
-    words = "Wire is what each device sends, by ring algorithms: (n−1)/n of the payload, all-reduce twice that."
-    if any(axis.startswith("~") for entry in report.ledger for axis in entry.axes):
-        words += " ~ marks a part of an axis."
-    return join([*body, tag("p", words, cls="jx-small")])
-
-
-def _by_axis(report: Report) -> Markup:
-    totals = {axis: sum(kinds.values()) for axis, kinds in report.by_axis.items()}
-    most, rows = max([*totals.values(), 1]), []
-    for axis in sorted(totals, key=lambda axis: -totals[axis]):
-        kinds = sorted(report.by_axis[axis].items(), key=lambda pair: -pair[1])
-        parts = [(kind_class(kind), "", size) for kind, size in kinds]
-        words = [
-            tag("span", _swatch(kind_class(kind), f"{kind} {show_bytes(size)}"), cls="jx-item") for kind, size in kinds
-        ]
-        rows.append((axis, show_bytes(totals[axis]), bar(parts, most), join(words)))
-    return _table("Wire bytes by axis", ("axes", "wire/step", "", "by kind"), rows, "tntw")
-
-
-def _ledger(rows: Sequence[Sequence[str]]) -> Markup:
-    head = ("collective", "axes", "dtype", "group", "times", "payload", "wire/step", "", "", "because", "at")
-    return _table("Collectives", head, rows, "tttnnnnttws")
-
-
-def _row(entry: Collective, most: float) -> tuple[str, ...]:
-    colour = kind_class(entry.kind)
-    times = "?" if entry.times is None else str(entry.times)
-    turns = "×".join("?" if turn is None else str(turn) for turn in entry.loop) if len(entry.loop) > 1 else ""
-    asides = [f"loops {turns}"] if turns else []
-    asides += [f"{entry.count} arrays in one"] if entry.count > 1 else []
-    asides += [f"{entry.senders:.0%} of the devices send"] if entry.senders < 1 else []
-    asides += ["backward"] if entry.backward else []
-    cause = entry.cause + (" gradient" if entry.parameter and entry.backward else "")
-    return (
-        _swatch(colour, entry.kind), entry.axis, entry.dtype, str(entry.group), times, show_bytes(entry.payload),
-        show_bytes(entry.step_wire), bar([(colour, "", entry.step_wire)], most, cls="jx-bar jx-short"),
-        "async" if entry.asynchronous else "sync",
-        join([cause, *([" ", tag("span", ", ".join(asides), cls="jx-small")] if asides else [])]), entry.source,
-    )  # fmt: skip
-
-
 def _timeline(report: Report) -> Markup:
     time = _time(report)
     if not time:
@@ -304,24 +228,24 @@ def _timeline(report: Report) -> Markup:
         names.append(("jx-turns", "+n×: n more turns of a loop, as one block"))
     if undrawn(time):
         names.append(("jx-hidden", "not drawn, and squeezed"))
-    legend = tag("ul", *[tag("li", _swatch(colour, name)) for colour, name in names], cls="jx-key")
+    legend = tag("ul", *[tag("li", swatch(colour, name)) for colour, name in names], cls="jx-key")
     waiting = show_seconds(sum(time.exposed.values()))
     words = f"A step of {show_seconds(time.seconds)}: {show_seconds(time.compute)} of kernels and {waiting} waiting. "
     words += "A loop counts once: how often it turns is not known. " if time.unknown else ""
-    return join([tag("p", words, _how("modelled")), legend, timeline(time)])
+    return join([tag("p", words, badge("modelled")), legend, timeline(time)])
 
 
 def _arguments(report: Report) -> Markup:
     if not report.arguments:
         return Markup()
     head = ("path", "placed as", "shape", "on one device", "bytes", "role")
-    table = _table("Arrays", head, [_argument(each) for each in report.arguments], "wwttnt")
+    rows = table("Arrays", head, [_argument(each) for each in report.arguments], "wwttnt")
     size = show_bytes(sum(each.bytes for each in report.arguments if not each.host))
     count = len(report.arguments)
-    words = join([f"{count} array{'s' * (count != 1)}, {size} on each device ", _how("exact")])
+    words = join([f"{count} array{'s' * (count != 1)}, {size} on each device ", badge("exact")])
     if count <= 12:
-        return join([tag("p", words), table])
-    return tag("details", tag("summary", words), table)
+        return join([tag("p", words), rows])
+    return tag("details", tag("summary", words), rows)
 
 
 def _argument(argument: Argument) -> tuple[str, ...]:
@@ -336,25 +260,4 @@ def _notes(report: Report) -> Markup:
 
 def _legend(report: Report) -> Markup:
     known = [how for how in HOW if how != "modelled" or _time(report)]
-    return tag("ul", *[tag("li", _how(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")
-
-
-def _heading(*inside: str) -> Markup:
-    """Returns the head of a part of a section; no `h3`, which a notebook would list among its own."""
-    return tag("div", *inside, cls="jx-head", role="heading", aria_level="3")
-
-
-def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]], looks: str) -> Markup:
-    """Returns a table that scrolls in its own room where it is too wide.
-
-    Args:
-      name: For who cannot see it.
-      head: Titles of columns.
-      rows: Cells.
-      looks: For each column, `n` a number, `t` a word or two, `s` what may break anywhere, `w` what takes the room.
-    """
-    classes = [None if look == "t" else f"jx-{look}" for look in looks]
-    top = tag("tr", *[tag("th", title, scope="col", cls=look) for title, look in zip(head, classes, strict=True)])
-    body = [tag("tr", *[tag("td", cell, cls=look) for cell, look in zip(row, classes, strict=True)]) for row in rows]
-    table = tag("table", tag("thead", top), tag("tbody", *body))
-    return tag("div", table, cls="jx-scroll", role="region", tabindex="0", aria_label=name)
+    return tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")

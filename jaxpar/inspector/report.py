@@ -24,10 +24,12 @@ from jaxpar.inspector.flop import Flop, hardware_flop
 from jaxpar.inspector.hlo import parse
 from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.memory import Share
+from jaxpar.inspector.stages import facts
 from jaxpar.inspector.subject import Subject, of_function
 from jaxpar.inspector.timeline import Timeline, replay
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.collective import Collective
+from jaxpar.pipeline.schedule import Schedule
 
 USABLE = 0.92  # share of a GPU's memory that a program may take: the rest is CUDA's and NCCL's; assumed, not measured
 
@@ -50,6 +52,7 @@ class Report:
       timeline: The modelled step; None on simulated devices.
       flags: What should not be.
       arguments: Every array the program is given.
+      schedule: What the stages of its pipeline do in every tick; None without one.
       notes: What the reader should know.
       seconds: That compiling took.
       versions: Of jax and jaxlib.
@@ -69,6 +72,7 @@ class Report:
     timeline: Timeline | None = field(repr=False)
     flags: tuple[Flag, ...]
     arguments: tuple[Argument, ...] = field(repr=False)
+    schedule: Schedule | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +116,7 @@ class Report:
         made = {
             each.name: getattr(self, each.name)
             for each in dataclasses.fields(self)
-            if each.name not in ("chip", "memory", "ledger", "flags", "arguments", "flop", "timeline")
+            if each.name not in ("chip", "memory", "ledger", "flags", "arguments", "flop", "timeline", "schedule")
         }
         made |= {
             "chip": self.chip.name if self.chip else None,
@@ -120,6 +124,7 @@ class Report:
             "fits": self.fits,
             "mfu": self.mfu,
             "by_axis": self.by_axis,
+            "pipeline": facts(self.schedule, self.ledger) if self.schedule else None,
             "memory": [dataclasses.asdict(share) for share in self.memory],
             "flop": dataclasses.asdict(self.flop) | {"total": self.flop.total},
             "timeline": dataclasses.asdict(self.timeline) if self.timeline else None,
@@ -191,9 +196,10 @@ def report(subject: Subject) -> Report:
         used=subject.used,
         loss=subject.loss,
         batch_axes=subject.batch_axes,
+        chunks=subject.schedule.chunks if subject.schedule else 1,
     )
-    ledger = collectives(module, sizes, causes)
-    flop = hardware_flop(module)
+    ledger = collectives(module, sizes, causes, subject.schedule)
+    flop = hardware_flop(module, subject.schedule)
     chip = find_chip(devices[0].device_kind) if platform == "gpu" else None
     nodes: dict[int, int] = defaultdict(int)
     for device in devices:
@@ -221,6 +227,7 @@ def report(subject: Subject) -> Report:
         timeline=replay(module, sizes, chip, per_node) if chip else None,
         flags=tuple(find_flags(subject, ledger, flop, compiled.said)),
         arguments=subject.arguments,
+        schedule=subject.schedule,
         notes=tuple(notes),
         seconds=compiled.seconds,
         versions={name: version(name) for name in ("jax", "jaxlib")},

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse, users_code
 from jaxpar.inspector.causes import Argument
 from jaxpar.inspector.hlo import BITS
+from jaxpar.pipeline.schedule import Schedule
 
 ROLES = ("parameters", "optimizer state", "other state", "batch", "arguments")
 
@@ -30,6 +31,8 @@ class Subject:
       precision: `bf16` where products were asked for in 16 bits.
       batch_axes: Mesh axes that split examples.
       microbatches: How many a step has.
+      updates: How often the weights change in a step.
+      schedule: What the stages of its pipeline do in every tick; None without one.
       notes: What the reader of a report should know.
     """
 
@@ -43,6 +46,8 @@ class Subject:
     precision: str = ""
     batch_axes: tuple[str, ...] = ()
     microbatches: int = 1
+    updates: int = 1
+    schedule: Schedule | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from jaxpar.inspector.report import Report
+from jaxpar.inspector.stages import sentences
 from jaxpar.mesh.collective import Collective
 from jaxpar.units import show_bytes, show_count, show_seconds
 
@@ -12,7 +13,7 @@ _BAR = 28
 
 def page(report: Report) -> str:
     """Returns the whole report, about a screen wide."""
-    parts = [_head(report), _memory(report), _ledger(report), _work(report), _flags(report)]
+    parts = [_head(report), _memory(report), _pipeline(report), _ledger(report), _work(report), _flags(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -48,6 +49,13 @@ def _memory(report: Report) -> str:
         lines.append("What would free most, each compiled:")
         lines += [f"  {change}  frees {show_bytes(freed)}" for change, freed in report.knobs]
     return "\n".join(lines)
+
+
+def _pipeline(report: Report) -> str:
+    if report.schedule is None:
+        return ""
+    first, *rest = (f"{words} ({how})" for words, how in sentences(report.schedule, report.ledger))
+    return "\n  ".join([f"Pipeline: {first}", *rest])
 
 
 def _ledger(report: Report) -> str:

@@ -221,7 +221,7 @@ class _Player:
         else:
             members = parse_groups(attribute_text(op.attributes, "replica_groups"), self.module.partitions)
             axes, group = axes_of(members, self.sizes), members.shape[1]
-        if group == 1 or not len(members):
+        if group == 1 or not len(members) or not axes:  # without axes, devices permute with themselves
             return None
         payload *= group if kind == "all-gather" else 1
         first = members[0] // self.per_node

@@ -1,9 +1,15 @@
-"""How often each instruction of a program runs in one step: loops counted, branches taken together."""
+"""How often each instruction of a program runs in one step: loops counted, branches taken together.
+
+A pipeline's table that mixes forwards and backwards is a loop with a choice in it. There it is known how often each
+branch is taken: a stage does each of its ops once for every microbatch and chunk.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxpar.inspector.hlo import Module, Op
+from jaxpar.pipeline.schedule import Schedule
+from jaxpar.sharding.names import CHOICE
 
 _REDUCERS = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort",
              "select-and-scatter", "map", "reduce-scatter-start")  # fmt: skip
@@ -47,14 +53,20 @@ def trip_count(op: Op) -> int | None:
     return int(turns) if turns.isdecimal() else None
 
 
-def walk(module: Module) -> Iterator[Visit]:
-    """Yields every instruction that a step runs, in order, inside whatever calls it."""
-    yield from _walk(module, module.entry, (), False, False, False)
+def walk(module: Module, schedule: Schedule | None = None) -> Iterator[Visit]:
+    """Yields every instruction that a step runs, in order, inside whatever calls it.
+
+    Args:
+      module: The compiled program.
+      schedule: The table that it runs, where it is a pipeline's.
+    """
+    yield from _walk(module, schedule, module.entry, (), False, False, False)
 
 
 def _walk(
-    module: Module, computation: str, loop: tuple[int | None, ...], branch: bool, fused: bool, asynchronous: bool
-) -> Iterator[Visit]:
+    module: Module, schedule: Schedule | None, computation: str, loop: tuple[int | None, ...], branch: bool,
+    fused: bool, asynchronous: bool,
+) -> Iterator[Visit]:  # fmt: skip
     for op in module.computations[computation]:
         started = asynchronous or (op.opcode.endswith("-start") and not is_sync(op))
         yield Visit(op, computation, loop, branch, fused, started)
@@ -63,10 +75,12 @@ def _walk(
         inner = (*loop, trip_count(op)) if op.opcode == "while" else loop
         for name in op.condition:  # asked once more than the loop turns
             asked = None if inner[-1] is None else inner[-1] + 1
-            yield from _walk(module, name, (*loop, asked), branch, fused, started)
+            yield from _walk(module, schedule, name, (*loop, asked), branch, fused, started)
+        if schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,):
+            inner = (*inner[:-1], schedule.microbatches * schedule.chunks)
         for name in op.called:
             yield from _walk(
-                module, name, inner, branch or op.opcode == "conditional",
+                module, schedule, name, inner, branch or op.opcode == "conditional",
                 fused or op.opcode in ("fusion", "fusion-start"), started,
             )  # fmt: skip
 

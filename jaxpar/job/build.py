@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.errors import JaxparError, Problem, nearest, refuse, said, users_code
 from jaxpar.job.schema import Job, validated
-from jaxpar.mesh.axes import infer_sizes
+from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import simulate
 from jaxpar.mesh.target import parse_target
 from jaxpar.models import decoder, mlp, resnet, vit
@@ -25,13 +27,15 @@ from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding import linen_model
-from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.names import Blueprint, Compute
 from jaxpar.train import losses
 from jaxpar.train.data import arrays, text
 from jaxpar.train.data import sources as data
 from jaxpar.train.data.spec import Source
-from jaxpar.train.step import Step
+from jaxpar.train.pipelined import Pipelined
+from jaxpar.train.step import PRECISIONS, Numerics, Step
 from jaxpar.train.step import build as build_step
+from jaxpar.train.updating import Updating
 
 MODELS: dict[str, tuple[Callable, type]] = {
     "decoder": (decoder.Decoder, decoder.DecoderSettings),
@@ -353,24 +357,37 @@ def _check_data(job: Job) -> None:
 
 
 def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:
-    ways = sizes["data"] * sizes["fsdp"] * job.train.accumulate
-    if job.train.global_batch % ways:
-        up = -(-job.train.global_batch // ways) * ways
-        return [
-            Problem(
-                f"train.global_batch = {job.train.global_batch} over data={sizes['data']} x fsdp={sizes['fsdp']}"
-                f" x accumulate={job.train.accumulate}",
-                f"data x fsdp x accumulate ({ways}) divides the global batch",
-                f"global_batch = {up}",
+    problems, pieces = [], {"accumulate": job.train.accumulate}
+    if sizes["pipe"] > 1:
+        try:
+            count = job.parallel.pipeline.table(sizes["pipe"]).microbatches
+        except JaxparError:  # `compose` says so
+            count = 1
+        if job.train.accumulate > 1:
+            problems.append(
+                Problem(
+                    f"train.accumulate = {job.train.accumulate} with pipe={sizes['pipe']}",
+                    "a pipeline accumulates over its microbatches",
+                    f"accumulate = 1, and parallel.pipeline.microbatches = {job.train.accumulate * count}",
+                )
             )
-        ]
-    return []
+        pieces = {"microbatches": count}
+    factors = {"data": sizes["data"], "fsdp": sizes["fsdp"]} | pieces
+    ways = math.prod(factors.values())
+    if job.train.global_batch % ways:
+        problems.append(
+            Problem(
+                f"train.global_batch = {job.train.global_batch} over "
+                + " x ".join(f"{name}={size}" for name, size in factors.items()),
+                f"{' x '.join(factors)} ({ways}) divides the global batch",
+                f"global_batch = {-(-job.train.global_batch // ways) * ways}",
+            )
+        )
+    return problems
 
 
 def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     """Runs model and loss on shapes alone: what would fail in the first step fails here, with one message."""
-    from jaxpar.sharding.names import Compute
-
     blueprint = layout.blueprint
     batch = abstract_batch(job)
 
@@ -386,3 +403,22 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
         fix="model.name, train.loss and data.source that belong together, or the line of the model that this names",
     ):
         jax.eval_shape(forward, jax.random.key(0), batch)
+        if layout.sizes["pipe"] > 1:
+            _trace_pipeline(job, layout, loss, batch)
+
+
+def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Cuts the model and runs the table on shapes, on a mesh that needs no devices."""
+    numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
+    axes = [axis for axis in AXES if axis in layout.sizes]
+    mesh: Any = AbstractMesh(
+        tuple(layout.sizes[axis] for axis in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
+    parts = (dataclasses.replace(layout, mesh=mesh), loss, numerics, PRECISIONS[numerics.precision])
+    params, rest = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
+    if layout.parallel.pipeline.weights == "flush":
+        jax.eval_shape(Pipelined(*parts).gradients, params, rest, batch)
+    else:
+        optimizer = chain.build(job.optimizer, job.train.steps)
+        state = jax.eval_shape(optimizer.init, params)
+        jax.eval_shape(partial(Updating(*parts).updated, optimizer), params, state, rest, batch)

@@ -66,18 +66,9 @@ def _declared(job: Job) -> int:
 def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
     """Returns (change, bytes it frees) for every single change that frees any, each compiled; most first."""
     train, parallel = job.train, job.parallel
-    rows = (
-        train.global_batch // (parallel.data * parallel.fsdp * train.accumulate)
-        if parallel.data > 0 < parallel.fsdp
-        else 0
-    )
     tries = [
         ("train.remat = 'full'", {"train": dataclasses.replace(train, remat="full")}, train.remat != "full"),
-        (
-            f"train.accumulate = {2 * train.accumulate}",
-            {"train": dataclasses.replace(train, accumulate=2 * train.accumulate)},
-            rows > 1 and rows % 2 == 0,
-        ),
+        *(_pieces(job) if parallel.pipe == 1 else _pieces_of_pipeline(job)),
         (
             "train.precision = 'bf16'",
             {"train": dataclasses.replace(train, precision="bf16")},
@@ -103,3 +94,35 @@ def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
             if freed > 0:
                 found.append((change, freed))
     return sorted(found, key=lambda entry: -entry[1])
+
+
+def _pieces(job: Job) -> list[tuple[str, dict, bool]]:
+    """Returns the change to fewer examples at once."""
+    train, parallel = job.train, job.parallel
+    count = 2 * train.accumulate
+    halves = parallel.data > 0 < parallel.fsdp and train.global_batch % (parallel.data * parallel.fsdp * count) == 0
+    return [(f"train.accumulate = {count}", {"train": dataclasses.replace(train, accumulate=count)}, halves)]
+
+
+def _pieces_of_pipeline(job: Job) -> list[tuple[str, dict, bool]]:
+    """Returns the changes to fewer examples at once, to less kept of each, and to fewer layers on a stage."""
+    train, parallel, how = job.train, job.parallel, job.parallel.pipeline
+    kept = dataclasses.replace(parallel, pipeline=dataclasses.replace(how, keep="inputs"))
+    ticks = dataclasses.replace(parallel, pipeline=dataclasses.replace(how, gather="tick"))
+    found = [
+        ("parallel.pipeline.keep = 'inputs'", {"parallel": kept}, how.keep != "inputs"),
+        ("parallel.pipeline.gather = 'tick'", {"parallel": ticks}, how.gather != "tick" and parallel.stage == 3),
+    ]
+    if min(parallel.sizes.values()) < 1 or how.schedule.endswith(".csv"):  # a table of its own has its own numbers
+        return found
+    count = 2 * (how.microbatches or 2 * parallel.pipe)
+    more = dataclasses.replace(how, microbatches=count)
+    halves = train.global_batch % (parallel.data * parallel.fsdp * count) == 0
+    change = f"parallel.pipeline.microbatches = {count}"
+    found.append((change, {"parallel": dataclasses.replace(parallel, pipeline=more)}, halves))
+    for axis in ("data", "fsdp"):  # as many examples at once as before, on half as many replicas
+        size = parallel.sizes[axis] // 2
+        deeper = dataclasses.replace(parallel, pipe=2 * parallel.pipe, pipeline=more, **{axis: size})
+        both = f"parallel.pipe = {2 * parallel.pipe}, parallel.{axis} = {size}, {change}"
+        found.append((both, {"parallel": deeper}, parallel.sizes[axis] % 2 == 0))
+    return found

@@ -1,14 +1,14 @@
 """The text of a job becomes a `Job`, or every problem at once.
 
-Each table of the file is a dataclass of the room it belongs to; what its keys mean is
-read off that dataclass's docstring, so it is written once.
+Each table of the file is a dataclass of the room it belongs to, a table within it a dataclass
+among that one's fields; what its keys mean is read off the docstring, so it is written once.
 """
 
 import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -131,9 +131,21 @@ class Job:
     metrics: Metrics = field(default_factory=Metrics)
 
 
+def inner_tables(cls: type) -> dict[str, type]:
+    """Returns the fields of a dataclass that are tables themselves."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])}
+
+
+def _walk(cls: type, section: str) -> Iterator[tuple[str, type]]:
+    yield section, cls
+    for key, inner in inner_tables(cls).items():
+        yield from _walk(inner, f"{section}.{key}")
+
+
 TABLES: dict[str, type] = {
-    f.name: hint for f in dataclasses.fields(Job) if dataclasses.is_dataclass(hint := get_type_hints(Job)[f.name])
-}  # pyright: ignore[reportAssignmentType]
+    name: table for section, cls in inner_tables(Job).items() for name, table in _walk(cls, section)
+}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
@@ -217,15 +229,14 @@ def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
         if section not in {f.name for f in dataclasses.fields(Job)}:
             fix = nearest(section, (f.name for f in dataclasses.fields(Job)))
             owners = [name for name, cls in TABLES.items() if section in {f.name for f in dataclasses.fields(cls)}]
-            problems.append(
-                Problem(
-                    f"unknown section [{section}]"
-                    if isinstance(table, dict)
-                    else f"key {section!r} outside of a section",
-                    "a job has the sections " + ", ".join(f.name for f in dataclasses.fields(Job)),
-                    f"{section} belongs to [{owners[0]}]" if owners and not isinstance(table, dict) else fix,
-                )
-            )
+            inner = [name for name in TABLES if name.endswith(f".{section}")]
+            if isinstance(table, dict):
+                got, fix = f"unknown section [{section}]", f"[{inner[0]}]" if inner else fix
+            else:
+                got = f"key {section!r} outside of a section"
+                fix = f"{section} belongs to [{owners[0]}]" if owners else fix
+            sections = "a job has the sections " + ", ".join(f.name for f in dataclasses.fields(Job))
+            problems.append(Problem(got, sections, fix))
         elif not isinstance(table, dict):
             problems.append(
                 Problem(f"{section} = {table!r}", f"{section} is a section", f"[{section}] on a line of its own")
@@ -248,6 +259,17 @@ def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list
     A key that is wrong has its default in the dataclass, so that the rest can be checked too. The
     dataclass is None where values that are right alone do not go together.
     """
+    inner, problems = {}, []
+    for key, kind in inner_tables(cls).items():
+        if isinstance(table.get(key), dict):
+            inner[key], more = validated(kind, table[key], f"{section}.{key}")
+            problems += more
+    made, more = _validated_flat(cls, {key: value for key, value in table.items() if key not in inner}, section)
+    made = None if made is None or None in inner.values() else dataclasses.replace(made, **inner)
+    return made, problems + more
+
+
+def _validated_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
     adapter = _adapter(cls)
     try:
         return adapter.validate_json(
@@ -264,7 +286,7 @@ def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list
     rest = {key: value for key, value in table.items() if key not in bad}
     if len(rest) == len(table):  # the values do not go together: nothing of the table can be used
         return None, problems
-    value, more = validated(cls, rest, section)
+    value, more = _validated_flat(cls, rest, section)
     told = re.compile(rf"\b({'|'.join(map(re.escape, bad))})\b")  # what follows from a key taken out is no news
     return value, problems + [problem for problem in more if not told.search(f"{problem.got} {problem.fix}")]
 
@@ -285,12 +307,10 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
     if isinstance(cause, JaxparError):
         return list(cause.problems)
     if error["type"] == "unexpected_keyword_argument":
-        keys = [f.name for f in dataclasses.fields(cls)]
-        return [
-            Problem(
-                f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", nearest(str(error["loc"][0]), keys)
-            )
-        ]
+        keys, word = [f.name for f in dataclasses.fields(cls)], str(error["loc"][0])
+        owners = [name for name, inner in _walk(cls, section) if word in {f.name for f in dataclasses.fields(inner)}]
+        fix = f"{word} belongs to [{owners[0]}]" if owners else nearest(word, keys)
+        return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", fix)]
     expected = re.sub(r"^Input should be ", "", error["msg"])
     expected = re.sub(r"\ba (?:valid )?(integer|array|object)", r"an \1", expected).replace("a valid ", "a ")
     expected = (
@@ -303,9 +323,11 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
     wrong = error["input"]
     usual = default(cls, str(error["loc"][0]))
     fix = "leave it out" if usual is None or usual in ("", {}) else f"default: {_shown(usual)}"
+    if dataclasses.is_dataclass(usual):
+        expected, fix = "a table", f"[{key}] on a line of its own"
     if error["type"] == "literal_error" and isinstance(wrong, str):
         fix = nearest(wrong, re.findall(r"'([^']*)'", error["msg"]))
-    return [Problem(f"{key} = {_shown(wrong)}", f"{key.split('.', 1)[1]} is {expected}", fix)]
+    return [Problem(f"{key} = {_shown(wrong)}", f"{key.removeprefix(section + '.')} is {expected}", fix)]
 
 
 def default(cls: type, key: str) -> Any:
@@ -334,23 +356,18 @@ def meanings(cls: type) -> dict[str, str]:
 def show_defaults(models: dict[str, type]) -> str:
     """Returns every key of a job with its default and meaning, as TOML that can be used."""
     lines = ["# Every key of a job, its default and its meaning."]
+    model = ["", "[model]", f'{"name = " + _shown("decoder"):<28}# {", ".join(models)}, or "package.module:Object"']
+    for name, settings in models.items():
+        model += [f"# -- of {name}:", *("# " + row for row in _rows(settings))]
     for section, cls in TABLES.items():
-        lines += ["", f"[{section}]", *_rows(cls)]
-        if section == "parallel":
-            lines += [
-                "",
-                "[model]",
-                f'{"name = " + _shown("decoder"):<28}# {", ".join(models)}, or "package.module:Object"',
-            ]
-            for name, settings in models.items():
-                lines += [f"# -- of {name}:", *("# " + row for row in _rows(settings))]
+        lines += [*(model if section == "data" else ()), "", f"[{section}]", *_rows(cls)]
     return "\n".join(lines)
 
 
 def _rows(cls: type) -> list[str]:
     rows = []
     for key, meaning in meanings(cls).items():
-        if key in {f.name for f in dataclasses.fields(cls)}:
+        if key in {f.name for f in dataclasses.fields(cls)} - inner_tables(cls).keys():
             value = default(cls, key)
             shown = f"{key} = {_shown(value)}" if value is not None else f"# {key} ="
             rows.append(f"{shown:<28}# {meaning}")
@@ -363,23 +380,24 @@ def _shown(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(_shown(item) for item in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k} = {_shown(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_key(k)} = {_shown(v)}" for k, v in value.items()) + "}"
     return json.dumps(value, default=str)
+
+
+def _key(word: str) -> str:
+    """Returns a key as TOML writes it: bare where it may be."""
+    return word if re.fullmatch(r"[\w-]+", word, re.ASCII) else json.dumps(word)
 
 
 def dumps(job: Job) -> str:
     """Returns the resolved job as TOML: what `load` reads back as the same job."""
-    lines = []
-    for section in dataclasses.fields(Job):
-        table = getattr(job, section.name)
-        table = (
-            dict(table)
-            if isinstance(table, dict)
-            else {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
-        )
-        lines += [
-            f"[{section.name}]",
-            *(f"{key} = {_shown(value)}" for key, value in table.items() if value is not None),
-            "",
-        ]
-    return "\n".join(lines)
+    return "\n".join(line for f in dataclasses.fields(Job) for line in _table(f.name, getattr(job, f.name)))
+
+
+def _table(section: str, value: Any) -> list[str]:
+    """Returns a table, and the tables within it after its own keys."""
+    own = value if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    inner = {key: each for key, each in own.items() if dataclasses.is_dataclass(each)}
+    rows = [f"{_key(key)} = {_shown(each)}" for key, each in own.items() if each is not None and key not in inner]
+    below = [line for key, each in inner.items() for line in _table(f"{section}.{key}", each)]
+    return [f"[{section}]", *rows, "", *below]

@@ -11,6 +11,7 @@ from jax.extend.core import (
     Literal,
     Var,
     jaxpr_as_fun,
+    jaxprs_in_params,
 )
 
 CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call")  # what they hold is computed where they stand
@@ -59,6 +60,12 @@ def needed(eqns: Sequence[JaxprEqn], outs: Iterable) -> tuple[list[JaxprEqn], se
             kept.append(eqn)
             reads |= variables(eqn.invars)
     return kept[::-1], reads
+
+
+def primitives(eqns: Sequence[JaxprEqn]) -> set[str]:
+    """Returns the names of what these equations do, inside of their scans and calls too."""
+    found = {eqn.primitive.name for eqn in eqns}
+    return found.union(*(primitives(inner.eqns) for eqn in eqns for inner in jaxprs_in_params(eqn.params)))
 
 
 def after(eqns: Sequence[JaxprEqn], inputs: Iterable) -> set[Var]:

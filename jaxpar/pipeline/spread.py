@@ -132,7 +132,8 @@ class Spread:
     """
 
     def __init__(self, program: Program, model: Model, around: Around, layers, embedding, head, known, *, keep: Keep):
-        self.program, self.model, self.around, self.keep = program, model, around, keep
+        self.program, self.model, self.around = program, model, around
+        self.keep: Keep = keep
         self.layers, self.embedding, self.head, self.known = layers, embedding, head, known
         self.forward_only = not program.kept
         self.traced: Stage | None = None

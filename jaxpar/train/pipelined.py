@@ -24,9 +24,9 @@ from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.dataflow import Traced, function, needed, parts
+from jaxpar.pipeline.dataflow import Traced, function, needed, parts, primitives
 from jaxpar.pipeline.deal import deal, padded
-from jaxpar.pipeline.execute import Model, execute
+from jaxpar.pipeline.execute import Keep, Model, execute
 from jaxpar.pipeline.program import Program, program
 from jaxpar.pipeline.spread import Around, Spread
 from jaxpar.sharding.constrain import activation_names
@@ -90,7 +90,10 @@ class Pipelined:
         def local(rows, replica, shared, layers, rests, batch):
             with self._inside():
                 known = (folded(rests, replica[0], self.replicas), self._microbatches(batch))
-                done = self._execute(table, self._model(train=train), rows[:, 0], shared, layers, known)
+                model = self._model(train=train)
+                if self.per_tick and self.layout.sizes["tensor"] > 1:
+                    self._check_lookups(model, shared, layers, known)
+                done = self._execute(table, model, rows[:, 0], shared, layers, known)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, self.manual), done.sums)
             if not train:
                 return sums, {}, {}
@@ -135,29 +138,30 @@ class Pipelined:
         embed = Traced(model.embed, shared, one)
         before = embed.reads()[0]
         after = Traced(model.head, shared, one, embed.shapes[0]).reads()[0]
-        whole = {
-            path: self._on(value, _without(self.layout.placements[path].used, ("pipe",)))
-            for path, value in shared.items()
-            if before[path]
-        }
-        run = Spread(
-            table, model, around, layers, whole, {path: value for path, value in shared.items() if after[path]}, stacked,
-            keep=self.layout.parallel.pipeline.keep,
-        )  # fmt: skip
+        whole = {path: self._off_pipe(path, value) for path, value in shared.items() if before[path]}
+        head = {path: value for path, value in shared.items() if after[path]}
+        keep: Keep = self.layout.parallel.pipeline.keep
+        run = Spread(table, model, around, layers, whole, head, stacked, keep=keep)
         done = run.run(self.fill)
         sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), done["head"]["sums"])
         if not train:
             return sums, {}, {}
-        embedding, layers, head = around.reduced(done["stages"], done["head"]["shared"])
-        layers = {path: self._summed(path, value, "data") for path, value in layers.items()}
-        summed = {path: self._summed(path, value, "data") for path, value in head.items()}
-        for path, value in embedding.items():  # [pipe, data, ...]
-            spec = pick(self.layout.updated, self.shared[path])
-            over = None if any("pipe" in (entry or ()) for entry in spec) else "pipe"  # pipe may become a dim's own
-            more = self._summed(path, jnp.sum(self._on(value, PartitionSpec(over, "data", *spec)), axis=0), "data")
-            summed[path] = summed[path] + more if path in summed else more
+        with jax.named_scope(GRADIENT):
+            embedding, layers, head = around.reduced(done["stages"], done["head"]["shared"])
+            layers = {path: self._summed(path, value, "data") for path, value in layers.items()}
+            summed = {path: self._summed(path, value, "data") for path, value in head.items()}
+            for path, value in embedding.items():  # [pipe, data, ...]
+                spec = pick(self.layout.updated, self.shared[path])
+                over = None if any("pipe" in (entry or ()) for entry in spec) else "pipe"  # pipe may become a dim's own
+                more = self._summed(path, jnp.sum(self._on(value, PartitionSpec(over, "data", *spec)), axis=0), "data")
+                summed[path] = summed[path] + more if path in summed else more
         leaves = {path: self.layout.placements[path].leaf for path in self.shared}
         return sums, {path: summed.get(path, jnp.zeros(leaf.shape)) for path, leaf in leaves.items()}, layers
+
+    def _off_pipe(self, path: str, value: jax.Array) -> jax.Array:
+        """Returns a parameter whole over `pipe`, as a stage that looks things up in it wants it."""
+        with jax.named_scope(SCOPE + path.replace("/", ".")):
+            return self._on(value, _without(self.layout.placements[path].used, ("pipe",)))
 
     def _between(self):
         """Between the stages `pipe` is one more axis that names of activations may mean."""
@@ -340,6 +344,23 @@ class Pipelined:
             return called(shared, known, lambda layers, x, per_layer: y)
 
         return Model(name=blueprint.name, embed=embed, stage=stage, head=head, layers=self.uneven)
+
+    def _check_lookups(self, model: Model, shared: Tree, layers: Tree, known: Tree) -> None:
+        """Refuses lookups on which XLA aborts: of rows split over `fsdp`, in what is split over `tensor`."""
+        one = jax.tree.map(lambda leaf: leaf[0], known)
+        x, per_layer = Traced(model.embed, shared, one).shapes
+        pieces = {
+            "layers": Traced(model.stage, layers, one, per_layer, x),
+            "loss": Traced(model.head, shared, one, x),
+        }
+        for what, traced in pieces.items():
+            eqns, _ = needed(traced.closed.jaxpr.eqns, traced.closed.jaxpr.outvars)
+            if found := {"gather", "scatter", "scatter-add"} & primitives(eqns):
+                raise refuse(
+                    f"a {sorted(found)[0]} in the {what} of {model.name}, with gather='tick' and tensor > 1",
+                    rule="layers that are gathered inside a tick, over fsdp and tensor, look nothing up by index",
+                    fix='gather="step"; or a sum over one-hot entries, as jp.next_token does, for take_along_axis',
+                )
 
     def _check_enclosed(self, params: Tree, rest: Tree, batch: Tree, given: tuple, compute: Compute) -> None:
         """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""

@@ -11,6 +11,7 @@ from jaxpar.inspector.flop import forward_flop
 from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.sharding.names import Compute, path_of
+from jaxpar.train.updating import Updating
 
 if TYPE_CHECKING:
     from jaxpar.train.step import Step
@@ -33,6 +34,8 @@ def subject(step: "Step", batch: Mapping[str, Any]) -> Subject:
         )
     if step.numerics.offload:
         notes.append("optimizer state in host memory is counted apart from the device's")
+    if isinstance(step.pipelined, Updating) and layout.replicas > 1:
+        notes.append("weights change between ticks, so gradients are reduced over the replicas in every one of them")
     code = _code(step.loss)
     return Subject(
         title=layout.summary(),
@@ -49,6 +52,7 @@ def subject(step: "Step", batch: Mapping[str, Any]) -> Subject:
         precision=step.numerics.precision,
         batch_axes=BATCH_AXES,
         microbatches=step.numerics.accumulate * layout.microbatches,
+        updates=layout.microbatches // step.pipelined.plan.per_update if isinstance(step.pipelined, Updating) else 1,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
         notes=tuple(notes),
     )

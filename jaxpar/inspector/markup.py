@@ -1,0 +1,92 @@
+"""HTML in pieces: everything is built by `tag`, which escapes all that is not `Markup` already."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from jaxpar.mesh.collective import KINDS
+
+_EMPTY = ("br", "line", "meta", "rect")
+HOW = {
+    "exact": "arithmetic on shapes and specs",
+    "compiled": "XLA said so",
+    "modelled": "a formula; nothing was measured",
+}
+
+
+class Markup(str):
+    """HTML in which everything is escaped."""
+
+    __slots__ = ()
+
+
+def tag(element: str, /, *inside: str, **attributes: str | None) -> Markup:
+    """Returns an element.
+
+    Args:
+      element: Its name.
+      *inside: Text, which is escaped, and markup, which is not.
+      **attributes: `cls` is `class`, `_` is `-`; what is None is left out.
+
+    >>> tag("b", "<", cls="warn")
+    '<b class="warn">&lt;</b>'
+    """
+    words = [element]
+    for name, value in attributes.items():
+        if value is not None:
+            name = "class" if name == "cls" else name.replace("_", "-")
+            words.append(f'{name}="{escape(value)}"')
+    if element in _EMPTY:
+        return Markup(f"<{' '.join(words)}/>")
+    return Markup(f"<{' '.join(words)}>{join(inside)}</{element}>")
+
+
+def join(parts: Iterable[str]) -> Markup:
+    """Returns text and markup one after the other, the text escaped."""
+    return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
+
+
+def kind_class(kind: str) -> str:
+    """Returns the class that colours a kind of collective."""
+    return f"jx-k{KINDS.index(kind)}" if kind in KINDS[:5] else "jx-other"
+
+
+def percent(share: float) -> str:
+    """Returns a share as a length in SVG."""
+    return f"{100 * share:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def titled(at: float, width: float, colour: str, what: str, *, y: str = "0", height: str = "100%") -> Markup:
+    """Returns a rectangle that tells what it is."""
+    place = f'x="{percent(at)}" y="{y}" width="{percent(width)}" height="{height}" class="{colour}"'
+    return Markup(f"<rect {place}><title>{escape(what)}</title></rect>")
+
+
+def badge(word: str) -> Markup:
+    """Returns what a number is, one of `HOW`."""
+    return tag("span", word, cls="jx-how", title=HOW.get(word))
+
+
+def swatch(colour: str, text: str) -> Markup:
+    """Returns a colour, and what has it."""
+    return join([tag("i", cls=f"jx-swatch {colour}"), text])
+
+
+def heading(*inside: str) -> Markup:
+    """Returns the head of a part of a section; no `h3`, which a notebook would list among its own."""
+    return tag("div", *inside, cls="jx-head", role="heading", aria_level="3")
+
+
+def table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]], looks: str) -> Markup:
+    """Returns a table that scrolls in its own room where it is too wide.
+
+    Args:
+      name: For who cannot see it.
+      head: Titles of columns.
+      rows: Cells.
+      looks: For each column, `n` a number, `t` a word or two, `s` what may break anywhere, `w` what takes the room.
+    """
+    classes = [None if look == "t" else f"jx-{look}" for look in looks]
+    top = tag("tr", *[tag("th", title, scope="col", cls=look) for title, look in zip(head, classes, strict=True)])
+    body = [tag("tr", *[tag("td", cell, cls=look) for cell, look in zip(row, classes, strict=True)]) for row in rows]
+    table = tag("table", tag("thead", top), tag("tbody", *body))
+    return tag("div", table, cls="jx-scroll", role="region", tabindex="0", aria_label=name)
