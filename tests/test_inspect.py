@@ -18,7 +18,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.target import find_plugin
-from jaxpar.pipeline import execute
+from jaxpar.pipeline import stage as executor
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 SETTINGS = jp.DecoderSettings(vocab=256, seq=64, layers=2, dim=64, heads=4)
@@ -217,12 +217,12 @@ def test_reductions_per_tick_and_wide_messages_are_found_in_a_pipeline(monkeypat
     def add(total, more):  # the planted faults: a reduction for every microbatch, and messages in 32 bits
         return total + jax.lax.psum(more.astype(total.dtype), "fsdp") / 4
 
-    def send(x, *, pairs, send=execute._send):
+    def send(x, *, pairs, send=executor._send):
         # something added on the way: XLA sends in 16 bits what was only cast
         return (send(x.astype(jnp.float32) + 1e-3, pairs=pairs) - 1e-3).astype(x.dtype)
 
-    monkeypatch.setattr(execute, "add", add)
-    monkeypatch.setattr(execute, "_send", send)
+    monkeypatch.setattr(executor, "add", add)
+    monkeypatch.setattr(executor, "_send", send)
     report = jp.inspect(step_on("h100:1x8", PIPES, precision="bf16"), BATCH)
     assert {"per microbatch", "wide wire"} <= {*kinds(report)}
     assert any("collective-permute over pipe of f32" in flag.text for flag in report.flags)

@@ -16,7 +16,8 @@ import optax
 
 import jaxpar as jp
 from jaxpar.bench.record import where
-from jaxpar.pipeline.execute import Gradients, Keep
+from jaxpar.pipeline.execute import Gradients
+from jaxpar.pipeline.stage import Keep
 from jaxpar.train.pipelined import Pipelined
 from jaxpar.units import show_bytes
 

@@ -26,9 +26,11 @@ import numpy as np
 import optax
 
 from jaxpar.errors import refuse
-from jaxpar.pipeline.execute import Model, Row, Stage, load, run_table, store
+from jaxpar.pipeline.execute import run_table
+from jaxpar.pipeline.pieces import Model
 from jaxpar.pipeline.program import COLUMNS, Kind, Program
 from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.stage import Row, Stage, load, store
 from jaxpar.sharding.names import SCOPE
 
 Tree = Any

@@ -24,8 +24,10 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.pipeline.dataflow import Traced
-from jaxpar.pipeline.execute import Keep, Model, Row, Stage, add, load, run_table
+from jaxpar.pipeline.execute import run_table
+from jaxpar.pipeline.pieces import Model, Pieces
 from jaxpar.pipeline.program import COLUMNS, OP_NUMBER, Kind, Program
+from jaxpar.pipeline.stage import Keep, Row, Stage, add, load
 
 Tree = Any
 
@@ -136,7 +138,7 @@ class Spread:
         self.keep: Keep = keep
         self.layers, self.embedding, self.head, self.known = layers, embedding, head, known
         self.forward_only = not program.kept
-        self.traced: Stage | None = None
+        self.pieces: Pieces | None = None
         self.x: Tree = None
         self.last, _ = program.schedule.place(program.schedule.parts - 1)
 
@@ -181,9 +183,9 @@ class Spread:
         def local(numbers, layers, shared, known, *stacked):
             stage = Stage(
                 self.program, self.model, shared, layers, known,
-                keep=self.keep, place=self.around.place, traced=self.traced,
+                keep=self.keep, place=self.around.place, pieces=self.pieces,
             )  # fmt: skip
-            self.traced, self.x = stage, stage.x
+            self.pieces, self.x = stage.pieces, stage.pieces.x
             return function(stage, Row(*(numbers[i] for i in range(len(COLUMNS)))), *stacked)
 
         island = self.around.on_stages(local)

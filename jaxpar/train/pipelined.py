@@ -26,9 +26,11 @@ from jaxpar.models.stack import cut
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts, primitives
 from jaxpar.pipeline.deal import deal, padded
-from jaxpar.pipeline.execute import Keep, Model, execute
+from jaxpar.pipeline.execute import execute
+from jaxpar.pipeline.pieces import Model
 from jaxpar.pipeline.program import Program, program
 from jaxpar.pipeline.spread import Around, Spread
+from jaxpar.pipeline.stage import Keep
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, nest, pick
 from jaxpar.train.losses import Sums, as_sums
