@@ -315,7 +315,7 @@ def _uncut(layout: Layout) -> list[Problem]:
         return [
             Problem(
                 f"pipe={stages} cuts nothing: {layout.blueprint.name} has no stack of layers that {stages} divides",
-                "a pipeline cuts parameters stacked along a dim 0 named layers",
+                "a pipeline cuts parameters stacked along a dim 0 named layers; one named weight of a stack is enough",
                 f"stacked layers (nnx.vmap, nn.scan), as jp.Decoder's, a multiple of {stages} of them; or pipe=1",
             )
         ]

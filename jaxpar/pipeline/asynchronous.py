@@ -67,6 +67,7 @@ def plan(program: Program, weights: Weights) -> Plan:
             rule="weights change in the middle of a table with one chunk on a stage and whole backwards",
             fix='schedule="1f1b", PipeDream\'s own',
         )
+    _check_order(table, weights)
     per_update = table.stages if weights == "2bw" else 1
     if table.microbatches % per_update:
         raise refuse(
@@ -104,6 +105,23 @@ def plan(program: Program, weights: Weights) -> Plan:
         for stage in range(table.stages):
             updates[stage] += int(rows[tick, stage, update])
     return Plan(program=replace(program, rows=rows), per_update=per_update, versions=most)
+
+
+def _check_order(table: Schedule, weights: Weights) -> None:
+    """Refuses tables in which an update would not be that of its own microbatches."""
+    done, last = [0] * table.stages, table.place(table.parts - 1)[0]
+    entered = 0
+    for tick, stage, (op, microbatch, _) in table:
+        late = stage == last and op == "F" and entered > done[last]  # the head's gradients would be summed
+        if late or (op == "B" and microbatch != done[stage]):
+            raise refuse(
+                f"weights={weights!r} with schedule {table.name}: tick {tick}, stage {stage}: {op}{microbatch}",
+                rule="where weights change in the middle of a table, backwards come in the order of microbatches, "
+                "and on the last stage each before the next forward",
+                fix='schedule="1f1b", PipeDream\'s own',
+            )
+        entered += stage == last and op == "F"
+        done[stage] += op == "B"
 
 
 class Trained(NamedTuple):

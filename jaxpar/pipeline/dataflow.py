@@ -1,6 +1,7 @@
 """Functions as jaxprs, and what in them depends on what."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -45,9 +46,14 @@ class Traced:
         """What it returns, as shapes and dtypes."""
         return jax.tree.unflatten(self.outputs, shapes(self.closed.out_avals))
 
+    @cached_property
+    def flat(self) -> ClosedJaxpr:
+        """The jaxpr without calls: what depends on what can be read off it."""
+        return inlined(self._run, self.closed.in_avals)
+
     def reads(self) -> Any:
         """Returns, in the structure of the arguments, which leaves what it returns depends on."""
-        jaxpr = self.closed.jaxpr
+        jaxpr = self.flat.jaxpr
         _, read = needed(jaxpr.eqns, jaxpr.outvars)
         return jax.tree.unflatten(self.inputs, [var in read for var in jaxpr.invars])
 

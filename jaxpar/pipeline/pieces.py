@@ -114,6 +114,13 @@ def one_of(tree: Tree) -> Tree:
 
 def _check_shapes(name: str, x: Tree, y: Tree) -> None:
     show = lambda tree: ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree))  # noqa: E731
+    whole = [leaf for leaf in jax.tree.leaves(x) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if whole:
+        raise refuse(
+            f"the layers of {name} take {show(whole)}",
+            rule="what flows through the layers of a pipeline has a gradient, so it is floating point",
+            fix="a floating-point array, or what is the same for all layers read from the batch",
+        )
     same = jax.tree.structure(x) == jax.tree.structure(y)
     if not same or [(a.shape, a.dtype) for a in jax.tree.leaves(x)] != [(b.shape, b.dtype) for b in jax.tree.leaves(y)]:
         raise refuse(

@@ -240,9 +240,12 @@ class Pipelined:
         if what in ("x", "slots"):
             dims = (("fsdp",), ("tensor",) if self.layout.parallel.sequence else (), ())
             ahead = ((),) * (what == "slots")
-            return jax.tree.map(
-                lambda x: self._constrained(x, (*ahead, *(dims if x.ndim == len(ahead) + 3 else dims[:1]))), tree
-            )
+
+            def placed(x):  # [batch, seq, embed], or a tree of which only the rows are known
+                own = x.ndim - len(ahead)
+                return self._constrained(x, (*ahead, *(dims if own == 3 else dims[: min(own, 1)])))
+
+            return jax.tree.map(placed, tree)
         places = {path: self.layout.placements[path] for path in tree}
         specs = {path: place.sharded if self.per_tick else place.used for path, place in places.items()}
         if what == "layers":
@@ -368,6 +371,26 @@ class Pipelined:
         """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""
         x, per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
 
+        def each(params, batch, rest):
+            def at_cut(layers, x, per_layer):
+                raise _Reached(per_layer)
+
+            model = self.layout.blueprint.bind(params, rest, lambda path, value: value, compute)
+            try:
+                with cut(at_cut):
+                    self.loss(model, batch)
+            except _Reached as reached:
+                return reached.value
+
+        own = Traced(each, params, batch, rest).reads()[0] if jax.tree.leaves(per_layer) else {}
+        for path, words in {**self.shared, **self.stacked}.items():
+            if own and pick(own, words):
+                raise refuse(
+                    f"{self.layout.blueprint.name} gives its layers {path} one by one, in jp.pipelined(layers, x, ...)",
+                    rule="what each layer has of its own there is no parameter: it gets no gradient",
+                    fix="stack it with the other parameters of the layers",
+                )
+
         def alone(params, batch, rest, x, per_layer):
             def at_cut(layers, _, __):
                 raise _Reached(layers(x, *per_layer))
@@ -422,10 +445,10 @@ class Pipelined:
                 rule="in a pipeline microbatches overlap, so what one leaves behind is not there for the next",
                 fix="LayerNorm or GroupNorm, or pipe=1",
             )
-        jaxpr = traced.closed.jaxpr
+        jaxpr = traced.flat.jaxpr
         *_, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in (params, one, rest)])
         eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
-        step = function(jaxpr, traced.closed.consts, ins, eqns, jaxpr.outvars)
+        step = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
         last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(rest), length=count)
         restored = partial(jax.tree.unflatten, jax.tree.structure(rest))
         return restored(each), restored(last)

@@ -20,7 +20,7 @@ class State:
     """Everything that training changes.
 
     Attributes:
-      step: Updates made so far. Shape [], int32.
+      step: Steps made so far, one update each but in pipelines without a flush. Shape [], int32.
       params: The parameters, float32 unless the model says otherwise.
       optimizer: The state of the optax chain.
       rest: BatchNorm statistics, dropout keys and their kin.

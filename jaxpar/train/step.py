@@ -340,7 +340,7 @@ class Step:
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         if isinstance(self.pipelined, Updating):
             params, optimizer, sums, rest, norm = self.pipelined.updated(
-                self.optimizer, state.params, state.optimizer, state.rest, batch
+                self.optimizer, state.params, self._on_device(state.optimizer), state.rest, batch
             )
             return State(state.step + 1, params, optimizer, rest), _metrics(sums, norm)
         gradients, sums, rest = self._accumulated(state.params, state.rest, batch)
@@ -348,14 +348,16 @@ class Step:
         if self.layout.parallel.stage in (1, 2):  # the optimizer works on a shard of what is whole
             gradients = self._constrain(gradients, self.layout.updated)
             params = self._constrain(params, self.layout.updated)
-        optimizer = state.optimizer
-        if self.numerics.offload:
-            optimizer = jax.tree.map(
-                lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer
-            )
-        updates, optimizer = self.optimizer.update(gradients, optimizer, params)
+        updates, optimizer = self.optimizer.update(gradients, self._on_device(state.optimizer), params)
         params = optax.apply_updates(params, updates)
         return State(state.step + 1, params, optimizer, rest), _metrics(sums, optax.tree.norm(gradients))
+
+    def _on_device(self, optimizer: Any) -> Any:
+        if not self.numerics.offload:
+            return optimizer
+        return jax.tree.map(
+            lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer
+        )
 
     def _measure(self, params: Tree, rest: Tree, batch: Batch) -> Sums:
         if self.pipelined is not None:

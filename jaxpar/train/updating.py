@@ -46,6 +46,7 @@ class Updating(Pipelined):
         self, optimizer: optax.GradientTransformation, params: Tree, state: Any, rest: Tree, batch: Mapping
     ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
         """Returns (params, optimizer state, sums, rest, norm of the last update's gradients) after a batch."""
+        self._check_state(state)
         rests, after = self._rests(params, rest, batch)
         shared = {path: pick(params, words) for path, words in self.shared.items()}
         layers = {path: pick(params, words) for path, words in self.stacked.items()}
@@ -100,6 +101,19 @@ class Updating(Pipelined):
         )(self.plan.program.rows, jnp.arange(self.replicas), shared, layers, state, rests, batch)
         return self._tree(shared, layers), state, sums, after, jnp.sqrt(square)
 
+    def _check_state(self, state: Any) -> None:
+        """Refuses an optimizer whose state for a stack cannot be cut as the stack is, such as Adafactor's."""
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
+            words = path_of(keys).split("/")
+            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.stacked), None)
+            if owner and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
+                raise refuse(
+                    f"an optimizer that keeps {list(leaf.shape)} for {owner}",
+                    rule="where weights change in the middle of a step, what the optimizer keeps of a parameter has "
+                    "its shape: each stage has its own piece",
+                    fix="Adam, SGD or another of that kind, or weights='flush'",
+                )
+
     def _tree(self, shared: Mapping, layers: Mapping) -> Tree:
         stacked = {self.stacked[path]: value for path, value in layers.items()}
         return nest({self.shared[path]: value for path, value in shared.items()} | stacked)
@@ -146,10 +160,11 @@ class Updating(Pipelined):
                 "count before the last is run",
                 fix="a count that follows from the batch, or weights='flush'",
             )
-        jaxpr = traced.closed.jaxpr
+        jaxpr = traced.flat.jaxpr
         ins, *_ = parts(jaxpr.invars, [len(jax.tree.leaves(one))])
         eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
-        count = function(jaxpr, traced.closed.consts, ins, eqns, jaxpr.outvars)
+        count = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
         counts = jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(known))
         per_update = jax.lax.psum(counts, BATCH_AXES).reshape(-1, self.plan.per_update).sum(1)
-        return 1.0 / jnp.repeat(per_update, self.plan.per_update)
+        scales = jnp.where(per_update == 0, 0.0, 1.0 / per_update)  # where nothing counts there is no gradient
+        return jnp.repeat(scales, self.plan.per_update)
