@@ -42,7 +42,7 @@ class Autodiff(Pipelined):
             def tick(x, t):
                 one = lambda m: jax.tree.map(lambda leaf: leaf[jnp.clip(m, 0, count - 1)], known)  # noqa: E731
                 embedded, per_layer = model.embed(shared, one(t - stage))
-                y = model.stage(layers, one(t - stage), per_layer, jnp.where(stage == 0, embedded, x))
+                y = model.stage(layers, one(t - stage), per_layer, jnp.where(stage == 0, embedded, x), stage)
                 out = t - (stages - 1)
                 sums = model.head(shared, one(out), y)
                 counts = (stage == stages - 1) & (out >= 0)

@@ -28,8 +28,8 @@ class Model:
       name: For messages.
       layers: Layers of each stage where they differ; its arrays then hold as many as the fullest stage has.
       embed: (shared, known) to (x, per_layer): what flows into the first layer, and what each layer has of its own.
-      stage: (layers, known, per_layer, x) to y: consecutive layers. `layers` and `per_layer` have a leading dim of
-        layers.
+      stage: (layers, known, per_layer, x, salt) to y: consecutive layers. `layers` and `per_layer` have a leading dim
+        of layers; the salt, an int32, is another for each piece of the stack, and random keys in `known` differ by it.
       head: (shared, known, y) to name -> (sum, count); the entry `loss` is minimized.
     """
 
@@ -49,7 +49,7 @@ class Pieces:
       starts: First layer of each part.
       x: What flows from part to part, as shapes.
       embed: (shared, known) to (x, per_layer).
-      stage: (chunk, (known, per_layer, count), x) to y.
+      stage: (chunk, (known, per_layer, layers that count, part), x) to y.
       halves: Its forward and backward; not there for an evaluation.
       head: (shared, known, y, scale) to (sums, gradients of shared, of y), scale times those of the loss; no gradients
         for an evaluation.
@@ -68,21 +68,22 @@ class Pieces:
         fewest = int(min(self.layers))
 
         def stage(chunk, known, x):
-            known, mine, count = known
+            known, mine, count, part = known
             some = lambda first, last: jax.tree.map(lambda leaf: leaf[first:last], (chunk, mine))  # noqa: E731
             layers, each = (chunk, mine) if fewest == self.depth else some(0, fewest)
-            x = model.stage(layers, known, each, x)
+            salt = part * (self.depth + 1)
+            x = model.stage(layers, known, each, x, salt)
             for extra in range(fewest, self.depth):  # run everywhere, and left out where a stage has fewer
                 layers, each = some(extra, extra + 1)
-                y = model.stage(layers, known, each, x)
+                y = model.stage(layers, known, each, x, salt + extra)
                 x = jax.tree.map(lambda a, b, n=extra: jnp.where(count > n, a, b), y, x)
             return x
 
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        self.stage = Traced(stage, chunk, (one, mine, count), self.x)
+        self.stage = Traced(stage, chunk, (one, mine, count, count), self.x)
         _check_shapes(model.name, self.x, self.stage.shapes)
         if not forward_only:
-            self.halves: Halves = halves(self.stage, chunk, (one, mine, count), self.x, split=schedule.split)
+            self.halves: Halves = halves(self.stage, chunk, (one, mine, count, count), self.x, split=schedule.split)
 
         scale = jax.ShapeDtypeStruct((), jnp.float32)
 

@@ -151,7 +151,7 @@ class Stage:
             )
             return jax.lax.dynamic_slice_in_dim(more, start, self.pieces.depth)
 
-        return known, (known, jax.tree.map(mine, per_layer), count), x
+        return known, (known, jax.tree.map(mine, per_layer), count, part), x
 
     def _input(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen"):
         """Returns this op's (known, known of the stage, shared parameters, the chunk's, x)."""

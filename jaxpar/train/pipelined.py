@@ -330,7 +330,9 @@ class Pipelined:
             whole = (lambda leaf: self._constrained(leaf, ())) if self.per_tick else lambda leaf: leaf
             return jax.tree.map(whole, found[0]), found[1]
 
-        def stage(layers, known, per_layer, x):
+        def stage(layers, known, per_layer, x, salt):
+            known = (_salted(known[0], salt), known[1])
+
             def run(inner, _, __):
                 at["layers"] = True
                 try:
@@ -355,7 +357,7 @@ class Pipelined:
         one = jax.tree.map(lambda leaf: leaf[0], known)
         x, per_layer = Traced(model.embed, shared, one).shapes
         pieces = {
-            "layers": Traced(model.stage, layers, one, per_layer, x),
+            "layers": Traced(model.stage, layers, one, per_layer, x, jnp.int32(0)),
             "loss": Traced(model.head, shared, one, x),
         }
         for what, traced in pieces.items():
@@ -461,13 +463,16 @@ def _without(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:
 
 def folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:
     """Returns random keys that differ between replicas of the batch: each draws for its own rows."""
-    if replicas == 1:
-        return rests
+    return rests if replicas == 1 else _salted(rests, replica)
+
+
+def _salted(rest: Tree, salt: jax.Array) -> Tree:
+    """Returns the random keys of a model's state made different by a number."""
 
     def fold(x):
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return x
-        flat = jax.vmap(lambda key: jax.random.fold_in(key, replica))(x.reshape(-1))
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, salt))(x.reshape(-1))
         return flat.reshape(x.shape)
 
-    return jax.tree.map(fold, rests)
+    return jax.tree.map(fold, rest)
