@@ -75,7 +75,10 @@ def test_stored_outputs_are_whole_and_clean(path):
         assert place not in text, f"{path.stem} shows a path of the machine that ran it: {place}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",  # the third trains ten times
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * path.stem.startswith("03")) for path in SOURCES],
+)
 def test_notebook_runs(path):
     if "target_devices(" in path.read_text() and (missing := find_plugin()):
         pytest.skip(f"compiling for absent GPUs: {missing}")

@@ -193,6 +193,7 @@ def test_a_pipeline_that_was_stopped_goes_on_bit_for_bit(folder):
     assert {step: row[:2] for step, row in got.items()} == {step: row[:2] for step, row in want.items()}
 
 
+@pytest.mark.slow
 def test_a_pipeline_goes_on_without_one_and_back(folder):
     """A checkpoint knows no stages."""
     job, same = write_job(folder), ["model.layers=2", "model.dropout=0.0", "train.steps=20"]
