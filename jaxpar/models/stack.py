@@ -43,6 +43,28 @@ def cut(at_cut: Callable[[Layers, Any, tuple], Any]) -> Iterator[None]:
         _at_cut.reset(token)
 
 
+class _Reached(BaseException):  # no error: the model came to its layers, and is left there
+    def __init__(self, value: Any):
+        self.value = value
+
+
+def reached(run: Callable[[], Any], take: Callable[[Layers, Any, tuple], Any]) -> Any:
+    """Returns `take(layers, x, per_layer)` of the call of `pipelined` in `run()`, the rest of which is not run.
+
+    None where there is no such call.
+    """
+
+    def stop(layers, x, per_layer):
+        raise _Reached(take(layers, x, per_layer))
+
+    try:
+        with cut(stop):
+            run()
+    except _Reached as found:
+        return found.value
+    return None
+
+
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
     """Returns `count` modules as one, every parameter with a leading dim named `layers`."""
 

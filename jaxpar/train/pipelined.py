@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.models.remat import remat
-from jaxpar.models.stack import cut
+from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts, primitives
 from jaxpar.pipeline.deal import deal, padded
@@ -37,11 +37,6 @@ from jaxpar.train.losses import Sums, as_sums
 
 if TYPE_CHECKING:
     from jaxpar.train.step import Numerics
-
-
-class _Reached(BaseException):  # no error: the model came to its layers, and is left there
-    def __init__(self, value: Any):
-        self.value = value
 
 
 class Pipelined:
@@ -299,7 +294,7 @@ class Pipelined:
             with jax.named_scope(SCOPE + path.replace("/", ".")):
                 return self._layer(path, value) if at["layers"] else self._cast(value)
 
-        def called(params: Mapping[str, Any], known, at_cut: Callable) -> Any:
+        def called(params: Mapping[str, Any], known) -> Callable[[], Any]:
             rest, batch = known
             absent = {path: place.leaf for path, place in layout.placements.items() if path not in params}
             zeros = {
@@ -308,20 +303,12 @@ class Pipelined:
             }
             tree = nest({tuple(path.split("/")): value for path, value in {**params, **zeros}.items()})
             model = blueprint.bind(tree, rest, use, compute)
-            try:
-                with cut(at_cut):
-                    sums = self.loss(model, batch)
-            except _Reached as reached:
-                return reached.value
-            return as_sums(sums, accumulate=self.schedule.microbatches)
+            return lambda: self.loss(model, batch)
 
         def embed(shared, known):
-            def stop(layers, x, per_layer):
-                raise _Reached((x, per_layer))
-
             with self._inside("fsdp"):  # XLA aborts on a lookup in a split table by rows split over an axis of its own
-                found = called(shared, known, stop)
-            if isinstance(found, dict):
+                found = reached(called(shared, known), lambda layers, x, per_layer: (x, per_layer))
+            if found is None:
                 raise refuse(
                     f"{blueprint.name} never says where its layers are",
                     rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
@@ -333,22 +320,23 @@ class Pipelined:
         def stage(layers, known, per_layer, x, salt):
             known = (_salted(known[0], salt), known[1])
 
-            def run(inner, _, __):
+            def take(inner, x):
                 at["layers"] = True
                 try:
-                    raise _Reached(inner(x, *per_layer))
+                    return inner(x, *per_layer)
                 finally:
                     at["layers"] = False
 
             def whole(layers, x):
-                return called(layers, known, lambda inner, _, __: run(inner, x, per_layer))
+                return reached(called(layers, known), lambda inner, _, __: take(inner, x))
 
             if blueprint.takes_remat:
                 return whole(layers, x)
             return remat(whole, self.numerics.remat)(layers, x)
 
         def head(shared, known, y):
-            return called(shared, known, lambda layers, x, per_layer: y)
+            with cut(lambda layers, x, per_layer: y):
+                return as_sums(called(shared, known)(), accumulate=self.schedule.microbatches)
 
         return Model(name=blueprint.name, embed=embed, stage=stage, head=head, layers=self.uneven)
 
@@ -373,16 +361,15 @@ class Pipelined:
         """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""
         x, per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
 
-        def each(params, batch, rest):
-            def at_cut(layers, x, per_layer):
-                raise _Reached(per_layer)
-
+        def run(params, batch, rest):
             model = self.layout.blueprint.bind(params, rest, lambda path, value: value, compute)
-            try:
-                with cut(at_cut):
-                    self.loss(model, batch)
-            except _Reached as reached:
-                return reached.value
+            return lambda: self.loss(model, batch)
+
+        def each(*args):
+            return reached(run(*args), lambda layers, x, per_layer: per_layer)
+
+        def alone(params, batch, rest, x, per_layer):
+            return reached(run(params, batch, rest), lambda layers, _, __: layers(x, *per_layer))
 
         own = Traced(each, params, batch, rest).reads()[0] if jax.tree.leaves(per_layer) else {}
         for path, words in {**self.shared, **self.stacked}.items():
@@ -392,17 +379,6 @@ class Pipelined:
                     rule="what each layer has of its own there is no parameter: it gets no gradient",
                     fix="stack it with the other parameters of the layers",
                 )
-
-        def alone(params, batch, rest, x, per_layer):
-            def at_cut(layers, _, __):
-                raise _Reached(layers(x, *per_layer))
-
-            model = self.layout.blueprint.bind(params, rest, lambda path, value: value, compute)
-            try:
-                with cut(at_cut):
-                    self.loss(model, batch)
-            except _Reached as reached:
-                return reached.value
 
         reads = Traced(alone, params, batch, rest, x, per_layer).reads()[0]
         for path, words in self.shared.items():
