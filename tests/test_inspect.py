@@ -189,15 +189,9 @@ def test_a_cast_that_doubles_the_wire_is_found():
     assert sum(e.step_wire for e in wide.ledger) == 2 * sum(e.step_wire for e in narrow.ledger)
 
 
-flagged_by_mistake = pytest.mark.xfail(
-    jax.__version_info__ < (0, 11),
-    strict=True,
-    reason="on jax 0.10 the inspector does not yet know the executor's float32 sums, and flags them as wide wire",
-)
 PIPES = jp.Parallel(pipe=2, fsdp=4, pipeline=jp.Pipeline(microbatches=4))
 
 
-@flagged_by_mistake
 @gpu_compiler
 def test_a_pipeline_is_told_without_a_false_flag():
     step = step_on("h100:1x8", PIPES, precision="bf16")
@@ -234,7 +228,6 @@ def test_reductions_per_tick_and_wide_messages_are_found_in_a_pipeline(monkeypat
     assert any("collective-permute over pipe of f32" in flag.text for flag in report.flags)
 
 
-@flagged_by_mistake
 @gpu_compiler
 def test_a_table_that_mixes_ops_and_updates_in_its_middle_is_counted_by_its_cells():
     how = jp.Pipeline(schedule="1f1b", microbatches=4, keep="residuals", weights="stash")

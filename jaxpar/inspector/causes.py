@@ -175,14 +175,15 @@ class Causes:
             over what splits examples.
         """
         maker = trace.maker(operand.name) or op
-        backward = is_backward(maker.label) or is_backward(op.label)
+        label = trace.label(op)
+        backward = is_backward(maker.label) or is_backward(label)
         frame = users_frame(trace.module.stack(maker) or trace.module.stack(op))
         source = f"{Path(frame.file).name}:{frame.line}" if frame else ""
         operation = shorten(maker.label)
-        if MESSAGE in op.label:
+        if MESSAGE in label:
             sent = users_frame(trace.module.stack(op))
             where = f"{Path(sent.file).name}:{sent.line}" if sent else ""
-            return Cause(STAGE_TO_STAGE, where, shorten(op.label), False, ())
+            return Cause(STAGE_TO_STAGE, where, shorten(label), False, ())
         number = trace.given(operand.name)
         if number is not None and self.numbered and (kind == "all-gather" or not backward):
             argument = self.arguments[number]
@@ -190,7 +191,7 @@ class Causes:
                 return Cause(argument.path, source, operation, False, (argument.path,))
         if scoped := self.scope(maker.label):
             return Cause(scoped, source, operation, backward, (scoped,))
-        summed = GRADIENT in op.label or GRADIENT in maker.label
+        summed = GRADIENT in label or GRADIENT in maker.label
         alike = next(
             (found for array in arrays if (found := self._moved(array, kind, set(axes), maker.label, summed=summed))),
             [],

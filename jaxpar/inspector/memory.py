@@ -186,12 +186,12 @@ class _Reader:
         self.trace = Trace(module)
         self.logits = self._shapes_of_loss()
         # what an asynchronous fusion is called inside is not printed; then any labelled instruction of that shape
-        self.like: dict[Array, Op] = {}
+        self.like: dict[Array, tuple[Op, tuple[int, ...]]] = {}
         self.ticking: dict[Array, Op] = {}  # those inside the table of a pipeline
         for _, op in module.ops():
             if op.label:
-                for array in op.arrays:
-                    self.like.setdefault(array, op)
+                for number, array in enumerate(op.arrays):
+                    self.like.setdefault(array, (op, _entry(op, number)))
                     if TABLE in op.label:
                         self.ticking.setdefault(array, op)
 
@@ -241,7 +241,7 @@ class _Reader:
         """Returns the path of the parameter that a buffer is a gathered, cast or copied form of, where it is one."""
         name, index, like = buffer.name, buffer.index, self.like.get(buffer.array) if buffer.array else None
         if name not in self.trace.places and like is not None:
-            name, index = like.name, ()
+            name, index = like[0].name, like[1]
         number = self.trace.given(name, index)
         if number is not None and self.causes.numbered:
             argument = self.causes.arguments[number]
@@ -255,7 +255,15 @@ class _Reader:
         found = self.trace.maker(buffer.name, buffer.index)
         if found and buffer.array and _FILLED.search(found.label):  # what XLA took out of a loop has no other name
             return self.ticking.get(buffer.array, found)
-        return found or (self.like.get(buffer.array) if buffer.array else None)
+        like = self.like.get(buffer.array) if buffer.array else None
+        return found or (like[0] if like else None)
+
+
+def _entry(op: Op, number: int) -> tuple[int, ...]:
+    """Returns where the n-th array stands in what an instruction returns; a start returns (what it read, what came)."""
+    if len(op.arrays) == 1:
+        return ()
+    return divmod(number, len(op.operands)) if op.opcode.endswith("-start") and len(op.operands) > 1 else (number,)
 
 
 def _index(text: str | None) -> tuple[int, ...]:

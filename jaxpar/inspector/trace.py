@@ -62,8 +62,13 @@ class Trace:
             return op.operands[0], (int(op.attribute("index") or 0), *index)
         if op.opcode == "tuple" and index and index[0] < len(op.operands):
             return op.operands[index[0]], index[1:]
+        if op.opcode == "all-gather-done" and op.operands:
+            return op.operands[0], (1, *index)
         if op.opcode in _SAME and op.operands:
-            return op.operands[0], index[1:] if op.opcode == "all-gather-done" else index
+            inside = index[1:] if op.opcode.endswith("-start") else index  # a start returns what it read beside what came
+            if len(op.operands) == 1:
+                return op.operands[0], inside
+            return (op.operands[inside[0]], inside[1:]) if inside and inside[0] < len(op.operands) else None
         return None
 
     def _returned(self, computation: str, index: Index) -> tuple[str, Index]:
@@ -118,6 +123,12 @@ class Trace:
                 break
             op = before
         return op
+
+    def label(self, op: Op) -> str:
+        """Returns the label of an instruction; where XLA lost it, as of those it combined, that of how it adds up."""
+        if op.label or "to_apply=" not in op.unquoted:
+            return op.label
+        return next((each.label for each in self.module.computations[op.called[0]] if each.root), "")
 
     def maker(self, name: str, index: Index = ()) -> Op | None:
         """Returns the nearest labelled instruction that makes a value, or None."""
