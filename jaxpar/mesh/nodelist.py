@@ -1,0 +1,50 @@
+"""SLURM's short way to write many hosts: node[01-03,07],gpu5."""
+
+import re
+from collections.abc import Iterator
+
+from jaxpar.errors import JaxparError, refuse
+
+
+def hosts(text: str) -> Iterator[str]:
+    """Yields the hosts of a node list in their order, one after the other: a list may name millions.
+
+    >>> list(hosts("node[01-03,07],gpu5"))
+    ['node01', 'node02', 'node03', 'node07', 'gpu5']
+    >>> list(hosts("rack[1-2]n[8-9]-ib"))
+    ['rack1n8-ib', 'rack1n9-ib', 'rack2n8-ib', 'rack2n9-ib']
+
+    Raises:
+      JaxparError: If it is no node list, at the first host that cannot be read.
+    """
+    for name in re.split(r",(?![^\[]*\])", text.strip()):
+        if not re.fullmatch(r"([\w.-]|\[[\d,-]+\])+", name, re.ASCII):
+            raise _no_list(text, f"{name!r} is no host")
+        yield from _spelled(re.split(r"\[([^\]]*)\]", name), text)
+
+
+def _spelled(parts: list[str], text: str) -> Iterator[str]:
+    """Yields every host of [name, ranges, name, ranges, ..., name]."""
+    if len(parts) == 1:
+        yield parts[0]
+        return
+    for number in _numbers(parts[1], text):
+        for rest in _spelled(parts[2:], text):
+            yield f"{parts[0]}{number}{rest}"
+
+
+def _numbers(ranges: str, text: str) -> Iterator[str]:
+    for piece in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise _no_list(text, f"[{piece}] is no range")
+        for number in range(int(match[1]), int(match[2] or match[1]) + 1):
+            yield str(number).zfill(len(match[1]))
+
+
+def _no_list(text: str, why: str) -> JaxparError:
+    return refuse(
+        f"the node list {text!r:.80}: {why}",
+        rule="hosts are written as SLURM does: node[01-03,07],gpu5",
+        fix="JAXPAR_COORDINATOR=HOST:PORT of process 0, which needs no node list",
+    )
