@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli import bench, check, inspect, sample, schedule, train
+from jaxpar.cli import bench, check, doctor, inspect, sample, schedule, train
 from jaxpar.errors import JaxparError, refuse
 
-VERBS = (train, check, inspect, schedule, sample, bench)
+VERBS = (train, check, doctor, inspect, schedule, sample, bench)
 
 
 def main(argv: list[str] | None = None) -> int:
