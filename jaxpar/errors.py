@@ -35,6 +35,8 @@ class Problem:
 class JaxparError(ValueError):
     """The one error jaxpar raises for input it refuses; carries every problem found at once."""
 
+    status = 1  # with which a verb ends
+
     def __init__(self, *problems: Problem):
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))

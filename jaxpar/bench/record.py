@@ -18,10 +18,14 @@ def where() -> dict[str, Any]:
     return {
         "devices": describe(jax.devices()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": versions(),
         "commit": commit(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what computes; makes no device."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
 
 
 def commit() -> str:

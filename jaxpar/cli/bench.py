@@ -10,6 +10,8 @@ EXAMPLE = """\
   the step of jaxpar beside a hand-written one in raw JAX, interleaved in one process
   $ jaxpar bench pipeline
   memory of a pipelined step by schedule and microbatches, as compiled for simulated devices and for eight H100s
+  $ jaxpar bench faults --timeout 10
+  seconds until all processes of a run have noticed that one is killed, stopped, late or runs another program
 """
 
 
@@ -18,8 +20,9 @@ def add(verbs) -> None:
     verb = verbs.add_parser(
         "bench", help="measure jaxpar itself", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verb.add_argument("name", choices=["overhead", "pipeline"], help="what to measure")
+    verb.add_argument("name", choices=["overhead", "pipeline", "faults"], help="what to measure")
     verb.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout of overhead (default 60)")
+    verb.add_argument("--timeout", type=float, default=30.0, help="run.timeout of faults, in seconds (default 30)")
     add_json(verb)
     verb.set_defaults(run=run)
 
@@ -31,6 +34,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         from jaxpar.bench.pipeline import pipeline
 
         result = pipeline()
+    elif args.name == "faults":
+        from jaxpar.bench.faults import faults
+
+        result = faults(timeout=args.timeout)
     else:
         from jaxpar.bench.overhead import overhead
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli import bench, check, doctor, inspect, sample, schedule, train
+from jaxpar.cli import bench, check, doctor, inspect, launch, sample, schedule, train
 from jaxpar.errors import JaxparError, refuse
 
-VERBS = (train, check, doctor, inspect, schedule, sample, bench)
+VERBS = (train, launch, check, inspect, schedule, sample, bench, doctor)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
         count = len(error.problems)
         for problem in error.problems:
             print(f"{'error' if count == 1 else 'problem'}: {problem}", file=sys.stderr)
-        result, status = {"problems": [vars_of(problem) for problem in error.problems]}, 1
+        result, status = {"problems": [vars_of(problem) for problem in error.problems]}, error.status
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -50,8 +50,20 @@ def main(argv: list[str] | None = None) -> int:
             Path(args.json).write_text(json.dumps(result, indent=2, default=str) + "\n")
         except OSError as error:
             print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr)
-            return 1
+            status = 1
+    if status and "jax" in sys.modules:
+        _leave(status)
     return status
+
+
+def _leave(status: int) -> None:
+    """Ends the process at once if it is one of several: JAX would wait at its end for the others."""
+    import jax
+
+    if jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def vars_of(problem: Any) -> dict[str, str]:

@@ -65,7 +65,7 @@ class Trace:
         if op.opcode == "all-gather-done" and op.operands:
             return op.operands[0], (1, *index)
         if op.opcode in _SAME and op.operands:
-            inside = index[1:] if op.opcode.endswith("-start") else index  # a start returns what it read beside what came
+            inside = index[1:] if op.opcode.endswith("-start") else index  # it returns what it read, what came
             if len(op.operands) == 1:
                 return op.operands[0], inside
             return (op.operands[inside[0]], inside[1:]) if inside and inside[0] < len(op.operands) else None

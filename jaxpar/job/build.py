@@ -67,14 +67,18 @@ class Built:
     source: Source
 
 
-def build(job: Job) -> Built:
+def build(job: Job, *, processes: int = 1) -> Built:
     """Returns the job on real or simulated devices.
+
+    Args:
+      job: The job.
+      processes: Among how many, all connected, simulated devices are divided.
 
     Raises:
       JaxparError: With what is wrong, before anything is compiled.
     """
     if job.mesh.simulate:
-        simulate(job.mesh.simulate)
+        simulate(job.mesh.simulate, processes=processes)
     devices = jax.devices()
     if job.mesh.devices > len(devices):
         raise refuse(

@@ -5,19 +5,26 @@ RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 """
 
+import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
-from jaxpar.bench.record import where
-from jaxpar.errors import refuse, said
+import jax
+
+from jaxpar.bench.record import versions, where
+from jaxpar.errors import JaxparError, refuse, said
 from jaxpar.job.build import Built, abstract_batch, build
 from jaxpar.job.schema import Job, dumps
 from jaxpar.mesh.chips import find_chip
+from jaxpar.mesh.connect import connect
 from jaxpar.mesh.devices import describe, is_simulated
+from jaxpar.mesh.processes import detect
 from jaxpar.train import loop, state
 from jaxpar.train.checkpoint import Store, make_folder, write_json
 from jaxpar.train.metrics import Log
+from jaxpar.train.peers import SLOW, Alone, Peers, forget
 from jaxpar.train.progress import Progress
 from jaxpar.train.subject import model_flop
 
@@ -29,22 +36,61 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
       JaxparError: With what is wrong with the job, its data, its run folder or its loss.
     """
     folder = Path(job.run.dir)
-    store = Store(folder / "checkpoints", job.checkpoint)
-    steps = _check_folder(job, folder, store)
-    built = build(job)
-    _check_same_run(folder, built, steps)
+    peers = _meet(job, folder)
+    try:
+        store = Store(folder / "checkpoints", job.checkpoint)
+        steps = _check_folder(job, folder, store)
+        built = build(job, processes=peers.count)
+        _check_same_run(folder, built, steps)
+        peers.agree("data", built.source.fingerprint)
+        peers.agree("list of checkpoints", str(steps))
+        make_folder(folder)
+        result = _train(job, built, store, peers, steps, stream)
+    except JaxparError as error:
+        peers.close(f"failed: {error.problems[0].got}")
+        raise
+    except (ValueError, RuntimeError, OSError) as error:
+        meant = peers.explain(error)
+        peers.close(f"failed: {said(meant)}")
+        if meant is error:
+            raise
+        raise meant from error
+    peers.close()
+    return result
+
+
+def _meet(job: Job, folder: Path) -> Alone:
+    """Returns the processes of the run, connected and agreed on what they are going to do."""
+    cluster = detect(os.environ)
+    if cluster is None or cluster.processes == 1:
+        return Alone()
+    attempt = os.environ.get("JAXPAR_ATTEMPT") or cluster.coordinator
     make_folder(folder)
+    if cluster.process == 0:
+        forget(folder, attempt)
+    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from us  # pyright: ignore
+    connect(cluster, timeout=job.run.timeout * SLOW)
+    peers = Peers(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
+    peers.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
+    return peers
+
+
+def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int], stream) -> dict[str, Any]:
+    folder, first = Path(job.run.dir), peers.process == 0
+    built.step.agree = peers.agree if peers.count > 1 else None
+    peers.at(0, "restoring" if steps else "starting")
     if steps:
         start, _ = store.restore(built.step.abstract())
     else:
         start = state.create(built.layout, built.optimizer, seed=job.train.seed, offload=job.train.offload)
-    (folder / "job.toml").write_text(dumps(job))
-    write_json(folder / "run.json", record(built))
-    log = Log(folder, job.metrics, start=steps[-1] if steps else 0)
+    if first:  # one writer
+        (folder / "job.toml").write_text(dumps(job))
+        write_json(folder / "run.json", record(built))
+    log = Log(folder, job.metrics, start=steps[-1] if steps else 0) if first else None
     devices = list(built.layout.on.devices.flat)
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit="tokens" if job.data.is_text else "examples",
-        flops=step_flop(built), peak=_peak(devices), stream=stream,
+        flops=step_flop(built), peak=_peak(devices), stream=stream if first else io.StringIO(),
     )  # fmt: skip
     with progress:
         progress.say(
@@ -54,9 +100,10 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
         if steps and steps[-1] >= job.train.steps:
             progress.say(f"nothing to do: trained to step {steps[-1]} of {job.train.steps}; raise train.steps to go on")
         try:
-            outcome = loop.run(_loop(built, store, log, progress), start)
+            outcome = loop.run(_loop(built, store, log, progress, peers), start)
         finally:
-            log.close()
+            if log:
+                log.close()
         if built.step.products is not None:
             progress.say(str(built.step.products))
         if outcome.stopped_by:
@@ -89,12 +136,12 @@ def record(built: Built) -> dict[str, Any]:
     }
 
 
-def _loop(built: Built, store: Store, log: Log, progress: Progress) -> loop.Run:
+def _loop(built: Built, store: Store, log: Log | None, progress: Progress, peers: Alone) -> loop.Run:
     train = built.job.train
     return loop.Run(
         step=built.step, source=built.source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=built.job.checkpoint,
-        store=store, log=log, progress=progress, learning_rate=built.learning_rate,
+        store=store, log=log, progress=progress, learning_rate=built.learning_rate, peers=peers,
     )  # fmt: skip
 
 

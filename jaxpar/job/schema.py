@@ -32,10 +32,16 @@ class RunTable:
       dir: The run folder; "" means runs/ and the name of the job file.
       resume: auto goes on from the latest checkpoint if there is one; never starts anew and
         refuses a folder that has checkpoints; must refuses a folder that has none.
+      timeout: Seconds without a sign of life from another process, or in which it keeps the others
+        waiting, after which the run ends and says so. Compiling and saving may take ten times as long.
     """
 
     dir: str = ""
     resume: Literal["auto", "never", "must"] = "auto"
+    timeout: float = 30.0
+
+    def __post_init__(self):
+        within(self, "run", {"timeout": (1.0, 86400.0)})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,23 +18,33 @@ def hush_plugin() -> None:
         log.addFilter(lambda record: "is not found" not in record.getMessage())
 
 
-def simulate(count: int) -> None:
+def simulate(count: int, *, processes: int = 1) -> None:
     """Makes this process see `count` simulated devices on the processor, and nothing else.
 
     Must come before the first use of a device: JAX creates its devices once.
 
+    Args:
+      count: Devices, of all processes together.
+      processes: How many there are, already connected; each gets as many devices.
+
     Raises:
-      JaxparError: If `count` is not positive, or the devices exist already and are others.
+      JaxparError: If `count` is not positive, does not divide, or the devices exist already and are others.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise refuse(f"simulate({count!r})", rule="a positive whole number of devices", fix="simulate(8)")
+    if count % processes:
+        raise refuse(
+            f"{count} simulated devices on {processes} processes",
+            rule="every process has as many devices",
+            fix=f"mesh.simulate = {-(-count // processes) * processes}, or another number of processes",
+        )
     hush_plugin()
     try:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", count // processes)
     except RuntimeError:
         pass  # the devices exist already; whether they are the ones asked for is checked next
-    _make_devices(count)
+    _make_devices(count // processes)
     if jax.default_backend() != "cpu" or jax.device_count() != count:
         raise refuse(
             f"simulate({count}) after JAX made {describe(jax.devices())}",

@@ -21,7 +21,9 @@ import jax
 from jaxpar.errors import refuse
 from jaxpar.train.checkpoint import Checkpoints, Store
 from jaxpar.train.data.spec import Source
+from jaxpar.train.feed import Feed
 from jaxpar.train.metrics import Log
+from jaxpar.train.peers import Alone
 from jaxpar.train.progress import Progress
 from jaxpar.train.state import State
 from jaxpar.train.step import Step
@@ -45,6 +47,7 @@ class Run:
       log: Where rows go, or None.
       progress: What the user sees, or None.
       learning_rate: Step to learning rate, for the rows.
+      peers: The other processes of the run.
     """
 
     step: Step
@@ -58,6 +61,7 @@ class Run:
     log: Log | None = None
     progress: Progress | None = None
     learning_rate: Callable[[int], float] | None = None
+    peers: Alone = field(default_factory=Alone)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +86,11 @@ def run(job: Run, state: State) -> Outcome:
       JaxparError: If the loss is not finite: nothing is saved from then on.
     """
     start = int(state.step)
+    feed = Feed(job.source, job.step.layout, job.global_batch)
     rows: list[dict[str, Any]] = []
     flying: collections.deque = collections.deque()
     clock = time.perf_counter()
+    stopped: str | None = None
 
     def land() -> None:
         nonlocal clock
@@ -96,10 +102,15 @@ def run(job: Run, state: State) -> Outcome:
 
     with _signals() as stop:
         for index in range(start, job.steps):
-            state, metrics = job.step(state, job.source.batch(index, job.global_batch))
-            flying.append((index + 1, metrics))
             done = index + 1
-            last = done == job.steps or stop.name is not None
+            job.peers.at(done, "reading the batch" if index > start else "compiling")
+            batch = feed.batch(index)
+            if index > start:
+                job.peers.at(done, "training")
+            state, metrics = job.step(state, batch)
+            flying.append((done, metrics))
+            stopped = job.peers.stopping(stop.name, done)
+            last = done == job.steps or stopped is not None
             evaluating = last or (job.eval_every and done % job.eval_every == 0)
             saving = last or (job.checkpoints.every and done % job.checkpoints.every == 0)
             while len(flying) > (0 if evaluating or saving else IN_FLIGHT - 1):
@@ -107,24 +118,26 @@ def run(job: Run, state: State) -> Outcome:
                 if flying or not evaluating:
                     _publish(job, rows[-1])
             if evaluating:
-                rows[-1] |= evaluate(job, state)
+                job.peers.at(done, "evaluating")
+                rows[-1] |= evaluate(job, state, feed)
                 _publish(job, rows[-1])
                 clock = time.perf_counter()
             if saving and job.store:
+                job.peers.at(done, "saving")
                 job.store.save(done, state, {k: v for k, v in rows[-1].items() if k in ("loss", "eval_loss")})
             if last:
                 break
     if job.store:
         job.store.wait()
-    return Outcome(state=state, rows=rows, stopped_by=stop.name)
+    return Outcome(state=state, rows=rows, stopped_by=stopped)
 
 
-def evaluate(job: Run, state: State) -> dict[str, float]:
+def evaluate(job: Run, state: State, feed: Feed) -> dict[str, float]:
     """Returns `eval_loss` and its kin over the held-out examples: sums over all batches, divided once."""
     totals: dict[str, tuple[float, float]] = {}
     index = 0
     while not job.eval_batches or index < job.eval_batches:
-        batch = job.source.evaluation(index, job.global_batch)
+        batch = feed.evaluation(index)
         if batch is None:
             break
         for name, (total, count) in jax.device_get(job.step.evaluate(state, batch)).items():

@@ -7,6 +7,7 @@ The specs of the layout say where each piece lives; XLA compiles the collectives
 """
 
 import dataclasses
+import hashlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -77,11 +78,13 @@ class Step:
     Attributes:
       layout: Where arrays live.
       products: After the first call with bf16, what the matrix products really run in.
+      agree: With several processes, what each says of a program before it is run: (which, hash).
     """
 
     def __init__(self, layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, numerics: Numerics):
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
         self.products: check.Products | None = None
+        self.agree: Callable[[str, str], None] | None = None
         self.pipelined = None
         if isinstance(layout, Layout) and layout.sizes["pipe"] > 1:
             if numerics.accumulate > 1:
@@ -116,7 +119,7 @@ class Step:
         key = _signature("train", batch)
         if key not in self._compiled:
             self._check_state(state)
-            self._compiled[key] = self.lower(state, batch).compile()
+            self._compiled[key] = self._compile(key, self.lower(state, batch))
         new, metrics = self._run(key, state, state, batch)
         self._bound(metrics)
         return new, metrics
@@ -137,10 +140,18 @@ class Step:
             self._check_state(state)
             with self._users_code(batch), self._traced():
                 lowered = self._eval.lower(state.params, state.rest, batch)
-            self._compiled[key] = lowered.compile()
+            self._compiled[key] = self._compile(key, lowered)
         sums = self._run(key, state, state.params, state.rest, batch)
         self._bound(sums)
         return sums
+
+    def _compile(self, key: Any, lowered):
+        """Compiles a program that all processes agree on: others would wait in it for ever."""
+        if self.agree is not None:
+            self.agree(
+                f"{key[0]} program ({len(self._compiled)})", hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            )
+        return lowered.compile()
 
     def _run(self, key: Any, state: State, *args: Any) -> Any:
         try:
@@ -248,7 +259,11 @@ class Step:
                 fix=f"leave {name!r} out, or encode it",
             )
         self._check_rows(name, value)
-        return jax.device_put(value, self.layout.sharding(self.layout.batch_spec(value.shape)))
+        sharding = self.layout.sharding(self.layout.batch_spec(value.shape))
+        if jax.process_count() == 1:
+            return jax.device_put(value, sharding)
+        value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # what is here of it
 
     def shaped(self, name: str, value: Any) -> Any:
         """Returns the shape of a batch array with the sharding that it will have."""

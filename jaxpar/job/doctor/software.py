@@ -27,7 +27,7 @@ def asked(package: str) -> dict[str, str]:
         data = importlib.metadata.metadata(package)
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = {"python": data.get("Requires-Python") or ""}
+    found = {"python": data["Requires-Python"] if "Requires-Python" in data else ""}
     for line in data.get_all("Requires-Dist") or []:
         match = re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;()]*)\)?\s*(;.*)?$", line)
         if match and not match[3]:

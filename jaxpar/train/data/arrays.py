@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.train.data.order import held_out, rows
-from jaxpar.train.data.spec import Batch, Data
+from jaxpar.train.data import order
+from jaxpar.train.data.spec import Batch, Data, Rows
 
 
 class Arrays:
@@ -32,21 +32,23 @@ class Arrays:
                 fix="give every array as many rows",
             )
         self.arrays, self.spec, self.seed = arrays, spec, seed
-        self.train, self.out = held_out(next(iter(lengths.values())), spec.held_out)
+        self.train, self.out = order.held_out(next(iter(lengths.values())), spec.held_out)
         self.fingerprint = fingerprint or _hash(arrays)
 
-    def batch(self, step: int, size: int) -> Batch:
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
-        return self._rows(self.train[rows(step, size, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)])
+        chosen = order.rows(step, size, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)
+        return self._rows(self.train[chosen if rows is None else chosen[rows]])
 
-    def evaluation(self, index: int, size: int) -> Batch | None:
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns the index-th held-out batch; the last is filled up with rows that count nothing (`mask` 0)."""
         chosen = self.out[index * size : (index + 1) * size]
         if not len(chosen):
             return None
-        batch = self._rows(np.resize(chosen, size))
-        mask = (np.arange(size) < len(chosen)).astype(np.float32)
-        given = batch.get("mask", np.ones((size,), np.float32))
+        wanted = np.arange(size) if rows is None else rows
+        batch = self._rows(np.resize(chosen, size)[wanted])
+        mask = (wanted < len(chosen)).astype(np.float32)
+        given = batch.get("mask", np.ones((len(wanted),), np.float32))
         batch["mask"] = given * mask.reshape(-1, *(1,) * (given.ndim - 1))
         return batch
 

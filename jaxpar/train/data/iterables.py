@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, refuse, users_code
 from jaxpar.train.data.arrays import in_32_bits
-from jaxpar.train.data.spec import Batch
+from jaxpar.train.data.spec import Batch, Rows
 
 
 class Stream:
@@ -17,7 +17,7 @@ class Stream:
         self.iterable, self.fingerprint = iterable, name
         self._iterator, self._next = None, 0
 
-    def batch(self, step: int, size: int) -> Batch:
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
         if self._iterator is None or step < self._next:
             self._iterator, self._next = iter(self.iterable), 0
@@ -38,9 +38,9 @@ class Stream:
                     else "yield {'inputs': ..., 'targets': ...} for every step",
                 )
             self._next += 1
-        return as_batch(batch, size, self.fingerprint)
+        return some(as_batch(batch, size, self.fingerprint), rows)
 
-    def evaluation(self, index: int, size: int) -> Batch | None:
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns None: nothing is held out of an iterable."""
         return None
 
@@ -52,15 +52,15 @@ class Own:
         self.source, self.name = source, name
         self.fingerprint = str(getattr(source, "fingerprint", name))
 
-    def batch(self, step: int, size: int) -> Batch:
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
         with users_code(
             f"{self.name}.batch({step}, {size})", rule="a source has batch(step, size)", fix="the line that it names"
         ):
             batch = self.source.batch(step, size)
-        return as_batch(batch, size, self.name)
+        return some(as_batch(batch, size, self.name), rows)
 
-    def evaluation(self, index: int, size: int) -> Batch | None:
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns a held-out batch, or None; also where the source holds nothing out."""
         if not hasattr(self.source, "evaluation"):
             return None
@@ -70,7 +70,12 @@ class Own:
             fix="the line that it names",
         ):
             batch = self.source.evaluation(index, size)
-        return None if batch is None else as_batch(batch, size, self.name)
+        return None if batch is None else some(as_batch(batch, size, self.name), rows)
+
+
+def some(batch: Batch, rows: Rows) -> Batch:
+    """Returns those rows of a batch."""
+    return batch if rows is None else {name: value[rows] for name, value in batch.items()}
 
 
 def as_batch(batch: Any, size: int, name: str) -> Batch:

@@ -70,15 +70,18 @@ class Data:
             raise JaxparError(*problems)
 
 
+Rows = np.ndarray | None  # which rows of a global batch are wanted, in order; None means all
+
+
 class Source(Protocol):
     """Where batches come from."""
 
     fingerprint: str
 
-    def batch(self, step: int, size: int) -> Batch:
-        """Returns the training batch of a step: the same for the same step, always."""
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
+        """Returns the training batch of a step, or some of its rows: the same for the same step, always."""
         ...
 
-    def evaluation(self, index: int, size: int) -> Batch | None:
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns the index-th batch of the held-out examples, or None after the last whole one."""
         ...

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.train.data.arrays import Arrays
-from jaxpar.train.data.spec import Batch, Data
+from jaxpar.train.data.spec import Batch, Data, Rows
 
 
 class Tokens(Arrays):
@@ -28,9 +28,9 @@ class Tokens(Arrays):
         window = self.tokens[at].astype(np.int32)
         return {"inputs": window[:, :-1], "targets": window[:, 1:]}
 
-    def evaluation(self, index: int, size: int) -> Batch | None:
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns the index-th held-out batch, its mask spread over the tokens."""
-        batch = super().evaluation(index, size)
+        batch = super().evaluation(index, size, rows)
         if batch is not None:
             batch["mask"] = np.broadcast_to(batch["mask"][:, None], batch["targets"].shape).copy()
         return batch

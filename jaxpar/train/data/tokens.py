@@ -68,7 +68,9 @@ def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
     if tokenizer.get_vocab_size() > vocab:
         raise refuse(f"data.vocab = {vocab}", rule="a byte-level bpe has at least 257 tokens", fix="vocab = 1024")
     make_folder(folder)
-    tokenizer.save(str(file))
+    part = file.with_suffix(f".{os.getpid()}.part")
+    tokenizer.save(str(part))
+    part.replace(file)
     return tokenizer
 
 

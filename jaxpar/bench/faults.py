@@ -1,0 +1,292 @@
+"""How long it takes until every process of a run knows that one of them is gone, stopped, late or another.
+
+Real processes on this machine, each with its own simulated devices, connected as they would be on several hosts.
+A fault is planted once training goes; the clock runs until the last of the others has ended, with a message that
+names the process at fault. What is planted is a signal, another job file, or a module of the user's own that
+misbehaves in one process.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxpar.bench.record import where
+from jaxpar.errors import refuse
+from jaxpar.launch.supervise import free_port
+from jaxpar.mesh.devices import simulate
+
+PROCESSES, STEPS = 3, 100_000
+LATEST = 180.0  # seconds in which processes must begin to train
+JOB = """\
+[model]
+name = "own:model"
+[train]
+steps = {steps}
+global_batch = 6
+loss = "own:loss"
+[parallel]
+data = -1
+[mesh]
+simulate = {devices}
+[data]
+source = "own:Batches"
+[optimizer]
+warmup = 1
+[run]
+dir = "run"
+timeout = {timeout}
+"""
+OWN = '''\
+"""A model and its data; one process may be told by its environment to do otherwise."""
+
+import os
+import time
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+PLANT = os.environ.get("PLANT", "")
+
+
+def model(rngs):
+    return nnx.Linear(4, 4, rngs=rngs)
+
+
+def loss(model, batch):
+    out = model(batch["x"])
+    return jnp.mean(out**2) * (2.0 if PLANT == "program" else 1.0)
+
+
+class Batches:
+    def batch(self, step, size):
+        if PLANT == "late" and step == 30:
+            time.sleep(1e6)
+        x = np.random.default_rng(step).normal(size=(size, 4)).astype(np.float32)
+        return {"x": x}
+'''
+
+
+@dataclass
+class Processes:
+    """The processes of one run.
+
+    Attributes:
+      folder: Where they run.
+      children: Them, by number.
+    """
+
+    folder: Path
+    children: dict[int, subprocess.Popen] = field(default_factory=dict)
+
+    def step(self) -> int:
+        """Returns the last step in the metrics."""
+        file = self.folder / "run" / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def met(self) -> int:
+        """Returns how many processes watch each other."""
+        return len(list((self.folder / "run" / "processes").rglob("[0-9].json")))
+
+    def pid(self, process: int) -> int:
+        """Returns the process id that a process gives."""
+        (file,) = (self.folder / "run" / "processes").rglob(f"{process}.json")
+        return int(json.loads(file.read_text())["pid"])
+
+    def said(self, process: int) -> str:
+        """Returns what a process has said so far."""
+        return (self.folder / f"{process}.log").read_text(errors="replace")
+
+    def wait_for_training(self, steps: int = 20) -> None:
+        """Waits until the run has made some steps."""
+        begin = time.monotonic()
+        while self.step() < steps:
+            ended = [process for process, child in self.children.items() if child.poll() is not None]
+            if ended or time.monotonic() - begin > LATEST:
+                said = self.said(ended[0] if ended else 0)[-800:]
+                raise refuse(
+                    f"process {ended or 'none'} ended before step {steps}: {said}",
+                    rule="the processes train before a fault is planted",
+                    fix="jaxpar doctor",
+                )
+            time.sleep(0.02)
+
+    def wait_for_end(self, *, but: int | None = None, within: float) -> dict[int, tuple[int, float]]:
+        """Returns status and seconds of each process but the one at fault; those that go on are left out."""
+        begin, ended = time.monotonic(), {}
+        wanted = [process for process in self.children if process != but]
+        while len(ended) < len(wanted) and time.monotonic() - begin < within:
+            for process in wanted:
+                if process not in ended and (status := self.children[process].poll()) is not None:
+                    ended[process] = (status, time.monotonic() - begin)
+            time.sleep(0.01)
+        return ended
+
+
+@contextmanager
+def started(
+    timeout: float,
+    *,
+    count: int = PROCESSES,
+    plants: dict[int, str] | None = None,
+    words: dict[int, list[str]] | None = None,
+    launched: bool = False,
+) -> Iterator[Processes]:
+    """Starts the processes of a small run and kills them in the end.
+
+    Args:
+      timeout: Seconds, `run.timeout`.
+      count: Processes, with two devices each.
+      plants: Process to what it is told to do otherwise.
+      words: Process to overrides of its job.
+      launched: Start them by one `jaxpar launch`, which is then the only child, as number 0.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "own.py").write_text(OWN)
+        (folder / "job.toml").write_text(JOB.format(steps=STEPS, devices=2 * count, timeout=timeout))
+        run = Processes(folder)
+        port = free_port()
+        launch = ["launch", "-n", str(count), "--restarts", "0"] if launched else []
+        try:
+            for process in range(1 if launched else count):
+                own = {
+                    "JAXPAR_COORDINATOR": f"127.0.0.1:{port}", "JAXPAR_PROCESSES": str(count),
+                    "JAXPAR_PROCESS": str(process), "PLANT": (plants or {}).get(process, ""),
+                }  # fmt: skip
+                with (folder / f"{process}.log").open("w") as log:
+                    run.children[process] = subprocess.Popen(
+                        [sys.executable, "-m", "jaxpar", *launch, "train", "job.toml", *(words or {}).get(process, [])],
+                        cwd=folder, env={**os.environ, **own}, stdout=log, stderr=log,
+                    )  # fmt: skip
+            yield run
+        finally:
+            for child in run.children.values():
+                if child.poll() is None:
+                    child.send_signal(signal.SIGTERM if launched else signal.SIGKILL)
+                child.wait(timeout=60)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a fault.
+
+    Attributes:
+      fault: Its name.
+      seconds: Until the last other process had ended.
+      within: Seconds that were set.
+      named: Whether each of them named the process at fault.
+      said: What one of them said.
+    """
+
+    fault: str
+    seconds: float
+    within: float
+    named: bool
+    said: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was found in time and named."""
+        return self.named and self.seconds <= self.within
+
+
+def send(timeout: float, number: signal.Signals, process: int) -> Found:
+    """Sends a signal to one process of a run that trains."""
+    with started(timeout) as run:
+        run.wait_for_training()
+        run.children[process].send_signal(number)
+        return _found(run, f"{number.name} to process {process}", process, timeout)
+
+
+def killed(timeout: float, process: int) -> Found:
+    """Kills one process of a run that `jaxpar launch` watches: Gloo ends the others without a word."""
+    with started(timeout, launched=True) as run:
+        run.wait_for_training()
+        begin = time.monotonic()
+        os.kill(run.pid(process), signal.SIGKILL)
+        run.wait_for_end(within=3 * timeout + 20)
+        seconds = time.monotonic() - begin
+        said = next((line for line in run.said(0).splitlines() if line.startswith("launch: process")), "")
+        named = f"process {process} (host " in said and "SIGKILL" in said
+        return Found(f"SIGKILL to process {process}", seconds, timeout + 5, named, said)
+
+
+def late(timeout: float) -> Found:
+    """Lets one process read a batch for ever."""
+    with started(timeout, plants={1: "late"}) as run:
+        run.wait_for_training(25)
+        return _found(run, "process 1 reads a batch for ever", 1, timeout)
+
+
+def other_job(timeout: float) -> Found:
+    """Gives one process another job."""
+    with started(timeout, words={2: ["optimizer.learning_rate=0.5"]}) as run:
+        return _found(run, "process 2 has another job", 2, timeout, starting=True)
+
+
+def other_program(timeout: float) -> Found:
+    """Gives one process another loss function under the same name."""
+    with started(timeout, plants={1: "program"}) as run:
+        return _found(run, "process 1 has other code", 1, timeout, starting=True)
+
+
+def _found(run: Processes, fault: str, process: int, timeout: float, *, starting: bool = False) -> Found:
+    """Waits for the end of the others.
+
+    At the start, what counts is the time from when the last process was ready to be compared.
+    """
+    begin = time.monotonic()
+    ready = None
+    limit = LATEST if starting else 3 * timeout + 20
+    ended: dict[int, tuple[int, float]] = {}
+    while len(ended) < len(run.children) - 1 and time.monotonic() - begin < limit:
+        ended |= run.wait_for_end(but=process, within=0.05)
+        if ready is None and (
+            not starting or len(list((run.folder / "run" / "processes").rglob("[0-9].json"))) == len(run.children)
+        ):
+            ready = time.monotonic()
+    seconds = time.monotonic() - (ready or begin)
+    others = [other for other in run.children if other != process]
+    said = {other: re.sub(r"\s+", " ", "".join(re.findall(r"error: .*", run.said(other))[:1])) for other in others}
+    named = len(ended) == len(others) and all(f"process {process} (host " in text for text in said.values())
+    status = {status for status, _ in ended.values()}
+    return Found(fault, seconds, timeout + 5, named and 0 not in status, said[others[0]] or run.said(others[0])[-300:])
+
+
+FAULTS: dict[str, Callable[[float], Found]] = {
+    "killed": lambda timeout: killed(timeout, 2),
+    "coordinator killed": lambda timeout: killed(timeout, 0),
+    "stopped": lambda timeout: send(timeout, signal.SIGSTOP, 1),
+    "coordinator stopped": lambda timeout: send(timeout, signal.SIGSTOP, 0),
+    "late": late,
+    "other job": other_job,
+    "other program": other_program,
+}
+
+
+def faults(*, timeout: float = 30.0) -> dict[str, Any]:
+    """Plants every fault, prints when it was found and what was said, and returns that."""
+    simulate(1)
+    print(f"{PROCESSES} processes with two simulated devices each, run.timeout = {timeout:g} s")
+    rows = []
+    for name, plant in FAULTS.items():
+        found = plant(timeout)
+        rows.append(vars(found) | {"name": name, "holds": found.holds})
+        print(
+            f"{name:<22}{found.seconds:>7.1f} s  {'named' if found.named else 'NOT NAMED'}  {found.said[:160]}",
+            flush=True,
+        )
+    holds = all(row["holds"] for row in rows)
+    print(f"every fault found within {timeout + 5:g} s and named: {'yes' if holds else 'NO'}")
+    return {"faults": rows, "timeout": timeout, "holds": holds, "where": where()}

@@ -1,0 +1,60 @@
+"""`jaxpar launch -n 4 train JOB`: several processes of one job on this machine, watched and started again."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cli.options import add_json
+
+EXAMPLE = """\
+  $ jaxpar launch -n 4 train configs/quickstart.toml
+  $ jaxpar launch -n 8 --nodes 2 --node 1 --coordinator 10.0.0.1:7777 train job.toml
+  the second of two machines, with eight processes each
+
+Processes started by SLURM, torchrun, Open MPI or as a Kubernetes indexed job find each other without it.
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    verb = verbs.add_parser(
+        "launch",
+        help="train a job in several processes",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
+    verb.add_argument("--restarts", type=int, default=3, help="attempts without a new checkpoint (default 3)")
+    verb.add_argument("--nodes", type=int, default=1, help="machines, each with as many processes")
+    verb.add_argument("--node", type=int, default=0, help="which of them this is, from 0")
+    verb.add_argument("--coordinator", default="", metavar="HOST:PORT", help="of process 0; needed with --nodes")
+    add_json(verb)
+    verb.add_argument("command", choices=["train"], help="what each process does")
+    verb.add_argument("job", metavar="JOB", help="a TOML file")
+    verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Starts the processes and waits for them."""
+    from jaxpar.job.schema import load
+    from jaxpar.launch.supervise import Launch, supervise
+    from jaxpar.train.checkpoint import Checkpoints, Store
+    from jaxpar.train.peers import report
+
+    folder = Path(load(args.job, args.overrides).run.dir)  # what is wrong with a job is said once
+    launch = Launch(
+        command=[args.command, args.job, *args.overrides], processes=args.processes, restarts=args.restarts,
+        nodes=args.nodes, node=args.node, coordinator=args.coordinator,
+        ended=lambda attempt, ended: report(folder, attempt, ended.process, ended.how),
+    )  # fmt: skip
+
+    def progress() -> int:
+        steps = Store(folder / "checkpoints", Checkpoints()).steps()
+        return steps[-1] if steps else -1
+
+    result = supervise(
+        launch, progress=progress, say=lambda line: print(f"launch: {line}", file=sys.stderr, flush=True)
+    )
+    return result, result["status"]

@@ -1,0 +1,1 @@
+"""Several processes of one job, started, watched and started again."""

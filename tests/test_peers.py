@@ -1,0 +1,154 @@
+"""Processes that watch each other: who is at fault is found by one pure function; files and threads carry it."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpar.errors import JaxparError
+from jaxpar.train.peers import AHEAD, Alone, Beat, Heard, LostPeer, Peers, judge
+
+LIMIT = 30.0
+
+
+def heard(*others, **mine):
+    """Returns what process 0 hears: itself first, then the others as (place, doing, silent, stuck)."""
+    rows = [{"place": 5, "doing": "training", "silent": 0.0, "stuck": 0.0} | row for row in (mine, *others)]
+    return {
+        i: Heard(
+            Beat(process=i, host=f"h{i}", pid=i, place=row["place"], step=row["place"], doing=row["doing"]),
+            row["silent"],
+            row["stuck"],
+        )
+        for i, row in enumerate(rows)
+    }
+
+
+def test_all_well_is_no_problem():
+    assert judge(0, heard({}, {}, {}), limit=LIMIT) is None
+    assert judge(0, heard({"doing": "done", "silent": 1e6}, stuck=1e6), limit=LIMIT) is None
+    long_step = [{"stuck": 1e6}] * 3
+    assert judge(0, heard(*long_step, stuck=1e6), limit=LIMIT) is None  # nobody is behind: it is only slow
+
+
+def test_a_silent_process_is_named_with_its_host_and_what_it_did():
+    found = judge(0, heard({}, {"silent": 31.0, "doing": "saving"}), limit=LIMIT)
+    assert "process 2 (host h2, pid 2) has given no sign of life for 31 s; it was saving (step 5)" in found.got
+
+
+def test_a_late_process_is_named_also_by_itself():
+    rows = ({"place": 4, "doing": "reading the batch", "stuck": 33.0}, {"stuck": 31.0})
+    for me in range(3):
+        found = judge(me, heard(*rows, stuck=31.0), limit=LIMIT)
+        assert found.got.startswith("process 1 (host h1, pid 1) is late: reading the batch (step 4) for 33 s")
+        assert "2 others wait, training (step 5)" in found.got
+
+
+def test_compiling_may_take_ten_times_as_long():
+    rows = ({"place": 4, "doing": "compiling", "stuck": 200.0}, {"stuck": 199.0})
+    assert judge(0, heard(*rows, stuck=199.0), limit=LIMIT) is None
+    rows = ({"place": 4, "doing": "compiling", "stuck": 301.0}, {"stuck": 300.5})
+    assert "is late: compiling" in judge(0, heard(*rows, stuck=300.5), limit=LIMIT).got
+
+
+def test_a_process_that_failed_says_why():
+    found = judge(0, heard({"doing": "failed: no data"}), limit=LIMIT)
+    assert found.got == "process 1 (host h1, pid 1) ended: no data"
+    assert judge(1, heard({"doing": "failed: no data"}), limit=LIMIT) is None  # it says so itself
+
+
+times = st.floats(0, 1000)
+words = st.sampled_from(["training", "compiling", "done"])
+rows = st.fixed_dictionaries({"place": st.integers(0, 3), "doing": words, "silent": times, "stuck": times})
+
+
+@given(st.lists(rows, min_size=2, max_size=6))
+def test_nobody_is_blamed_within_the_limit(rows):
+    quick = [row | {"silent": min(row["silent"], LIMIT), "stuck": min(row["stuck"], LIMIT)} for row in rows]
+    assert judge(0, heard(*quick[1:], **quick[0]), limit=LIMIT) is None
+
+
+@given(st.lists(rows, min_size=2, max_size=6))
+def test_who_is_blamed_is_silent_or_last(rows):
+    everyone = heard(*rows[1:], **rows[0])
+    found = judge(0, everyone, limit=LIMIT)
+    if found is not None:
+        blamed = [other for other in everyone.values() if other.beat.name in found.got]
+        going = [other for other in everyone.values() if not other.beat.ended]
+        least = min(other.beat.place for other in going)
+        assert blamed
+        assert all(other.silent > LIMIT or (other.beat.place == least and other.stuck > LIMIT) for other in blamed)
+
+
+def meet(folder, count, *, limit=1.0, end=None):
+    return [Peers(folder, "a", process=i, count=count, limit=limit, end=end) for i in range(count)]
+
+
+def test_processes_agree_or_the_odd_one_is_named(tmp_path):
+    peers = meet(tmp_path, 3)
+    for each in peers[1:]:
+        each._change(facts={"job": "a = 1\nb = 2"})
+    peers[0].agree("job", "a = 1\nb = 2")
+    peers[2]._change(facts={"job": "a = 1\nb = 3"})
+    with pytest.raises(JaxparError, match=r"process 2 \(host .*\) has another job than the other 2: .*it has b = 3"):
+        peers[0].agree("job", "a = 1\nb = 2")
+    for each in peers:
+        each.close()
+
+
+def test_one_that_never_comes_is_named(tmp_path):
+    (first, second) = meet(tmp_path, 2, limit=0.1)
+    with pytest.raises(LostPeer, match=r"process 1 \(host .*\) did not come as far as data in 1 s") as error:
+        first.agree("data", "x")
+    assert error.value.status == 75
+    first.close()
+    second.close()
+
+
+def test_a_stopped_thread_and_a_late_one_are_found_in_time(tmp_path):
+    found = []
+    first, second = meet(tmp_path, 2, end=found.append)
+    second._closed.set()  # as if it were stopped: it says nothing any more
+    begin = time.monotonic()
+    while not found and time.monotonic() - begin < 10:
+        time.sleep(0.02)
+    assert "process 1" in found[0].got
+    assert 1.0 <= time.monotonic() - begin < 3.0
+    first.close()
+
+
+def test_all_stop_after_the_same_step(tmp_path):
+    peers = meet(tmp_path, 3)
+    stopped = {}
+    for step in range(1, 12):
+        for each in peers:  # the wish comes to process 2, in step 3
+            stopped.setdefault(each.process, None)
+            if stopped[each.process] is None and each.stopping(
+                "SIGTERM" if each.process == 2 and step >= 3 else None, step
+            ):
+                stopped[each.process] = step
+    assert set(stopped.values()) == {4 + AHEAD}
+    for each in peers:
+        each.close()
+
+
+def test_alone_there_is_nothing_to_agree_on():
+    alone = Alone()
+    assert alone.stopping("SIGINT", 3) == "SIGINT"
+    alone.agree("job", "x")
+    error = ValueError("Gloo")
+    assert alone.explain(error) is error
+
+
+def test_a_broken_collective_is_explained(tmp_path):
+    first, second = meet(tmp_path, 2)
+    second.at(7, "training")
+    second.close("failed: the loss is nan")
+    lost = first.explain(ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"))
+    assert isinstance(lost, LostPeer)
+    assert "process 1" in str(lost)
+    assert "the loss is nan" in str(lost)
+    error = ValueError("something of the user's")
+    assert first.explain(error) is error
+    first.close()
