@@ -38,6 +38,7 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Starts the processes and waits for them."""
+    from jaxpar.job.fewer import fewer
     from jaxpar.job.schema import load
     from jaxpar.launch.supervise import Launch, supervise
     from jaxpar.train.checkpoint import Checkpoints, Store
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         command=[args.command, args.job, *args.overrides], processes=args.processes, restarts=args.restarts,
         nodes=args.nodes, node=args.node, coordinator=args.coordinator,
         ended=lambda attempt, ended: report(folder, attempt, ended.process, ended.how),
+        fewer=lambda command, count: fewer(load(command[1], command[2:]), processes=count, most=count - 1),
     )  # fmt: skip
 
     def progress() -> int:

@@ -15,6 +15,8 @@ VERBS = (train, launch, check, inspect, schedule, sample, bench, doctor)
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one verb and returns its exit status: 0 if what was asked for held, 1 if not, 2 for wrong use."""
+    if "JAXPAR_PROCESS" in os.environ:
+        sys.excepthook = _crash
     parser = argparse.ArgumentParser(
         prog="jaxpar",
         description="Parallel training in JAX: any Flax model, any mesh, one declaration.",
@@ -64,6 +66,13 @@ def _leave(status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Ends one of several processes with a status that is no refusal, so that it is started again."""
+    sys.__excepthook__(kind, error, trace)
+    sys.stderr.flush()
+    os._exit(70)
 
 
 def vars_of(problem: Any) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
     start n ─► all end with 0 ─► done
        ▲        one refuses its input (status 1) ─► all end: another attempt would end the same way
-       └─────── one is killed, lost or crashes ─► all are killed; from the newest good checkpoint
+       └─────── one is killed, lost or crashes ─► all are killed; from the newest good checkpoint,
+                                                  without one that failed twice before there was another
 
 It trains nothing and holds no device. The processes find each other by `JAXPAR_COORDINATOR`,
 `JAXPAR_PROCESSES`, `JAXPAR_PROCESS`.
 """
 
+import dataclasses
 import os
 import signal
 import socket
@@ -19,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 
 REFUSED = 1  # the status of a verb that refuses its input
 _NOISE = "[Gloo] Rank "  # Gloo tells of every connection, on every process
@@ -39,6 +41,7 @@ class Launch:
       node: The number of this one.
       coordinator: `host:port` of process 0; on one machine a free port of its own.
       ended: Told how a process of this machine failed, and which attempt it was of; the others may hear of it.
+      fewer: From a command and its processes to how many fewer it can go on with, and more words for the command.
     """
 
     command: Sequence[str]
@@ -48,6 +51,7 @@ class Launch:
     node: int = 0
     coordinator: str = ""
     ended: Callable[[str, "Ended"], None] = lambda attempt, ended: None
+    fewer: Callable[[Sequence[str], int], tuple[int, list[str]]] | None = None
 
     def __post_init__(self):
         for key, low in (("processes", 1), ("restarts", 0), ("nodes", 1), ("node", 0)):
@@ -199,7 +203,7 @@ def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str
     stop = Stop()
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     attempts: list[list[Ended]] = []
-    left, reached = launch.restarts, progress()
+    left, reached, before_last = launch.restarts, progress(), -1
     try:
         while True:
             ended = Attempt(launch, len(attempts), say).run(stop)
@@ -218,10 +222,30 @@ def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str
                 say(f"ended after {len(attempts)} attempts, {launch.restarts + 1} in a row without a new checkpoint")
                 return _outcome(1, attempts)
             left -= 1
+            again = len(attempts) > 1 and _culprit(attempts[-2]) == _culprit(ended) and now <= before_last
+            before_last = now
+            if again and launch.nodes == 1 and launch.processes > 1 and launch.fewer is not None:
+                launch = _without_one(launch, say)
             say(f"attempt {len(attempts) + 1}" + (f", from step {now}" if now >= 0 else ", from the start"))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _culprit(ended: list[Ended]) -> int | None:
+    return next((each.process for each in ended if each.status), None)
+
+
+def _without_one(launch: Launch, say: Callable[[str], None]) -> Launch:
+    """Returns the launch with fewer processes, or as it was where the job cannot do with fewer."""
+    try:
+        count, words = launch.fewer(launch.command, launch.processes)  # pyright: ignore[reportOptionalCall]
+    except JaxparError as error:
+        for problem in error.problems:
+            say(f"not on fewer processes: {problem}")
+        return launch
+    say(f"one of {launch.processes} processes seems to be gone for good: on with {count}, {' '.join(words)}")
+    return dataclasses.replace(launch, processes=count, command=[*launch.command, *words])
 
 
 def _outcome(status: int, attempts: list[list[Ended]]) -> dict[str, Any]:
