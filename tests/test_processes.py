@@ -5,6 +5,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.nodelist import hosts
-from jaxpar.mesh.processes import detect
+from jaxpar.mesh.processes import Cluster, detect
+from jaxpar.mesh.rendezvous import go_to_meeting, host_meeting
 
 LAUNCH = Path(__file__).parent.parent / "configs" / "launch"
 OWN = {"JAXPAR_COORDINATOR": "node01:1234", "JAXPAR_PROCESSES": "4", "JAXPAR_PROCESS": "3"}
@@ -234,7 +237,7 @@ TOGETHER = """
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     try:
-        connect(detect(os.environ), timeout={timeout})
+        connect(detect(os.environ), timeout={timeout}, same={same!r})
     except ValueError as error:
         print(error, flush=True)
         os._exit(3)
@@ -255,12 +258,12 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(process, *, processes=2, port, timeout=60):
+def start(process, *, processes=2, port, timeout=60, same=""):
     environment = {
         "JAXPAR_COORDINATOR": f"127.0.0.1:{port}", "JAXPAR_PROCESSES": str(processes), "JAXPAR_PROCESS": str(process),
         "PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(Path(__file__).parent.parent),
     }  # fmt: skip
-    code = textwrap.dedent(TOGETHER).format(timeout=timeout)
+    code = textwrap.dedent(TOGETHER).format(timeout=timeout, same=same)
     return subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -275,7 +278,98 @@ def test_two_processes_find_each_other_and_add_up():
     port = free_port()
     for number, (code, out, err) in enumerate(finish(*(start(i, port=port) for i in range(2)))):
         assert code == 0, err
-        assert out.splitlines() == [f"6.0 {number} 4", "connect a second time"]
+        lines = [line for line in out.splitlines() if not line.startswith("[Gloo]")]
+        assert lines == [f"6.0 {number} 4", "connect a second time"]
+
+
+def met(cluster, same="", *, seconds=5.0):
+    """Returns what a process is told at the meeting, "" where all came."""
+    until = time.monotonic() + seconds
+    try:
+        if cluster.process == 0:
+            host_meeting(cluster, bind=cluster.coordinator, until=until, same=same)
+        else:
+            go_to_meeting(cluster, until=until, same=same)
+    except JaxparError as error:
+        return error.problems[0].got.partition(": ")[2]
+    return ""
+
+
+def meeting(*guests, seconds=5.0):
+    """Returns what each of (process, processes, same) is told."""
+    port = free_port()
+    clusters = [
+        Cluster(coordinator=f"127.0.0.1:{port}", processes=count, process=number, source="")
+        for number, count, _ in guests
+    ]
+    with ThreadPoolExecutor(len(guests)) as pool:
+        return list(pool.map(lambda c, g: met(c, g[2], seconds=seconds), clusters, guests))
+
+
+def test_all_who_come_to_the_meeting_go_on():
+    assert meeting(*((number, 5, "job") for number in (3, 1, 0, 2, 4))) == [""] * 5
+
+
+HERE = socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("guests", "told"),
+    [
+        ([(0, 4, ""), (2, 4, "")], "processes 1, 3 did not come"),
+        ([(0, 2, "")], "process 1 did not come"),
+        ([(0, 2, ""), (1, 3, "")], f"process 1 on {HERE} says there are 3 processes, process 0 says 2"),
+        (
+            [(0, 3, ""), (1, 3, ""), (1, 3, "")],
+            f"process 1 on {HERE} and another on {HERE} both say they are process 1",
+        ),
+        ([(0, 2, "job a"), (1, 2, "job b")], f"process 1 on {HERE} runs job b, process 0 runs job a"),
+    ],
+)
+def test_who_is_missing_or_does_not_fit_is_told_to_all(guests, told):
+    begin = time.monotonic()
+    assert meeting(*guests, seconds=0.7) == [told] * len(guests)
+    assert time.monotonic() - begin < 3
+
+
+def test_one_that_was_started_anew_takes_its_own_place():
+    port = free_port()
+    host, *others = (Cluster(coordinator=f"127.0.0.1:{port}", processes=3, process=i, source="") for i in range(3))
+    with ThreadPoolExecutor(3) as pool:
+        told = [pool.submit(met, host)]
+        time.sleep(0.3)
+        with socket.create_connection(("127.0.0.1", port)) as killed:
+            killed.sendall(b'{"process": 1, "processes": 3, "host": "x", "same": ""}\n')
+        told += [pool.submit(met, other) for other in others]
+        assert [each.result() for each in told] == [""] * 3
+
+
+def test_nobody_is_found_where_nobody_listens():
+    (told,) = meeting((1, 2, ""), seconds=0.5)
+    assert told == "no answer from the coordinator in 0.5 s: Connection refused"
+
+
+def test_strangers_do_not_disturb_a_meeting():
+    port = free_port()
+    first, second = (Cluster(coordinator=f"127.0.0.1:{port}", processes=2, process=i, source="") for i in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        host = pool.submit(met, first)
+        for word in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"process": []}\n', b"[1]\n", b"\xff\n"):
+            while True:
+                try:
+                    with socket.create_connection(("127.0.0.1", port)) as stranger:
+                        stranger.sendall(word)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.05)
+        assert met(second) == host.result() == ""
+
+
+def test_a_process_that_is_missing_ends_the_others_with_an_error_not_an_abort():
+    port = free_port()
+    for code, out, _ in finish(*(start(number, processes=3, port=port, timeout=4) for number in range(2))):
+        assert code == 3
+        assert "process 2 did not come" in out
 
 
 def test_a_coordinator_that_is_not_there_is_named_in_time():
