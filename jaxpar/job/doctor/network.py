@@ -84,9 +84,7 @@ def _ask(cluster: Cluster, seconds: float) -> Iterator[Finding]:
         try:
             before = time.time()
             with socket.create_connection((cluster.host, cluster.port), timeout=left) as server:
-                server.settimeout(max(0.01, min(1.0, left)))
-                text = server.recv(64)
-                after = time.time()
+                text, after = _heard(server), time.time()
                 server.sendall(str(cluster.process).encode())
         except TimeoutError:
             why = f"no answer in {seconds:g} s"
@@ -100,6 +98,15 @@ def _ask(cluster: Cluster, seconds: float) -> Iterator[Finding]:
             return
     yield Finding("coordinator", "problem", f"{cluster.coordinator} does not answer: {why}", "process 0 must run (srun "
         "jaxpar doctor asks on all of them at once); is its port open in the firewall?")  # fmt: skip
+
+
+def _heard(server: socket.socket) -> bytes:
+    """Returns what the other side says at once, b"" where it waits: a run listens there, no doctor."""
+    server.settimeout(1.0)
+    try:
+        return server.recv(64)
+    except TimeoutError:
+        return b""
 
 
 def _clock(theirs: float, before: float, after: float) -> Finding:

@@ -24,11 +24,11 @@ def installed(name: str) -> str:
 def asked(package: str) -> dict[str, str]:
     """Returns the versions that an installed package asks of others, as `>=1.2,<2`; `python` is one of them."""
     try:
-        data = importlib.metadata.metadata(package)
+        data = importlib.metadata.metadata(package).json
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = {"python": data["Requires-Python"] if "Requires-Python" in data else ""}
-    for line in data.get_all("Requires-Dist") or []:
+    found = {"python": str(data.get("requires_python", ""))}
+    for line in data.get("requires_dist", []):
         match = re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?\s*\(?([^;()]*)\)?\s*(;.*)?$", line)
         if match and not match[3]:
             found[match[1].lower()] = match[2].replace(" ", "")
