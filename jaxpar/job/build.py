@@ -31,6 +31,7 @@ from jaxpar.sharding.names import Blueprint, Compute
 from jaxpar.train import losses
 from jaxpar.train.data import arrays, text
 from jaxpar.train.data import sources as data
+from jaxpar.train.data.sound import Sound
 from jaxpar.train.data.spec import Source
 from jaxpar.train.pipelined import Pipelined
 from jaxpar.train.step import PRECISIONS, Numerics, Step
@@ -111,6 +112,7 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     loss, train = resolve_loss(job), job.train
     return build_step(
         compose(resolve_model(job, loss), job.parallel, devices), loss, chain.build(job.optimizer, train.steps),
+        guard=job.faults.on_bad_step == "skip",
         accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
     )  # fmt: skip
 
@@ -134,6 +136,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
 
     loss = attempt(resolve_loss, job)
     attempt(_check_data, job)
+    attempt(_check_faults, job)
     if whole:
         attempt(_check_path, job)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
@@ -341,6 +344,31 @@ def _check_path(job: Job) -> None:
             f"data.path = {job.data.path!r} with data.source = {job.data.source!r}, which reads no path",
             rule="a path is read by text and arrays",
             fix='source = "text"',
+        )
+
+
+def sound(job: Job) -> Sound:
+    """Returns what is known of a good batch of a job: ids that the model has, and the arrays of the user's own."""
+    like = abstract_batch(job) if ":" in job.data.source else {}
+    if job.model["name"] not in MODELS:
+        return Sound(like=like)
+    spec = MODELS[job.model["name"]][1]
+    usual = {"vocab": job.data.tokens} if job.data.is_text else {}
+    settings = {field.name: usual.get(field.name, field.default) for field in dataclasses.fields(spec)} | job.model
+    below = {"inputs": settings.get("vocab")}
+    if job.train.loss == "next_token":
+        below["targets"] = settings.get("vocab")
+    if job.train.loss == "classify":
+        below["labels"] = settings.get("classes")
+    return Sound(below={name: count for name, count in below.items() if isinstance(count, int)}, like=like)
+
+
+def _check_faults(job: Job) -> None:
+    if job.faults.on_bad_step == "rollback" and not job.checkpoint.every:
+        raise refuse(
+            "faults.on_bad_step = 'rollback' with checkpoint.every = 0, which saves at the end only",
+            rule="a rollback goes to a checkpoint",
+            fix=f"checkpoint.every = {max(1, job.train.steps // 20)}",
         )
 
 

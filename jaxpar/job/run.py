@@ -15,7 +15,7 @@ import jax
 
 from jaxpar.bench.record import versions, where
 from jaxpar.errors import JaxparError, refuse, said
-from jaxpar.job.build import Built, abstract_batch, build
+from jaxpar.job.build import Built, abstract_batch, build, sound
 from jaxpar.job.schema import Job, dumps
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.connect import connect
@@ -23,6 +23,8 @@ from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.mesh.processes import detect
 from jaxpar.train import loop, state
 from jaxpar.train.checkpoint import Store, make_folder, write_json
+from jaxpar.train.detours import Careful, Detours
+from jaxpar.train.faults import Watch
 from jaxpar.train.metrics import Log
 from jaxpar.train.peers import SLOW, Alone, Peers, forget
 from jaxpar.train.progress import Progress
@@ -137,11 +139,14 @@ def record(built: Built) -> dict[str, Any]:
 
 
 def _loop(built: Built, store: Store, log: Log | None, progress: Progress, peers: Alone) -> loop.Run:
-    train = built.job.train
+    job, train = built.job, built.job.train
+    detours = Detours(Path(job.run.dir), fresh=not store.steps())
+    source = Careful(built.source, detours, sound(job), job.faults, progress.say)
     return loop.Run(
-        step=built.step, source=built.source, steps=train.steps, global_batch=train.global_batch,
-        eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=built.job.checkpoint,
+        step=built.step, source=source, steps=train.steps, global_batch=train.global_batch,
+        eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         store=store, log=log, progress=progress, learning_rate=built.learning_rate, peers=peers,
+        watch=Watch(job.faults, log.recent, span=job.checkpoint.every), detours=detours,
     )  # fmt: skip
 
 

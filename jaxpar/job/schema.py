@@ -21,6 +21,7 @@ from jaxpar.optim.chain import Optimizer
 from jaxpar.parallel.declare import Parallel
 from jaxpar.train.checkpoint import Checkpoints
 from jaxpar.train.data.spec import Data
+from jaxpar.train.faults import Faults
 from jaxpar.train.metrics import Metrics
 
 
@@ -123,6 +124,7 @@ class Job:
       optimizer: How gradients become updates.
       train: How long, on how much at once.
       checkpoint: When the state is saved.
+      faults: What is done about numbers that go wrong.
       metrics: What is written down.
     """
 
@@ -134,6 +136,7 @@ class Job:
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: TrainTable = field(default_factory=TrainTable)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    faults: Faults = field(default_factory=Faults)
     metrics: Metrics = field(default_factory=Metrics)
 
 

@@ -18,9 +18,11 @@ from typing import Any
 
 import jax
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError
 from jaxpar.train.checkpoint import Checkpoints, Store
 from jaxpar.train.data.spec import Source
+from jaxpar.train.detours import Detours
+from jaxpar.train.faults import Watch, roll_back
 from jaxpar.train.feed import Feed
 from jaxpar.train.metrics import Log
 from jaxpar.train.peers import Alone
@@ -48,6 +50,8 @@ class Run:
       progress: What the user sees, or None.
       learning_rate: Step to learning rate, for the rows.
       peers: The other processes of the run.
+      watch: Judges each step's numbers.
+      detours: Batches that are passed over, or None where none can be.
     """
 
     step: Step
@@ -62,6 +66,8 @@ class Run:
     progress: Progress | None = None
     learning_rate: Callable[[int], float] | None = None
     peers: Alone = field(default_factory=Alone)
+    watch: Watch = field(default_factory=Watch)
+    detours: Detours | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +89,21 @@ def run(job: Run, state: State) -> Outcome:
     """Trains from `state.step` to `job.steps`.
 
     Raises:
-      JaxparError: If the loss is not finite: nothing is saved from then on.
+      JaxparError: If a step or a batch is bad and the job stops there: nothing is saved from then on.
     """
-    start = int(state.step)
     feed = Feed(job.source, job.step.layout, job.global_batch)
     rows: list[dict[str, Any]] = []
+    stop = _Stop()
+    while True:
+        try:
+            return _stretch(job, state, feed, rows, stop)
+        except JaxparError as error:
+            state = roll_back(job, error, rows)
+
+
+def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], stop: "_Stop") -> Outcome:
+    """Trains until the end, or to a step that is bad."""
+    start = int(state.step)
     flying: collections.deque = collections.deque()
     clock = time.perf_counter()
     stopped: str | None = None
@@ -100,14 +116,14 @@ def run(job: Run, state: State) -> Outcome:
         rows.append(_row(job, index, values, now - clock))
         clock = now
 
-    with _signals() as stop:
+    with _signals(stop):
         for index in range(start, job.steps):
             done = index + 1
             job.peers.at(done, "reading the batch" if index > start else "compiling")
             batch = feed.batch(index)
             if index > start:
                 job.peers.at(done, "training")
-            state, metrics = job.step(state, batch)
+            state, metrics = job.step(state, batch, limit=job.watch.limit(done))
             flying.append((done, metrics))
             stopped = job.peers.stopping(stop.name, done)
             last = done == job.steps or stopped is not None
@@ -124,7 +140,7 @@ def run(job: Run, state: State) -> Outcome:
                 clock = time.perf_counter()
             if saving and job.store:
                 job.peers.at(done, "saving")
-                job.store.save(done, state, {k: v for k, v in rows[-1].items() if k in ("loss", "eval_loss")})
+                job.store.save(done, state, _scores(rows[-1]))
             if last:
                 break
     if job.store:
@@ -148,18 +164,20 @@ def evaluate(job: Run, state: State, feed: Feed) -> dict[str, float]:
 
 
 def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:
-    if not math.isfinite(values["loss"]):
-        raise refuse(
-            f"the loss of step {step} is {values['loss']} (grad_norm {values['grad_norm']})",
-            rule="training goes on while the loss is finite; nothing is saved after it is not",
-            fix="resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
-            if step > 1
-            else "the data (nan, a label or token that is out of range, a mask of zeros) or the model's own arithmetic",
-        )
+    skipped = job.watch.judge(step, values)
+    values = {name: value for name, value in values.items() if name != "skipped"}
+    if skipped and job.progress:
+        job.progress.say(f"step {step} skipped: loss {values['loss']:.6g}, grad_norm {values['grad_norm']:.6g}")
     row = {"step": step, **values, "seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
+    if skipped:
+        row["skipped"] = True
     if job.learning_rate:
         row["learning_rate"] = job.learning_rate(step - 1)
     return row
+
+
+def _scores(row: dict[str, Any]) -> dict[str, float]:
+    return {key: row[key] for key in ("loss", "eval_loss") if math.isfinite(row.get(key, math.nan))}
 
 
 def _publish(job: Run, row: dict[str, Any]) -> None:
@@ -175,9 +193,8 @@ class _Stop:
 
 
 @contextmanager
-def _signals():
+def _signals(stop: _Stop):
     """Turns Ctrl-C and SIGTERM into a wish to stop after this step; a second one stops at once."""
-    stop = _Stop()
 
     def wish(number, _frame):
         if stop.name is not None:
@@ -189,7 +206,7 @@ def _signals():
     except ValueError:  # not the main thread (a notebook's worker): signals are not ours to take
         before = {}
     try:
-        yield stop
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

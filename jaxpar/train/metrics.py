@@ -1,11 +1,14 @@
 """What a run says of itself: a line of JSON per step, and optionally TensorBoard."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import refuse, within
+
+RECENT = 1024  # rows of an earlier run that are remembered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +34,23 @@ class Log:
       folder: The run folder.
       spec: The `[metrics]` table.
       start: The step the run starts from; later lines of an earlier run are dropped.
+
+    Attributes:
+      recent: The last rows of the earlier run.
     """
 
     def __init__(self, folder: Path, spec: Metrics, *, start: int):
-        self.path = folder / "metrics.jsonl"
+        self.path, self._spec = folder / "metrics.jsonl", spec
+        self._open(start)
+
+    def rewind(self, step: int) -> None:
+        """Takes back the rows after a step."""
+        self.close()
+        self._open(step)
+
+    def _open(self, start: int) -> None:
         try:
-            kept = [line for line in self._lines() if json.loads(line)["step"] <= start]
+            rows = [(line, row) for line in self._lines() if (row := json.loads(line))["step"] <= start]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise refuse(
                 f"{self.path} is damaged: {error}",
@@ -44,11 +58,12 @@ class Log:
                 fix=f"mv {self.path} {self.path}.damaged",
             ) from error
         part = self.path.with_suffix(".part")
-        part.write_text("".join(line + "\n" for line in kept))
+        part.write_text("".join(line + "\n" for line, _ in rows))
         part.replace(self.path)
+        self.recent = [row for _, row in rows[-RECENT:]]
         self._file = self.path.open("a", buffering=1)
         self._board: Any = None
-        if spec.tensorboard:
+        if self._spec.tensorboard:
             try:
                 from tensorboardX import SummaryWriter
             except ModuleNotFoundError as error:
@@ -57,14 +72,17 @@ class Log:
                     rule="event files are written by tensorboardX",
                     fix="pip install 'jaxpar[tensorboard]'",
                 ) from error
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1)
+            self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=start + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes one row; `step` is one of its keys."""
+        """Writes one row; `step` is one of its keys. What is not finite is null, as JSON knows no nan."""
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+        }
         self._file.write(json.dumps(row) + "\n")
         if self._board is not None:
             for key, value in row.items():
-                if key != "step":
+                if key != "step" and value is not None:
                     self._board.add_scalar(key, value, row["step"])
 
     def close(self) -> None:

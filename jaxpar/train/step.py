@@ -8,6 +8,7 @@ The specs of the layout say where each piece lives; XLA compiles the collectives
 
 import dataclasses
 import hashlib
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Compute, Tree, path_of
 from jaxpar.train import precision as check
 from jaxpar.train import state as states
+from jaxpar.train.faults import guarded
 from jaxpar.train.losses import Sums, as_sums
 from jaxpar.train.pipelined import Pipelined
 from jaxpar.train.state import State
@@ -81,7 +83,15 @@ class Step:
       agree: With several processes, what each says of a program before it is run: (which, hash).
     """
 
-    def __init__(self, layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, numerics: Numerics):
+    def __init__(
+        self,
+        layout: Layout,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        numerics: Numerics,
+        *,
+        guard: bool = False,
+    ):
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
         self.products: check.Products | None = None
         self.agree: Callable[[str, str], None] | None = None
@@ -100,19 +110,24 @@ class Step:
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
         self._flying: deque = deque()
         self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
-        self._train = jax.jit(self._update, donate_argnums=0, out_shardings=(self.placed, None))
+        self.guard, update = guard, self._update
+        if guard:
+            update = guarded(update, self._on_device, look_at_params=isinstance(self.pipelined, Updating))
+        self._train = jax.jit(update, donate_argnums=0, out_shardings=(self.placed, None))
         self._eval = jax.jit(self._measure)
 
-    def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    def __call__(self, state: State, batch: Batch, *, limit: float = math.inf) -> tuple[State, dict[str, jax.Array]]:
         """Makes one update.
 
         Args:
           state: As made by `create` or by the step before; its buffers are reused.
           batch: Name to array; every array's first dim is the global batch.
+          limit: The loss above which a step that guards makes no update; others do not read it.
 
         Returns:
           The new state, and scalars: each entry of the loss function divided by its count,
-          `tokens` (the count of `loss`) and `grad_norm` (global, before clipping).
+          `tokens` (the count of `loss`) and `grad_norm` (global, before clipping); `skipped`
+          where the step guards.
         """
         _check_given(state)
         batch = self.put(batch)
@@ -120,7 +135,8 @@ class Step:
         if key not in self._compiled:
             self._check_state(state)
             self._compiled[key] = self._compile(key, self.lower(state, batch))
-        new, metrics = self._run(key, state, state, batch)
+        limits = (np.float32(limit),) if self.guard else ()
+        new, metrics = self._run(key, state, state, batch, *limits)
         self._bound(metrics)
         return new, metrics
 
@@ -211,7 +227,7 @@ class Step:
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
         with self._users_code(batch), self._traced() as named:
-            lowered = self._train.lower(state, batch)
+            lowered = self._train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
         self._check_sequence(named)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())
@@ -417,13 +433,16 @@ def _signature(kind: str, batch: Batch):
     )
 
 
-def build(layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, **numerics: Any) -> Step:
+def build(
+    layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, *, guard: bool = False, **numerics: Any
+) -> Step:
     """Returns the training step of a layout.
 
     Args:
       layout: As made by `compose`.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       optimizer: The optax chain that `create` was given.
+      guard: Whether a step whose loss or gradients are not finite, or whose loss is above a limit, changes nothing.
       **numerics: `accumulate`, `precision`, `remat`, `offload`: see `Numerics`.
 
     Raises:
@@ -441,4 +460,4 @@ def build(layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, *
             rule="a loss is a function of (model, batch)",
             fix="jp.next_token, or lambda model, batch: (jnp.sum(losses), losses.size)",
         )
-    return Step(layout, loss, optimizer, Numerics(**numerics))
+    return Step(layout, loss, optimizer, Numerics(**numerics), guard=guard)

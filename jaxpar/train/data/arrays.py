@@ -37,8 +37,14 @@ class Arrays:
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
-        chosen = order.rows(step, size, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)
-        return self._rows(self.train[chosen if rows is None else chosen[rows]])
+        return self._rows(self._chosen(step, size)[slice(None) if rows is None else rows])
+
+    def where(self, step: int, size: int, row: int) -> str:
+        """Returns in words where a row of a training batch lies."""
+        return f"example {self._chosen(step, size)[row]} of {self.spec.path or self.spec.source}"
+
+    def _chosen(self, step: int, size: int) -> np.ndarray:
+        return self.train[order.rows(step, size, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)]
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns the index-th held-out batch; the last is filled up with rows that count nothing (`mask` 0)."""

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, refuse, users_code
 from jaxpar.train.data.arrays import in_32_bits
+from jaxpar.train.data.sound import CorruptBatch
 from jaxpar.train.data.spec import Batch, Rows
 
 
@@ -82,8 +83,15 @@ def as_batch(batch: Any, size: int, name: str) -> Batch:
     """Returns a user's batch as arrays of numbers in 32 bits.
 
     Raises:
-      JaxparError: If it is no dict of arrays with `size` rows each.
+      CorruptBatch: If it is no dict of arrays with `size` rows each.
     """
+    try:
+        return _as_batch(batch, size, name)
+    except JaxparError as error:
+        raise CorruptBatch(*error.problems) from error
+
+
+def _as_batch(batch: Any, size: int, name: str) -> Batch:
     if not isinstance(batch, Mapping) or not batch:
         raise refuse(
             f"{name} yields {f'{batch!r:.60}' if not hasattr(batch, 'shape') else type(batch).__name__}",

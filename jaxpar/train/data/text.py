@@ -20,13 +20,17 @@ class Tokens(Arrays):
         tokens = np.memmap(file, dtype=dtype, mode="r")
         check_length(len(tokens), spec)
         count = (len(tokens) - 1) // spec.seq
-        self.tokens = tokens
+        self.tokens, self.file = tokens, file
         super().__init__({"window": np.arange(count)}, spec, seed, fingerprint)
 
     def _rows(self, chosen: np.ndarray) -> Batch:
         at = chosen[:, None] * self.spec.seq + np.arange(self.spec.seq + 1)
         window = self.tokens[at].astype(np.int32)
         return {"inputs": window[:, :-1], "targets": window[:, 1:]}
+
+    def where(self, step: int, size: int, row: int) -> str:
+        """Returns in words where a row of a training batch lies."""
+        return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns the index-th held-out batch, its mask spread over the tokens."""

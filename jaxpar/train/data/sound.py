@@ -1,0 +1,80 @@
+"""What a batch must be before it is fed: numbers, in range, as the batches before it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.train.data.spec import Batch
+
+
+class CorruptBatch(JaxparError):
+    """A batch that holds what cannot be."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sound:
+    """What is known of a good batch.
+
+    Attributes:
+      below: Name to the count of its ids: whole numbers within 0..count-1. Those that a `mask` of 0 leaves out
+        do not matter in `targets` and `labels`, which only the loss reads.
+      like: Name to the shape and dtype of the first batch; lengths may vary, dtypes and numbers of dims not.
+    """
+
+    below: Mapping[str, int] = field(default_factory=dict)
+    like: Mapping[str, Any] = field(default_factory=dict)
+
+    def checked(self, batch: Batch, source: Any, index: int) -> Batch:
+        """Returns a batch that is sound. Reads each array twice (lowest, highest) and makes no copy.
+
+        Args:
+          batch: Name to array.
+          source: Where it comes from; one with `where(index, size, row)` says where a row lies.
+          index: Which batch of it.
+
+        Raises:
+          CorruptBatch: With the array, the row and where it lies.
+        """
+        if self.like and batch.keys() != self.like.keys():
+            got = f"it has {', '.join(batch)}, the first had {', '.join(self.like)}"
+            raise _corrupt(got, "every batch has the same arrays", "the same keys in every batch")
+        for name, value in batch.items():
+            like = self.like.get(name)
+            if like is not None and (value.dtype, value.ndim) != (like.dtype, len(like.shape)):
+                first = f"{like.dtype}{list(like.shape)}"
+                got = f"{name} is {value.dtype}{list(value.shape)}, in the first batch it was {first}"
+                raise _corrupt(got, "dtypes and numbers of dims stay what they are", f"{name} as {first}")
+            if value.size:
+                self._check_numbers(name, value, batch, source, index)
+        return batch
+
+    def _check_numbers(self, name: str, value: np.ndarray, batch: Batch, source: Any, index: int) -> None:
+        if value.dtype.kind in "iu" and name in self.below:
+            count = self.below[name]
+            if 0 <= value.min() and value.max() < count:
+                return
+            wrong = (value < 0) | (value >= count)
+            mask = batch.get("mask")
+            if name in ("targets", "labels") and mask is not None and mask.shape == wrong.shape:
+                wrong &= mask != 0
+            rule, fix = f"{name} are within 0..{count - 1}", "other data, or a model with as many ids"
+        elif value.dtype.kind not in "biu":
+            with np.errstate(invalid="ignore"):
+                if np.isfinite(value.min()) and np.isfinite(value.max()):
+                    return
+                wrong = ~np.isfinite(value)
+            rule, fix = f"{name} are finite numbers", "other data, or a mask and 0 for what is missing"
+        else:
+            return
+        if wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            place = getattr(source, "where", None)
+            lies = f", {place(index, len(value), at[0])}" if place else f", batch {index} of {source.fingerprint}"
+            raise _corrupt(f"{name}{list(at)} is {value[at]} (row {at[0]}{lies}; {int(wrong.sum())} such)", rule, fix)
+
+
+def _corrupt(got: str, rule: str, fix: str) -> CorruptBatch:
+    return CorruptBatch(*refuse(got, rule=rule, fix=fix).problems)

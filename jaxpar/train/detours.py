@@ -1,0 +1,128 @@
+"""Which batch a step takes, where some have been passed over: still a pure function of the step.
+
+step   0 1 2 3 4 5 6 ...         a detour at step 3, past 2 batches
+batch  0 1 2 5 6 7 8 ...
+
+RUN/detours.json remembers them, so that a run that is resumed passes over the same.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+
+from jaxpar.errors import JaxparError, refuse, said
+from jaxpar.train.checkpoint import make_folder, write_json
+from jaxpar.train.data.sound import CorruptBatch, Sound
+from jaxpar.train.data.spec import Batch, Source
+from jaxpar.train.faults import Faults
+
+
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """Batches that were passed over.
+
+    Attributes:
+      at: The first step, from 0, that takes a later batch.
+      past: How many batches later.
+      why: What was wrong.
+    """
+
+    at: int
+    past: int
+    why: str
+
+
+class Detours:
+    """The detours of a run.
+
+    Args:
+      folder: The run folder.
+      fresh: Whether the run starts anew, so that what is written there is of another.
+
+    Raises:
+      JaxparError: If the file is damaged.
+    """
+
+    def __init__(self, folder: Path, *, fresh: bool):
+        self.file = folder / "detours.json"
+        self.rollbacks, self.all = 0, []
+        if fresh and jax.process_index() == 0:
+            self.file.unlink(missing_ok=True)
+        if not fresh and self.file.exists():
+            try:
+                found = json.loads(self.file.read_text())
+                self.rollbacks = int(found["rollbacks"])
+                self.all = [Detour(int(each["at"]), int(each["past"]), str(each["why"])) for each in found["detours"]]
+            except (OSError, ValueError, TypeError, KeyError) as error:
+                raise refuse(
+                    f"{self.file} is damaged: {said(error)}",
+                    rule="it says which batches the run passed over",
+                    fix=f"rm {self.file}, if it passed over none",
+                ) from error
+
+    def batch_of(self, step: int) -> int:
+        """Returns the batch that a step takes, both from 0."""
+        return step + sum(detour.past for detour in self.all if detour.at <= step)
+
+    def pass_over(self, step: int, why: str) -> None:
+        """Makes a step, from 0, and all after it take the batch after the one that it would have taken."""
+        self._write([*self.all, Detour(step, 1, why)])
+
+    def go_back(self, bad: int, *, to: int, why: str) -> None:
+        """Makes the step after `to` take the batch after that of step `bad`, both from 1."""
+        past = self.batch_of(bad - 1) + 1 - self.batch_of(to)
+        self.rollbacks += 1
+        self._write([*(detour for detour in self.all if detour.at <= to), Detour(to, past, why)])
+
+    def _write(self, detours: list[Detour]) -> None:
+        self.all = detours
+        if jax.process_index() == 0:
+            make_folder(self.file.parent)
+            write_json(self.file, {"rollbacks": self.rollbacks, "detours": [asdict(detour) for detour in detours]})
+
+
+class Careful:
+    """A source whose batches are looked at before they are fed, and that takes the run's detours.
+
+    Args:
+      source: Where batches come from.
+      detours: The run's.
+      sound: What a good batch is.
+      faults: What is done about one that is not.
+      say: Where it is told that a batch was passed over.
+    """
+
+    def __init__(self, source: Source, detours: Detours, sound: Sound, faults: Faults, say: Callable[[str], None]):
+        self.source, self.detours, self.sound, self.faults, self.say = source, detours, sound, faults, say
+        self.fingerprint = source.fingerprint
+
+    def batch(self, step: int, size: int) -> Batch:
+        """Returns the training batch of a step.
+
+        Raises:
+          JaxparError: If it is corrupt, and the job does not skip such ones; or too many are, one after the other.
+        """
+        for _ in range(self.faults.skips + 1):
+            index = self.detours.batch_of(step)
+            try:
+                return self.sound.checked(self.source.batch(index, size), self.source, index)
+            except CorruptBatch as error:
+                got = f"the batch of step {step + 1} is corrupt: {error.problems[0].got}"
+                if self.faults.on_bad_batch == "stop":
+                    fix = f"{error.problems[0].fix}; or faults.on_bad_batch = 'skip'"
+                    raise refuse(got, rule=error.problems[0].rule, fix=fix) from error
+                self.detours.pass_over(step, error.problems[0].got)
+                self.say(f"{got}; passed over")
+                last: JaxparError = error
+        raise refuse(
+            f"{self.faults.skips + 1} corrupt batches one after the other, the last: {last.problems[0].got}",
+            rule=f"faults.skips = {self.faults.skips} may be skipped in a row",
+            fix=last.problems[0].fix,
+        )
+
+    def evaluation(self, index: int, size: int) -> Batch | None:
+        """Returns the index-th held-out batch."""
+        return self.source.evaluation(index, size)

@@ -1,0 +1,205 @@
+"""What is done about a step whose numbers are none, or jump.
+
+loss or gradients nan or inf,      stop       an error that names it; nothing is saved from then on
+or a loss far above those    ─►    skip       inside the compiled step: its update is not taken
+before it                          rollback   the newest checkpoint, and on past the batches since it
+
+With `stop` and `rollback` the compiled step is what it is without them: the host looks at its metrics.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import JaxparError, Problem, refuse, within
+from jaxpar.train.state import State
+
+if TYPE_CHECKING:
+    from jaxpar.train.loop import Run
+
+WINDOW = 32  # losses whose median a spike is measured by
+FEWEST = 8  # losses without which nothing is a spike
+LAG = 2  # the newest loss that a limit knows is of two steps before, on every layout and after every resume
+
+
+@dataclass(frozen=True, kw_only=True)
+class Faults:
+    """What is done about numbers that go wrong.
+
+    Attributes:
+      on_bad_step: Where loss or gradients are nan or inf, or the loss is a spike: stop; skip (the update is not
+        taken, steps and data go on); or rollback (to the newest checkpoint, and on past the batches since it).
+      on_bad_batch: Where a batch holds what cannot be, found before it is fed: stop, or skip (the next batch takes
+        its place, and all later ones move up).
+      spike: A loss above so many times the median of the last 32 good ones is bad; 0 looks for none.
+      skips: Steps or batches in a row that may be skipped, before the run stops.
+      rollbacks: How often a run may go back, before it stops.
+    """
+
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    on_bad_batch: Literal["stop", "skip"] = "stop"
+    spike: float = 0.0
+    skips: int = 10
+    rollbacks: int = 3
+
+    def __post_init__(self):
+        within(self, "faults", {"spike": (0.0, 1e9), "skips": (1, 2**31 - 1), "rollbacks": (1, 2**31 - 1)})
+        if 0 < self.spike <= 1:
+            raise refuse(
+                f"faults.spike = {self.spike}",
+                rule="a spike is above the usual loss, so more than 1 of it; 0 looks for none",
+                fix="spike = 3.0",
+            )
+
+
+class BadStep(JaxparError):
+    """A step whose numbers are none, or a spike.
+
+    Attributes:
+      step: Which one, from 1.
+    """
+
+    def __init__(self, step: int, problem: Problem):
+        self.step = step
+        super().__init__(problem)
+
+
+def guarded(update: Callable, on_device: Callable, *, look_at_params: bool) -> Callable:
+    """Returns a step's update that takes nothing where loss or gradients are not finite, or the loss is too high.
+
+    The choice is made of numbers that every device has already, so nothing more travels.
+
+    Args:
+      update: (state, batch) to (state, metrics).
+      on_device: Brings an optimizer state to where updates are made.
+      look_at_params: Whether the new parameters are looked at too, where several updates make one step and the
+        metrics do not know of all of them.
+
+    Returns:
+      (state, batch, limit) to (state, metrics); `skipped` in the metrics, bool, is true where params, optimizer
+      and rest are those of before, bit for bit.
+    """
+
+    def _update(state: State, batch: Mapping, limit: jax.Array):
+        new, metrics = update(state, batch)
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit)
+        if look_at_params:
+            good &= jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new.params)]).all()
+        params, optimizer, rest = jax.tree.map(
+            lambda after, before: jnp.where(good, after, before),
+            (new.params, new.optimizer, new.rest),
+            (state.params, on_device(state.optimizer), state.rest),
+        )
+        return State(new.step, params, optimizer, rest), metrics | {"skipped": ~good}
+
+    return _update
+
+
+class Watch:
+    """Judges each step's numbers, and knows the limit that a spike is above.
+
+    Args:
+      faults: The `[faults]` table.
+      rows: What the run has written of its earlier steps, in their order.
+      span: Steps that a rollback may go back, over which the losses before are remembered.
+    """
+
+    def __init__(self, faults: Faults | None = None, rows: Iterable[Mapping[str, Any]] = (), *, span: int = 0):
+        self.faults = faults or Faults()
+        self._good: deque[tuple[int, float]] = deque(maxlen=WINDOW + LAG + span)
+        self._skipped = 0
+        for row in rows:
+            self._skipped = self._skipped + 1 if row.get("skipped") else 0
+            if not row.get("skipped") and row["loss"] is not None:
+                self._good.append((row["step"], row["loss"]))
+
+    def limit(self, step: int) -> float:
+        """Returns the loss above which a step is a spike; inf where none is, also where losses are not positive."""
+        if not self.faults.spike:
+            return math.inf
+        known = [loss for at, loss in self._good if at <= step - LAG][-WINDOW:]
+        usual = statistics.median(known) if len(known) >= FEWEST else 0.0
+        return self.faults.spike * usual if usual > 0 else math.inf
+
+    def judge(self, step: int, values: Mapping[str, float]) -> bool:
+        """Returns whether a step was skipped.
+
+        Raises:
+          BadStep: If its numbers are bad and it was not skipped, or it was one too many.
+        """
+        limit = self.limit(step)
+        good = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]) and values["loss"] <= limit
+        skips = self.faults.on_bad_step == "skip"
+        if not values["skipped"] if skips else good:
+            self._good.append((step, values["loss"]))
+            self._skipped = 0
+            return False
+        self._skipped += skips
+        if not skips or self._skipped > self.faults.skips:
+            raise BadStep(step, _bad(step, values, limit, self._skipped if skips else 0))
+        return True
+
+    def rewind(self, step: int) -> None:
+        """Forgets what came after a step."""
+        while self._good and self._good[-1][0] > step:
+            self._good.pop()
+
+
+def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> Problem:
+    """Returns what is wrong with a step's numbers."""
+    loss, norm = values["loss"], values["grad_norm"]
+    rule = "training goes on while the loss is finite; nothing is saved after it is not"
+    fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
+    if skipped:
+        got = f"step {step} is bad (loss {loss}, grad_norm {norm}), the last of {skipped} in a row"
+        return Problem(got, f"faults.skips = {skipped - 1} may be skipped in a row", fix)
+    if loss > limit and math.isfinite(loss):
+        got = f"the loss of step {step} is {loss:.6g} (grad_norm {norm:.6g}), a spike above {limit:.6g}"
+        return Problem(got, "a loss stays below faults.spike times the median of those before it", fix)
+    if step == 1:
+        fix = "the data (nan, a label or token that is out of range, a mask of zeros) or the model's own arithmetic"
+    if math.isfinite(loss):
+        return Problem(f"the gradients of step {step} are not finite (grad_norm {norm}, loss {loss:.6g})",
+            "training goes on while the gradients are finite; nothing is saved after they are not", fix)  # fmt: skip
+    return Problem(f"the loss of step {step} is {loss} (grad_norm {norm})", rule, fix)
+
+
+def roll_back(job: "Run", bad: JaxparError, rows: list[dict[str, Any]]) -> State:
+    """Returns the state of the newest checkpoint, after which the batches since it are passed over.
+
+    Args:
+      job: The run.
+      bad: What ended the run so far: a bad step, or anything else, which is raised again.
+      rows: Of this process's steps; those after the checkpoint are taken out, as out of the run's metrics.
+
+    Raises:
+      JaxparError: `bad` itself, after the last checkpoint was committed, if the job does not want this; if there is
+        no checkpoint to go back to, or the run went back too often.
+    """
+    faults, detours = job.watch.faults, job.detours
+    if job.store:
+        job.store.wait()
+    if faults.on_bad_step != "rollback" or not isinstance(bad, BadStep):
+        raise bad
+    if job.store is None or detours is None or not job.store.steps():
+        raise refuse(f"{bad.problems[0].got}, and no checkpoint to go back to", rule="faults.on_bad_step = 'rollback' "
+            "goes back to a checkpoint", fix="a smaller checkpoint.every") from bad  # fmt: skip
+    if detours.rollbacks >= faults.rollbacks:
+        raise refuse(f"{bad.problems[0].got}, after {detours.rollbacks} rollbacks", rule=f"a run goes back at most "
+            f"faults.rollbacks = {faults.rollbacks} times", fix=bad.problems[0].fix) from bad  # fmt: skip
+    state, back = job.store.restore(job.step.abstract())
+    detours.go_back(bad.step, to=back, why=bad.problems[0].got)
+    job.watch.rewind(back)
+    if job.log:
+        job.log.rewind(back)
+    rows[:] = [row for row in rows if row["step"] <= back]
+    if job.progress:
+        job.progress.say(f"{bad.problems[0].got}: back to step {back}, on with the batch after it")
+    return state

@@ -1,0 +1,323 @@
+"""Numbers that go wrong: what is skipped leaves no trace, what is rolled back was never seen."""
+
+import io
+import json
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jaxpar as jp
+from jaxpar.errors import JaxparError
+from jaxpar.job import run as job_run
+from jaxpar.job.build import check
+from jaxpar.job.schema import load, loads
+from jaxpar.train.data.sound import CorruptBatch, Sound
+from jaxpar.train.detours import Detours
+from jaxpar.train.faults import BadStep, Faults, Watch
+
+# a step that skips
+
+CASES = {
+    "data": (tiny.Annotated, {"data": 2}, {}),
+    "zero3": (tiny.Annotated, {"fsdp": 2, "zero": 3}, {}),
+    "zero1 accumulated": (tiny.Annotated, {"fsdp": 2, "zero": 1}, {"accumulate": 2}),
+    "pipeline": (lambda rngs: tiny.Staged(rngs, layers=2, rate=0.1), {"pipe": 2}, {}),
+}
+
+
+def bits(state):
+    parts = (state.params, state.optimizer, state.rest)
+    return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(jax.tree.map(tiny._bits, parts)))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_skipped_step_leaves_the_state_bit_for_bit(case):
+    model, parallel, numerics = CASES[case]
+    chain = tiny.optimizer()
+    layout = jp.compose(model, jp.Parallel(**parallel), jax.devices()[:2])
+    step = jp.build(layout, tiny.token_loss, chain, guard=True, **numerics)
+    first, bad, last = tiny.batches(3)
+    bad["mask"][3, 1] = np.nan
+    state, metrics = step(jp.create(layout, chain, seed=1), first)
+    assert not metrics["skipped"]
+    before = bits(state)
+    state, metrics = step(state, bad)
+    assert metrics["skipped"]
+    assert math.isnan(metrics["loss"])
+    assert (bits(state), int(state.step)) == (before, 2)
+    state, metrics = step(state, last, limit=0.5)
+    assert metrics["skipped"]
+    assert math.isfinite(metrics["loss"])
+    assert (bits(state), int(state.step)) == (before, 3)
+    state, metrics = step(state, last)
+    assert not metrics["skipped"]
+    assert all(a != b for a, b in zip(bits(state), before, strict=True) if len(a) > 64)
+
+
+def test_a_step_that_does_not_guard_has_no_choice_in_it():
+    layout = jp.compose(tiny.Annotated, jp.Parallel(data=2), jax.devices()[:2])
+    chain, (batch,) = tiny.optimizer(), tiny.batches(1)
+    plain, guarded = (jp.build(layout, tiny.token_loss, chain, guard=guard) for guard in (False, True))
+    looks = re.compile(r"is_finite %\S+ : \(tensor<f32>\)")
+    assert not looks.search(plain.lower(plain.abstract(), batch).as_text())
+    assert looks.search(guarded.lower(guarded.abstract(), batch).as_text())
+
+
+# runs
+
+JOB = """
+[mesh]
+devices = 2
+[parallel]
+data = 2
+[model]
+layers = 1
+dim = 16
+heads = 2
+vocab = 32
+[data]
+source = "test_faults:Planted"
+[optimizer]
+learning_rate = 0.02
+decay = "constant"
+[train]
+steps = 14
+global_batch = 4
+[checkpoint]
+every = 4
+keep_last = 4
+"""
+
+
+class Planted:
+    """Tokens that repeat, so that a loss falls; with faults at some batches, or a gap of batches."""
+
+    fingerprint = "planted"
+    bad: dict = {}
+    gap = (0, 0)
+
+    def batch(self, step, size):
+        at, past = Planted.gap
+        step += past * (step >= at)
+        rng = np.random.default_rng(step)
+        tokens = (rng.integers(0, 32, (size, 1)) + np.arange(9)).astype(np.int32) % 32
+        mask = np.ones((size, 8), np.float32)
+        fault = Planted.bad.get(step)
+        if fault == "nothing counts":  # 0 / 0
+            mask[:] = 0
+        elif fault == "spike":
+            tokens = rng.integers(0, 32, (size, 9)).astype(np.int32)
+        elif fault == "token":
+            tokens[1, 2] = 99
+        elif fault == "inf":
+            mask[2, 3] = np.inf
+        elif fault == "dtype":
+            mask = mask > 0
+        elif fault == "rows":
+            mask = mask[1:]
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": mask}
+
+
+def run(folder, *overrides, bad=None, gap=(0, 0)):
+    Planted.bad, Planted.gap = bad or {}, gap
+    said = io.StringIO()
+    outcome = job_run.train(loads(JOB, [f"run.dir={folder}", *overrides]), stream=said)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return outcome, rows, said.getvalue()
+
+
+def losses(rows):
+    return [(row["loss"], row["grad_norm"]) for row in rows]
+
+
+def test_stop_names_the_step_and_saves_nothing_after_it(tmp_path):
+    with pytest.raises(JaxparError, match=r"the loss of step 6 is nan \(grad_norm 0.0\)"):
+        run(tmp_path, bad={5: "nothing counts"})
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000004"]
+
+
+def test_skip_goes_on_and_says_so(tmp_path):
+    outcome, rows, said = run(tmp_path, "faults.on_bad_step=skip", bad={5: "nothing counts"})
+    assert outcome["step"] == 14
+    assert [row["step"] for row in rows if row.get("skipped")] == [6]
+    assert rows[5]["loss"] is None
+    assert all(math.isfinite(row["loss"]) for row in rows if row["step"] != 6)
+    assert "step 6 skipped: loss nan" in said
+
+
+def test_too_many_skipped_in_a_row_stop_the_run(tmp_path):
+    with pytest.raises(JaxparError, match=r"step 7 is bad .*, the last of 3 in a row"):
+        run(tmp_path, "faults.on_bad_step=skip", "faults.skips=2", bad=dict.fromkeys((4, 5, 6), "nothing counts"))
+
+
+def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
+    bad = {9: "nothing counts"}  # step 10; the newest checkpoint is of step 8, so batches 8 and 9 are passed over
+    _, rows, said = run(tmp_path / "back", "faults.on_bad_step=rollback", bad=bad)
+    _, never, _ = run(tmp_path / "never", gap=(8, 2))
+    assert losses(rows) == losses(never)
+    assert "the loss of step 10 is nan (grad_norm 0.0): back to step 8" in said
+    detours = json.loads((tmp_path / "back" / "detours.json").read_text())
+    assert [(each["at"], each["past"]) for each in detours["detours"]] == [(8, 2)]
+
+
+def test_a_run_that_went_back_and_is_stopped_goes_on_the_same(tmp_path):
+    bad = {5: "nothing counts", 13: "nothing counts"}
+    roll = "faults.on_bad_step=rollback"
+    _, rows, _ = run(tmp_path / "whole", roll, bad=bad)
+    run(tmp_path / "stopped", roll, "train.steps=7", bad=bad)
+    _, resumed, said = run(tmp_path / "stopped", roll, bad=bad)
+    assert "on from step 7" in said
+    assert losses(resumed) == losses(rows)
+    again = json.loads((tmp_path / "stopped" / "detours.json").read_text())
+    assert again["rollbacks"] == 2
+
+
+def test_a_run_goes_back_three_times_at_most(tmp_path):
+    bad = dict.fromkeys(range(5, 40), "nothing counts")
+    with pytest.raises(JaxparError, match="after 3 rollbacks"):
+        run(tmp_path, "faults.on_bad_step=rollback", bad=bad)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
+    with pytest.raises(JaxparError, match=r"the loss of step 3 is nan .*, and no checkpoint to go back to"):
+        run(tmp_path, "faults.on_bad_step=rollback", bad={2: "nothing counts"})
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_a_spike_is_a_bad_step(tmp_path, policy):
+    words = [f"faults.on_bad_step={policy}", "faults.spike=1.5", "train.steps=24"]
+    if policy == "stop":
+        with pytest.raises(JaxparError, match=r"the loss of step 20 is .*, a spike above"):
+            run(tmp_path, *words, bad={19: "spike"})
+        return
+    outcome, rows, _ = run(tmp_path, *words, bad={19: "spike"})
+    assert outcome["step"] == 24
+    assert [row["step"] for row in rows if row.get("skipped")] == ([20] if policy == "skip" else [])
+    assert (tmp_path / "detours.json").exists() is (policy == "rollback")
+
+
+@pytest.mark.parametrize(
+    ("fault", "got"),
+    [
+        (
+            "token",
+            r"step 6 is corrupt: targets\[1, 1\] is 99|step 6 is corrupt: inputs\[1, 2\] is 99 \(row 1, batch 5 of",
+        ),
+        ("inf", r"step 6 is corrupt: mask\[2, 3\] is inf \(row 2, batch 5 of .*; 1 such\)"),
+        ("dtype", r"step 6 is corrupt: mask is bool\[4, 8\], in the first batch it was float32\[4, 8\]"),
+        ("rows", r"step 6 is corrupt: test_faults:Planted yields mask of shape \[3, 8\]"),
+    ],
+)
+def test_a_corrupt_batch_is_named_before_it_is_fed(tmp_path, fault, got):
+    with pytest.raises(JaxparError, match=got):
+        run(tmp_path, bad={5: fault})
+
+
+def test_a_corrupt_batch_that_is_skipped_was_never_there(tmp_path):
+    bad = {5: "token", 6: "rows", 11: "inf"}
+    _, rows, said = run(tmp_path / "skips", "faults.on_bad_batch=skip", "train.steps=9", bad=bad)
+    _, never, _ = run(tmp_path / "never", "train.steps=9", gap=(5, 2))
+    assert losses(rows) == losses(never)
+    assert said.count("passed over") == 2
+    Planted.bad, Planted.gap = bad, (0, 0)
+    assert Detours(tmp_path / "skips", fresh=False).batch_of(8) == 10
+    with pytest.raises(JaxparError, match="3 corrupt batches one after the other"):
+        run(tmp_path / "many", "faults.on_bad_batch=skip", "faults.skips=2", bad=dict.fromkeys(range(3, 9), "token"))
+
+
+# the pieces
+
+
+def values(loss, norm=1.0):
+    return {"loss": loss, "grad_norm": norm, "skipped": 0.0}
+
+
+@given(st.lists(st.floats(0.5, 4.0), min_size=8, max_size=60))
+def test_a_limit_is_the_same_after_any_resume_and_any_rollback(some):
+    faults = Faults(spike=100.0)
+    whole = Watch(faults, span=60)
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(some, start=1)]
+    for row in rows:
+        whole.judge(row["step"], values(row["loss"]))
+    for at in range(1, len(some) + 1):
+        resumed = Watch(faults, rows[:at])
+        assert resumed.limit(at + 1) == whole.limit(at + 1)
+    cut = len(some) // 2
+    back = Watch(faults, rows, span=60)
+    back.rewind(cut)
+    assert back.limit(cut + 2) == Watch(faults, rows[:cut]).limit(cut + 2)
+
+
+def test_a_limit_is_a_multiple_of_the_median_of_32():
+    watch = Watch(Faults(spike=3.0), [{"step": step, "loss": float(step)} for step in range(1, 41)])
+    assert watch.limit(42) == 3 * np.median(np.arange(9, 41))
+    assert Watch(Faults(), [{"step": 1, "loss": 1.0}]).limit(9) == math.inf
+    assert Watch(Faults(spike=3.0), [{"step": step, "loss": -1.0} for step in range(1, 41)]).limit(42) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "got"),
+    [
+        (math.nan, math.nan, "the loss of step 4 is nan (grad_norm nan)"),
+        (2.0, math.inf, "the gradients of step 4 are not finite (grad_norm inf, loss 2)"),
+    ],
+)
+def test_what_is_not_finite_is_named(loss, norm, got):
+    with pytest.raises(BadStep) as caught:
+        Watch().judge(4, values(loss, norm))
+    assert (caught.value.step, caught.value.problems[0].got) == (4, got)
+
+
+def test_detours_within_detours_end_after_the_bad_batch(tmp_path):
+    detours = Detours(tmp_path, fresh=True)
+    detours.go_back(15, to=10, why="")
+    assert [detours.batch_of(step) for step in (9, 10, 11)] == [9, 15, 16]
+    detours.go_back(18, to=15, why="")
+    assert [detours.batch_of(step) for step in (14, 15)] == [19, 23]
+    detours.go_back(12, to=5, why="")  # the newer checkpoints were lost
+    assert [detours.batch_of(step) for step in (4, 5, 6, 30)] == [4, 17, 18, 42]
+    detours.pass_over(7, "")
+    assert [detours.batch_of(step) for step in (6, 7, 8)] == [18, 20, 21]
+    again = Detours(tmp_path, fresh=False)
+    assert (again.all, again.rollbacks) == (detours.all, 3)
+    (tmp_path / "detours.json").write_text("{")
+    with pytest.raises(JaxparError, match="damaged"):
+        Detours(tmp_path, fresh=False)
+    assert Detours(tmp_path, fresh=True).all == []
+
+
+class Place:
+    fingerprint = "here"
+
+    def where(self, index, size, row):
+        return f"row {row} of {size} in batch {index}"
+
+
+def test_a_row_of_a_file_is_named_by_where_it_lies():
+    with pytest.raises(CorruptBatch, match=r"inputs\[2, 0\] is -1 \(row 2, row 2 of 3 in batch 7; 1 such\)"):
+        Sound(below={"inputs": 4}).checked({"inputs": np.array([[0], [3], [-1]])}, Place(), 7)
+
+
+def test_labels_that_do_not_count_may_be_none():
+    sound = Sound(below={"labels": 3})
+    labels, mask = np.array([0, 2, -100]), np.array([1.0, 1.0, 0.0])
+    assert sound.checked({"labels": labels, "mask": mask}, Place(), 0)
+    with pytest.raises(CorruptBatch, match=r"labels\[2\] is -100"):
+        sound.checked({"labels": labels}, Place(), 0)
+
+
+def test_tables_that_make_no_sense_are_refused(tmp_path):
+    for text, got in (("spike=0.5", "spike = 0.5"), ("rollbacks=0", "rollbacks = 0"), ("on_bad_step=wait", "'wait'")):
+        with pytest.raises(JaxparError) as caught:
+            loads(JOB, [f"faults.{text}"])
+        assert any(got.strip("'") in problem.got for problem in caught.value.problems)
+    (tmp_path / "job.toml").write_text(JOB)
+    job = load(tmp_path / "job.toml", ["faults.on_bad_step=rollback", "checkpoint.every=0"])
+    assert any("checkpoint.every = 0" in problem.got for problem in check(job))
