@@ -17,17 +17,22 @@ from jaxpar.errors import JaxparError
 from jaxpar.job import run as job_run
 from jaxpar.job.build import check
 from jaxpar.job.schema import load, loads
+from jaxpar.train.data.arrays import Arrays
 from jaxpar.train.data.sound import CorruptBatch, Sound
-from jaxpar.train.detours import Detours
+from jaxpar.train.data.spec import Data
+from jaxpar.train.data.text import Tokens
+from jaxpar.train.detours import Careful, Detours
 from jaxpar.train.faults import BadStep, Faults, Watch
 
 # a step that skips
 
+STASHED = {"pipe": 2, "pipeline": jp.Pipeline(schedule="1f1b", microbatches=4, weights="stash")}
 CASES = {
     "data": (tiny.Annotated, {"data": 2}, {}),
     "zero3": (tiny.Annotated, {"fsdp": 2, "zero": 3}, {}),
     "zero1 accumulated": (tiny.Annotated, {"fsdp": 2, "zero": 1}, {"accumulate": 2}),
     "pipeline": (lambda rngs: tiny.Staged(rngs, layers=2, rate=0.1), {"pipe": 2}, {}),
+    "pipeline without a flush": (lambda rngs: tiny.Staged(rngs, layers=2, tied=False), STASHED, {}),
 }
 
 
@@ -293,24 +298,46 @@ def test_detours_within_detours_end_after_the_bad_batch(tmp_path):
     assert Detours(tmp_path, fresh=True).all == []
 
 
-class Place:
-    fingerprint = "here"
-
-    def where(self, index, size, row):
-        return f"row {row} of {size} in batch {index}"
-
-
-def test_a_row_of_a_file_is_named_by_where_it_lies():
-    with pytest.raises(CorruptBatch, match=r"inputs\[2, 0\] is -1 \(row 2, row 2 of 3 in batch 7; 1 such\)"):
-        Sound(below={"inputs": 4}).checked({"inputs": np.array([[0], [3], [-1]])}, Place(), 7)
-
-
 def test_labels_that_do_not_count_may_be_none():
     sound = Sound(below={"labels": 3})
     labels, mask = np.array([0, 2, -100]), np.array([1.0, 1.0, 0.0])
-    assert sound.checked({"labels": labels, "mask": mask}, Place(), 0)
+    assert sound.checked({"labels": labels, "mask": mask}, str)
     with pytest.raises(CorruptBatch, match=r"labels\[2\] is -100"):
-        sound.checked({"labels": labels}, Place(), 0)
+        sound.checked({"labels": labels}, str)
+
+
+def careful(source, folder, said, policy="stop", **below):
+    faults = Faults(on_bad_batch=policy)
+    return Careful(source, Detours(folder, fresh=True), Sound(below=below), faults, said.append)
+
+
+def test_a_row_of_a_file_is_named_by_where_it_lies(tmp_path):
+    tokens = np.arange(200, dtype=np.uint16) % 50
+    tokens[100] = 999  # the first target of window 9, and the last token that is shown to it in window 10
+    (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
+    spec = Data(source="text", path="x", seq=10, held_out=0.0, shuffle=False)
+    source = Tokens(tmp_path / "tokens.bin", np.uint16, spec, 0, "f")
+    with pytest.raises(JaxparError, match=r"targets\[1, 9\] is 999 \(row 1, from token 90 of .*tokens.bin; 1 such\)"):
+        careful(source, tmp_path, [], inputs=50, targets=50).batch(4, 2)
+    given = np.zeros((9, 2), np.float32)
+    given[5, 1] = np.nan
+    source = Arrays({"inputs": given}, Data(source="arrays", path="x.npz", held_out=0.0, shuffle=False), 0)
+    with pytest.raises(JaxparError, match=r"inputs\[1, 1\] is nan \(row 1, example 5 of x.npz; 1 such\)"):
+        careful(source, tmp_path, []).batch(1, 4)
+
+
+def test_a_held_out_batch_that_is_corrupt_is_found_too(tmp_path):
+    given = np.zeros((20, 2), np.float32)
+    given[[3, 7, 19]] = np.inf  # held out: every other one, from the second on
+    source = Arrays({"inputs": given}, Data(source="arrays", path="x.npz", held_out=0.5, shuffle=False), 0)
+    with pytest.raises(JaxparError, match=r"a held-out batch is corrupt: inputs\[1, 0\] is inf \(row 1, held-out b"):
+        careful(source, tmp_path, []).evaluation(0, 2)
+    said = []
+    skips = careful(source, tmp_path, said, "skip")
+    for _ in range(2):
+        found = [skips.evaluation(index, 2) for index in range(4)]
+        assert [batch is not None for batch in found] == [True, True, False, False]
+    assert len(said) == 3
 
 
 def test_tables_that_make_no_sense_are_refused(tmp_path):

@@ -9,6 +9,7 @@ RUN/detours.json remembers them, so that a run that is resumed passes over the s
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -98,6 +99,7 @@ class Careful:
     def __init__(self, source: Source, detours: Detours, sound: Sound, faults: Faults, say: Callable[[str], None]):
         self.source, self.detours, self.sound, self.faults, self.say = source, detours, sound, faults, say
         self.fingerprint = source.fingerprint
+        self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
 
     def batch(self, step: int, size: int) -> Batch:
         """Returns the training batch of a step.
@@ -108,7 +110,7 @@ class Careful:
         for _ in range(self.faults.skips + 1):
             index = self.detours.batch_of(step)
             try:
-                return self.sound.checked(self.source.batch(index, size), self.source, index)
+                return self._checked(self.source.batch(index, size), index)
             except CorruptBatch as error:
                 got = f"the batch of step {step + 1} is corrupt: {error.problems[0].got}"
                 if self.faults.on_bad_batch == "stop":
@@ -123,6 +125,29 @@ class Careful:
             fix=last.problems[0].fix,
         )
 
+    def _checked(self, batch: Batch, index: int) -> Batch:
+        where = getattr(self.source, "where", None)
+        size = len(next(iter(batch.values())))
+        lies = partial(where, index, size) if where else lambda _: f"batch {index} of {self.fingerprint}"
+        return self.sound.checked(batch, lies)
+
     def evaluation(self, index: int, size: int) -> Batch | None:
-        """Returns the index-th held-out batch."""
-        return self.source.evaluation(index, size)
+        """Returns the index-th held-out batch that is not corrupt.
+
+        Raises:
+          JaxparError: If one is, and the job does not skip such ones.
+        """
+        while True:
+            at = index
+            for bad in self._bad_out:
+                at += bad <= at
+            batch = self.source.evaluation(at, size)
+            try:
+                return batch if batch is None else self.sound.checked(batch, lambda _, at=at: f"held-out batch {at}")
+            except CorruptBatch as error:
+                got = f"a held-out batch is corrupt: {error.problems[0].got}"
+                if self.faults.on_bad_batch == "stop":
+                    fix = f"{error.problems[0].fix}; or faults.on_bad_batch = 'skip'"
+                    raise refuse(got, rule=error.problems[0].rule, fix=fix) from error
+                self._bad_out = sorted([*self._bad_out, at])
+                self.say(f"{got}; passed over")

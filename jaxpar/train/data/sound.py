@@ -1,6 +1,6 @@
 """What a batch must be before it is fed: numbers, in range, as the batches before it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,13 +27,12 @@ class Sound:
     below: Mapping[str, int] = field(default_factory=dict)
     like: Mapping[str, Any] = field(default_factory=dict)
 
-    def checked(self, batch: Batch, source: Any, index: int) -> Batch:
+    def checked(self, batch: Batch, lies: Callable[[int], str]) -> Batch:
         """Returns a batch that is sound. Reads each array twice (lowest, highest) and makes no copy.
 
         Args:
           batch: Name to array.
-          source: Where it comes from; one with `where(index, size, row)` says where a row lies.
-          index: Which batch of it.
+          lies: Row to where it lies, in words.
 
         Raises:
           CorruptBatch: With the array, the row and where it lies.
@@ -48,10 +47,10 @@ class Sound:
                 got = f"{name} is {value.dtype}{list(value.shape)}, in the first batch it was {first}"
                 raise _corrupt(got, "dtypes and numbers of dims stay what they are", f"{name} as {first}")
             if value.size:
-                self._check_numbers(name, value, batch, source, index)
+                self._check_numbers(name, value, batch, lies)
         return batch
 
-    def _check_numbers(self, name: str, value: np.ndarray, batch: Batch, source: Any, index: int) -> None:
+    def _check_numbers(self, name: str, value: np.ndarray, batch: Batch, lies: Callable[[int], str]) -> None:
         if value.dtype.kind in "iu" and name in self.below:
             count = self.below[name]
             if 0 <= value.min() and value.max() < count:
@@ -71,9 +70,8 @@ class Sound:
             return
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            place = getattr(source, "where", None)
-            lies = f", {place(index, len(value), at[0])}" if place else f", batch {index} of {source.fingerprint}"
-            raise _corrupt(f"{name}{list(at)} is {value[at]} (row {at[0]}{lies}; {int(wrong.sum())} such)", rule, fix)
+            got = f"{name}{list(at)} is {value[at]} (row {at[0]}, {lies(at[0])}; {int(wrong.sum())} such)"
+            raise _corrupt(got, rule, fix)
 
 
 def _corrupt(got: str, rule: str, fix: str) -> CorruptBatch:
