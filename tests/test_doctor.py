@@ -15,7 +15,7 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.job.doctor import devices, machine, network, software
-from jaxpar.job.doctor.finding import Finding
+from jaxpar.job.doctor.finding import Finding, limited
 from jaxpar.mesh.processes import Cluster
 
 JOB = """
@@ -78,6 +78,15 @@ def test_a_driver_that_hangs_is_given_up():
     assert time.monotonic() - begin < 3
     assert (found.state, found.text, count) == ("problem", "no answer within 0.5 s", 0)
     assert probe.process.poll() is not None
+
+
+def test_a_file_server_or_resolver_that_hangs_is_given_up():
+    begin = time.monotonic()
+    never = threading.Event()
+    (found,) = limited("disk", lambda: [never.wait()], seconds=0.2, fix="another")
+    assert time.monotonic() - begin < 2
+    assert found == Finding("disk", "problem", "no answer within 0.2 s", "another")
+    assert limited("disk", lambda: [found], seconds=2, fix="") == [found]
 
 
 def test_a_process_that_dies_is_quoted():

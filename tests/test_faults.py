@@ -149,7 +149,10 @@ def test_stop_names_the_step_and_saves_nothing_after_it(tmp_path):
 
 
 def test_skip_goes_on_and_says_so(tmp_path):
-    outcome, rows, said = run(tmp_path, "faults.on_bad_step=skip", bad={5: "nothing counts"})
+    words = ["faults.on_bad_step=skip", "optimizer.decay=linear", "optimizer.final=0.0"]
+    _, rows, _ = run(tmp_path / "falling", *words, bad={5: "nothing counts"})
+    assert [row["learning_rate"] for row in rows[4:8]] == pytest.approx([0.02 * (14 - n) / 14 for n in (4, 5, 5, 6)])
+    outcome, rows, said = run(tmp_path / "again", "faults.on_bad_step=skip", bad={5: "nothing counts"})
     assert outcome["step"] == 14
     assert [row["step"] for row in rows if row.get("skipped")] == [6]
     assert rows[5]["loss"] is None

@@ -109,14 +109,20 @@ class Watch:
       faults: The `[faults]` table.
       rows: What the run has written of its earlier steps, in their order.
       span: Steps that a rollback may go back, over which the losses before are remembered.
+      skipped: Steps that were skipped before.
+
+    Attributes:
+      skipped: Steps that were skipped until now: so much is the optimizer's own count behind.
     """
 
-    def __init__(self, faults: Faults | None = None, rows: Iterable[Mapping[str, Any]] = (), *, span: int = 0):
-        self.faults = faults or Faults()
+    def __init__(
+        self, faults: Faults | None = None, rows: Iterable[Mapping[str, Any]] = (), *, span: int = 0, skipped: int = 0
+    ):
+        self.faults, self.skipped = faults or Faults(), skipped
         self._good: deque[tuple[int, float]] = deque(maxlen=WINDOW + LAG + span)
-        self._skipped = 0
+        self._in_a_row = 0
         for row in rows:
-            self._skipped = self._skipped + 1 if row.get("skipped") else 0
+            self._in_a_row = self._in_a_row + 1 if row.get("skipped") else 0
             if not row.get("skipped") and row["loss"] is not None:
                 self._good.append((row["step"], row["loss"]))
 
@@ -139,11 +145,12 @@ class Watch:
         skips = self.faults.on_bad_step == "skip"
         if not values["skipped"] if skips else good:
             self._good.append((step, values["loss"]))
-            self._skipped = 0
+            self._in_a_row = 0
             return False
-        self._skipped += skips
-        if not skips or self._skipped > self.faults.skips:
-            raise BadStep(step, _bad(step, values, limit, self._skipped if skips else 0))
+        self._in_a_row += skips
+        if not skips or self._in_a_row > self.faults.skips:
+            raise BadStep(step, _bad(step, values, limit, self._in_a_row if skips else 0))
+        self.skipped += 1
         return True
 
     def rewind(self, step: int) -> None:
@@ -199,6 +206,7 @@ def roll_back(job: "Run", bad: JaxparError, rows: list[dict[str, Any]]) -> State
     job.watch.rewind(back)
     if job.log:
         job.log.rewind(back)
+        job.watch.skipped = job.log.skipped
     rows[:] = [row for row in rows if row["step"] <= back]
     if job.progress:
         job.progress.say(f"{bad.problems[0].got}: back to step {back}, on with the batch after it")

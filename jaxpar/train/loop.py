@@ -164,6 +164,7 @@ def evaluate(job: Run, state: State, feed: Feed) -> dict[str, float]:
 
 
 def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:
+    update = step - 1 - job.watch.skipped  # by the optimizer's count
     skipped = job.watch.judge(step, values)
     values = {name: value for name, value in values.items() if name != "skipped"}
     if skipped and job.progress:
@@ -172,7 +173,7 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
     if skipped:
         row["skipped"] = True
     if job.learning_rate:
-        row["learning_rate"] = job.learning_rate(step - 1)
+        row["learning_rate"] = job.learning_rate(update)
     return row
 
 

@@ -37,6 +37,7 @@ class Log:
 
     Attributes:
       recent: The last rows of the earlier run.
+      skipped: How many of all its steps were skipped.
     """
 
     def __init__(self, folder: Path, spec: Metrics, *, start: int):
@@ -61,6 +62,7 @@ class Log:
         part.write_text("".join(line + "\n" for line, _ in rows))
         part.replace(self.path)
         self.recent = [row for _, row in rows[-RECENT:]]
+        self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self._file = self.path.open("a", buffering=1)
         self._board: Any = None
         if self._spec.tensorboard:

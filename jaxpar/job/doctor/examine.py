@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.job.doctor import devices, machine, network, software
-from jaxpar.job.doctor.finding import Finding
+from jaxpar.job.doctor.finding import Finding, limited
 from jaxpar.job.schema import Job, read
 
 DEVICES, MEETING = 10.0, 3.0  # seconds, so that all of it stays below 15
+SERVER = "a run.dir on a file server that answers"
 
 
 def examine(
@@ -32,20 +34,29 @@ def examine(
     folder = Path(job.run.dir) if job and job.run.dir else Path()
     found += [software.versions(), software.plugin(), *software.variables(environment, simulate=simulate), *others]
     if cluster:
-        found += network.meet(cluster, seconds=MEETING)
+        meet, names = (
+            partial(network.meet, cluster, seconds=MEETING),
+            f"does {cluster.host} resolve here? or its address",
+        )
+        found += limited("coordinator", meet, seconds=MEETING + 2, fix=names)
     gpus = software.DRIVER.exists() and not simulate
     found += [
-        machine.folder_clock(folder), machine.shared_memory(gpus=gpus), machine.open_files(), machine.core_dumps(),
+        *limited("run folder", lambda: [machine.folder_clock(folder)], seconds=2, fix=SERVER),
+        machine.shared_memory(gpus=gpus), machine.open_files(), machine.core_dumps(),
         machine.cores(simulate=simulate), machine.threads(simulate=simulate), machine.huge_pages(simulate=simulate),
     ]  # fmt: skip
     seen, count = devices.finish(probe, seconds=seconds)
     found.append(seen)
     total = count * (cluster.processes if cluster else 1)
     if job is None:
-        return [*found, machine.disk(folder)]
+        return [*found, *_disk(folder)]
     fits, size = _job(job, total)
     kept = job.checkpoint.keep_last + job.checkpoint.keep_best + 1
-    return [*found, *fits, machine.disk(folder, state=size, kept=kept)]
+    return [*found, *fits, *_disk(folder, state=size, kept=kept)]
+
+
+def _disk(folder: Path, *, state: int = 0, kept: int = 1) -> list[Finding]:
+    return limited("disk", lambda: [machine.disk(folder, state=state, kept=kept)], seconds=2, fix=SERVER)
 
 
 def _read(path: str, overrides: Sequence[str]) -> tuple[Job | None, list[Finding]]:

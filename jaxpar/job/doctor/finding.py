@@ -1,5 +1,7 @@
-"""What a check found."""
+"""What a check found, and how it is kept from hanging."""
 
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,3 +25,19 @@ class Finding:
     def __str__(self) -> str:
         line = f"{self.state:<8} {self.what:<12} {self.text}"
         return f"{line}\n{'':21} fix: {self.fix}" if self.fix else line
+
+
+def limited(what: str, check: Callable[[], Iterable[Finding]], *, seconds: float, fix: str) -> list[Finding]:
+    """Returns what a check finds; where the system does not come back from it, that, after so many seconds.
+
+    Args:
+      what: Its name, for that finding.
+      check: What may hang: a folder of a file server that is gone, names that nobody resolves.
+      seconds: How long it may take.
+      fix: What to do where it hangs.
+    """
+    found: list[list[Finding]] = []
+    thread = threading.Thread(target=lambda: found.append(list(check())), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else [Finding(what, "problem", f"no answer within {seconds:g} s", fix)]
