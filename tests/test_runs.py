@@ -146,13 +146,13 @@ def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     assert {step: row[:2] for step, row in losses(target).items()} == {step: row[:2] for step, row in want.items()}
 
 
-def test_ten_sigkills_at_random_moments_lose_nothing(whole, folder):
-    """Killed anywhere, also while a checkpoint is written or renamed; then left alone to finish."""
+def test_a_command_that_is_killed_goes_on_with_the_same_losses(whole, folder):
+    """Twice, while it trains; `test_kills.py` kills more often, and at worse moments."""
     target, moments = folder / "killed", random.Random(0)
-    for _ in range(10):
+    for _ in range(2):
         with start("train", folder / "job.toml", f"run.dir={target}", "checkpoint.every=1") as process:
             wait_for(process, "4 x cpu")  # it trains from here on, so that every kill hits work
-            time.sleep(moments.uniform(0.0, 2.0))
+            time.sleep(moments.uniform(0.5, 2.0))
             process.kill()
             process.communicate()
         assert process.returncode in (-signal.SIGKILL, 0)

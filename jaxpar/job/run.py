@@ -80,32 +80,32 @@ def _meet(job: Job, folder: Path) -> Alone:
 def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int], stream) -> dict[str, Any]:
     folder, first = Path(job.run.dir), peers.process == 0
     built.step.agree = peers.agree if peers.count > 1 else None
-    peers.at(0, "restoring" if steps else "starting")
-    if steps:
-        start, _ = store.restore(built.step.abstract())
-    else:
-        start = state.create(built.layout, built.optimizer, seed=job.train.seed, offload=job.train.offload)
-    if first:  # one writer
-        (folder / "job.toml").write_text(dumps(job))
-        write_json(folder / "run.json", record(built))
-    log = Log(folder, job.metrics, start=steps[-1] if steps else 0) if first else None
     devices = list(built.layout.on.devices.flat)
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit="tokens" if job.data.is_text else "examples",
         flops=step_flop(built), peak=_peak(devices), stream=stream if first else io.StringIO(),
     )  # fmt: skip
+    store.say = progress.say
+    peers.at(0, "restoring" if steps else "starting")
+    if steps:
+        start, at = store.restore(built.step.abstract())
+    else:
+        start, at = state.create(built.layout, built.optimizer, seed=job.train.seed, offload=job.train.offload), 0
+    if first:  # one writer
+        (folder / "job.toml").write_text(dumps(job))
+        write_json(folder / "run.json", record(built))
+    log = Log(folder, job.metrics, start=at, writes=first)
     with progress:
         progress.say(
-            f"{built.layout.summary()}\n{describe(devices)}, {folder}"
-            + (f", on from step {steps[-1]}" if steps else "")
+            f"{built.layout.summary()}\n{describe(devices)}, {folder}" + (f", on from step {at}" if at else "")
         )
-        if steps and steps[-1] >= job.train.steps:
-            progress.say(f"nothing to do: trained to step {steps[-1]} of {job.train.steps}; raise train.steps to go on")
+        if at >= job.train.steps:
+            progress.say(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
         try:
             outcome = loop.run(_loop(built, store, log, progress, peers), start)
         finally:
-            if log:
-                log.close()
+            store.close()
+            log.close()
         if built.step.products is not None:
             progress.say(str(built.step.products))
         if outcome.stopped_by:
@@ -116,7 +116,7 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
         "run": str(folder),
         "step": int(outcome.state.step),
         "stopped_by": outcome.stopped_by,
-        "resumed_from": steps[-1] if steps else 0,
+        "resumed_from": at,
         "last": last,
     }
 
@@ -138,7 +138,7 @@ def record(built: Built) -> dict[str, Any]:
     }
 
 
-def _loop(built: Built, store: Store, log: Log | None, progress: Progress, peers: Alone) -> loop.Run:
+def _loop(built: Built, store: Store, log: Log, progress: Progress, peers: Alone) -> loop.Run:
     job, train = built.job, built.job.train
     detours = Detours(Path(job.run.dir), fresh=not store.steps())
     source = Careful(built.source, detours, sound(job), job.faults, progress.say)

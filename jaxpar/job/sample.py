@@ -1,5 +1,7 @@
 """A trained run is asked for text."""
 
+import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -55,7 +57,7 @@ def sample(folder: str | Path, prompt: str, *, tokens: int, temperature: float, 
             fix="a run with data.source = 'text'",
         )
     layout = compose(resolve_model(job, resolve_loss(job)), Parallel(), jax.devices()[:1])
-    store = Store(folder / "checkpoints", job.checkpoint)
+    store = Store(folder / "checkpoints", job.checkpoint, say=partial(print, file=sys.stderr), owned=False)
     alone = SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone),

@@ -9,15 +9,15 @@ RUN/detours.json remembers them, so that a run that is resumed passes over the s
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
 
 from jaxpar.errors import JaxparError, refuse, said
 from jaxpar.train.checkpoint import make_folder, write_json
+from jaxpar.train.data.iterables import some
 from jaxpar.train.data.sound import CorruptBatch, Sound
-from jaxpar.train.data.spec import Batch, Source
+from jaxpar.train.data.spec import Batch, Rows, Source
 from jaxpar.train.faults import Faults
 
 
@@ -101,8 +101,10 @@ class Careful:
         self.fingerprint = source.fingerprint
         self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
 
-    def batch(self, step: int, size: int) -> Batch:
-        """Returns the training batch of a step.
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
+        """Returns the training batch of a step, or some of its rows.
+
+        Where corrupt batches are skipped every process looks at all rows, so that all skip the same.
 
         Raises:
           JaxparError: If it is corrupt, and the job does not skip such ones; or too many are, one after the other.
@@ -110,7 +112,9 @@ class Careful:
         for _ in range(self.faults.skips + 1):
             index = self.detours.batch_of(step)
             try:
-                return self._checked(self.source.batch(index, size), index)
+                if self.faults.on_bad_batch == "skip":
+                    return some(self._checked(self.source.batch(index, size), index, size), rows)
+                return self._checked(self.source.batch(index, size, rows), index, size, rows)
             except CorruptBatch as error:
                 got = f"the batch of step {step + 1} is corrupt: {error.problems[0].got}"
                 if self.faults.on_bad_batch == "stop":
@@ -125,14 +129,17 @@ class Careful:
             fix=last.problems[0].fix,
         )
 
-    def _checked(self, batch: Batch, index: int) -> Batch:
+    def _checked(self, batch: Batch, index: int, size: int, rows: Rows = None) -> Batch:
         where = getattr(self.source, "where", None)
-        size = len(next(iter(batch.values())))
-        lies = partial(where, index, size) if where else lambda _: f"batch {index} of {self.fingerprint}"
+
+        def lies(row: int) -> str:
+            of_all = row if rows is None else int(rows[row])
+            return where(index, size, of_all) if where else f"batch {index} of {self.fingerprint}"
+
         return self.sound.checked(batch, lies)
 
-    def evaluation(self, index: int, size: int) -> Batch | None:
-        """Returns the index-th held-out batch that is not corrupt.
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
+        """Returns the index-th held-out batch that is not corrupt, or some of its rows.
 
         Raises:
           JaxparError: If one is, and the job does not skip such ones.
@@ -141,9 +148,13 @@ class Careful:
             at = index
             for bad in self._bad_out:
                 at += bad <= at
-            batch = self.source.evaluation(at, size)
+            skips = self.faults.on_bad_batch == "skip"
+            batch = self.source.evaluation(at, size) if skips else self.source.evaluation(at, size, rows)
+            if batch is None:
+                return None
             try:
-                return batch if batch is None else self.sound.checked(batch, lambda _, at=at: f"held-out batch {at}")
+                batch = self.sound.checked(batch, lambda _, at=at: f"held-out batch {at}")
+                return some(batch, rows) if skips else batch
             except CorruptBatch as error:
                 got = f"a held-out batch is corrupt: {error.problems[0].got}"
                 if self.faults.on_bad_batch == "stop":

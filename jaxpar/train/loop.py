@@ -89,7 +89,8 @@ def run(job: Run, state: State) -> Outcome:
     """Trains from `state.step` to `job.steps`.
 
     Raises:
-      JaxparError: If a step or a batch is bad and the job stops there: nothing is saved from then on.
+      JaxparError: If a step or a batch is bad and the job stops there: nothing is saved from then on. If the last
+        state cannot be saved.
     """
     feed = Feed(job.source, job.step.layout, job.global_batch)
     rows: list[dict[str, Any]] = []
@@ -144,7 +145,7 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
             if last:
                 break
     if job.store:
-        job.store.wait()
+        job.store.finish()
     return Outcome(state=state, rows=rows, stopped_by=stopped)
 
 

@@ -34,14 +34,15 @@ class Log:
       folder: The run folder.
       spec: The `[metrics]` table.
       start: The step the run starts from; later lines of an earlier run are dropped.
+      writes: Whether this process is the one that writes.
 
     Attributes:
       recent: The last rows of the earlier run.
       skipped: How many of all its steps were skipped.
     """
 
-    def __init__(self, folder: Path, spec: Metrics, *, start: int):
-        self.path, self._spec = folder / "metrics.jsonl", spec
+    def __init__(self, folder: Path, spec: Metrics, *, start: int, writes: bool = True):
+        self.path, self._spec, self._writes = folder / "metrics.jsonl", spec, writes
         self._open(start)
 
     def rewind(self, step: int) -> None:
@@ -58,13 +59,16 @@ class Log:
                 rule="each line is a JSON object with a step",
                 fix=f"mv {self.path} {self.path}.damaged",
             ) from error
+        self.recent = [row for _, row in rows[-RECENT:]]
+        self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
+        self._file: Any = None
+        self._board: Any = None
+        if not self._writes:
+            return
         part = self.path.with_suffix(".part")
         part.write_text("".join(line + "\n" for line, _ in rows))
         part.replace(self.path)
-        self.recent = [row for _, row in rows[-RECENT:]]
-        self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self._file = self.path.open("a", buffering=1)
-        self._board: Any = None
         if self._spec.tensorboard:
             try:
                 from tensorboardX import SummaryWriter
@@ -78,6 +82,8 @@ class Log:
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes one row; `step` is one of its keys. What is not finite is null, as JSON knows no nan."""
+        if self._file is None:
+            return
         row = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
         }
@@ -89,7 +95,8 @@ class Log:
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         if self._board is not None:
             self._board.close()
 

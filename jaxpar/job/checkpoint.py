@@ -1,0 +1,113 @@
+"""Checkpoints beside each other, beside a job, and in other formats."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import nearest, refuse
+from jaxpar.job.build import device_count, resolve_loss, resolve_model
+from jaxpar.job.schema import load
+from jaxpar.optim import chain
+from jaxpar.parallel.compose import compose
+from jaxpar.train import state
+from jaxpar.train.checkpoint import arrays, manifest, report, shelf
+from jaxpar.train.checkpoint.differences import Difference, differences
+from jaxpar.train.checkpoint.manifest import Array, Manifest
+
+FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {"jaxpar": report.export}
+
+
+def export(where: Path, step: int | None, to: Path, *, form: str) -> dict[str, Any]:
+    """Writes a checkpoint in another place, in one of `FORMATS`.
+
+    Raises:
+      JaxparError: If there is no such format, or the checkpoint cannot be exported.
+    """
+    if form not in FORMATS:
+        raise refuse(f"--format {form}", rule=f"a format is {', '.join(FORMATS)}", fix=nearest(form, FORMATS))
+    return FORMATS[form](where, step, to)
+
+
+def diff(first: Path, second: Path, overrides: Sequence[str] = ()) -> tuple[list[Difference], dict[str, float]]:
+    """Returns how two checkpoints, or a checkpoint and a job, differ.
+
+    Args:
+      first: A checkpoint, or the run folder whose latest is meant.
+      second: The same, or a job file.
+      overrides: Of the job.
+
+    Returns:
+      The arrays that differ in shape or dtype or are in one only; and, between checkpoints that do not, path to the
+      largest absolute difference for the arrays whose values differ.
+
+    Raises:
+      JaxparError: If either is none, or damaged.
+    """
+    path, saved = _listed(first)
+    if second.is_file():
+        return differences(saved.arrays, wanted(second, overrides)), {}
+    if overrides:
+        raise refuse(f"{second} is no job file", rule="overrides are of a job", fix="leave them out")
+    other, listed = _listed(second)
+    found = differences(saved.arrays, listed.arrays)
+    return found, {} if found else _values(path, other, saved.arrays)
+
+
+def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
+    """Returns the arrays that a job trains; nothing is made or compiled.
+
+    Raises:
+      JaxparError: With what is wrong with the job.
+    """
+    made = load(job, overrides)
+    if any((made.mesh.simulate, made.mesh.devices, made.mesh.target)):  # they need not be there
+        jax.config.update("jax_platforms", "cpu")
+    layout = compose(resolve_model(made, resolve_loss(made)), made.parallel, device_count(made))
+    return arrays.described(state.abstract(layout, chain.build(made.optimizer, made.train.steps)))
+
+
+def adopt(where: Path, step: int | None = None) -> Path:
+    """Makes the list of a checkpoint that an older jaxpar wrote, of what is there now.
+
+    Raises:
+      JaxparError: If it has one, or is no checkpoint.
+    """
+    path = shelf.find(where, step)
+    if (path / manifest.NAME).exists():
+        raise refuse(f"{path} has a MANIFEST", rule="a list is made once", fix=f"jaxpar checkpoint verify {path}")
+    listed, scores = arrays.unlisted(path)
+    made = path.stat().st_mtime
+    manifest.write(path, step=int(path.name), written=made, scores=scores, arrays=listed)
+    return path
+
+
+def _listed(where: Path) -> tuple[Path, Manifest]:
+    path = shelf.find(where)
+    if shelf.is_older(path):
+        raise shelf.refuse_older(path)
+    return path, manifest.read(path)
+
+
+def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, float]:
+    """Returns path to largest absolute difference, of arrays that are not equal; one array at a time."""
+    for path in (first, second):
+        if wrong := manifest.check(path):
+            raise refuse(f"{path}: {wrong[0]}", rule="every byte is as written", fix=f"jaxpar checkpoint verify {path}")
+    found = {}
+    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for name, array in listed.items():
+        kind = jax.random.key(0).dtype if array.dtype.startswith("key<") else array.dtype
+        want = {name: jax.ShapeDtypeStruct(array.shape, kind, sharding=alone)}
+        here, there = (_numbers(arrays.load(path, listed, want)[name]) for path in (first, second))
+        if here.tobytes() != there.tobytes():
+            found[name] = float(np.max(np.abs(here.astype(np.float64) - there.astype(np.float64))))
+    return found
+
+
+def _numbers(array: jax.Array) -> np.ndarray:
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array)

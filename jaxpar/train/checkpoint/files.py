@@ -1,0 +1,73 @@
+"""Files that a crash cannot leave half written, and what a full disk looks like."""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxpar.errors import refuse
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder of a run.
+
+    Raises:
+      JaxparError: If it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise refuse(
+            f"run folder {folder!s:.200}: {getattr(error, 'strerror', None) or error}",
+            rule="a run writes into a folder of its own",
+            fix="run.dir = 'runs/mine'",
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON so that a reader sees the old file or the new one, never half of it."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    part.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(folder: Path) -> None:
+    """Waits until all files of a folder, and their names, are on the disk."""
+    for path, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(path) / name)
+        sync(Path(path))
+
+
+def os_code(error: BaseException) -> int | None:
+    """Returns the operating system's number of an error, which TensorStore gives in the text of a `ValueError`."""
+    for each in _causes(error):
+        if isinstance(each, OSError) and each.errno:
+            return each.errno
+        if said := re.search(r"os_error_code='(\d+)'", str(each)):
+            return int(said[1])
+        if "No space left on device" in str(each):
+            return errno.ENOSPC
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,27 @@
+"""Several processes write and read one checkpoint: one looks at the files, all do the same thing.
+
+Each function must be called by all processes at the same point. With one process nothing is sent.
+"""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def is_first() -> bool:
+    """Returns whether this process is the one that hashes, renames and deletes."""
+    return jax.process_index() == 0
+
+
+def told(value: int) -> int:
+    """Returns the value of the first process, on all of them."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def worst(value: int) -> int:
+    """Returns the largest value of all processes, on all of them."""
+    if jax.process_count() == 1:
+        return value
+    return int(np.max(multihost_utils.process_allgather(np.int32(value))))

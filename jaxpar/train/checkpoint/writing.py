@@ -1,0 +1,64 @@
+"""One checkpoint on its way to the disk, beside the training.
+
+    Orbax ─► 000200.writing ─► MANIFEST in it ─► all on the disk ─► renamed to 000200
+
+A kill at any moment leaves a folder with another name than `000200`, or the whole checkpoint.
+"""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.train.checkpoint import arrays, manifest, processes, shelf
+from jaxpar.train.checkpoint.files import sync
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """A checkpoint that is being written.
+
+    Attributes:
+      step: Its step.
+      bytes: Of its arrays.
+      done: Ends when it is committed, or with the error that ended it.
+    """
+
+    step: int
+    bytes: int
+    done: Future
+
+
+def begin(folder: Path, step: int, state: Any, scores: Mapping[str, float]) -> Write:
+    """Starts writing a checkpoint; returns as soon as its arrays are copied."""
+    listed = arrays.described(state)
+    final = folder.resolve() / shelf.name_of(step)
+    writing = final.with_name(final.name + shelf.WRITING)
+    worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    done: Future = Future()
+    try:
+        response = arrays.save(writing, state, step)
+        about = {"step": step, "written": time.time(), "scores": scores, "arrays": listed}
+        done = worker.submit(_finish, response, writing, final, about)
+    except arrays.UNREADABLE as error:  # told by `Store.wait`, as what comes later
+        done.set_exception(error)
+    worker.shutdown(wait=False)
+    return Write(step=step, bytes=sum(each.bytes for each in listed.values()), done=done)
+
+
+def _finish(response: Any, writing: Path, final: Path, about: dict[str, Any]) -> None:
+    """Waits for the arrays of all processes; the first one then makes them a checkpoint."""
+    response.result()
+    if processes.is_first():
+        manifest.write(writing, **about)
+        writing.rename(final)
+        sync(final.parent)
+
+
+def remove(folder: Path, step: int) -> None:
+    """Deletes what a write that failed has left."""
+    for path in shelf.left_over(folder):
+        if path.name.startswith(shelf.name_of(step) + shelf.WRITING):
+            shelf.delete(path)
