@@ -22,7 +22,7 @@ from jaxpar.mesh.connect import connect
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.mesh.processes import detect
 from jaxpar.train import loop, state
-from jaxpar.train.checkpoint import Store, make_folder, write_json
+from jaxpar.train.checkpoint import Store, make_folder, partial, write_json
 from jaxpar.train.detours import Careful, Detours
 from jaxpar.train.faults import Watch
 from jaxpar.train.metrics import Log
@@ -87,10 +87,7 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
     )  # fmt: skip
     store.say = progress.say
     peers.at(0, "restoring" if steps else "starting")
-    if steps:
-        start, at = store.restore(built.step.abstract())
-    else:
-        start, at = state.create(built.layout, built.optimizer, seed=job.train.seed, offload=job.train.offload), 0
+    start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
     if first:  # one writer
         (folder / "job.toml").write_text(dumps(job))
         write_json(folder / "run.json", record(built))
@@ -119,6 +116,16 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
         "resumed_from": at,
         "last": last,
     }
+
+
+def _begin(built: Built, progress: Progress) -> state.State:
+    """Returns the state of a new run, with parameters of another where the job says so."""
+    train, spec = built.job.train, built.job.checkpoint
+    made = state.create(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
+    if spec.start_from:
+        made, origin = partial.start(spec, made, built.optimizer)
+        progress.say(str(origin))
+    return made
 
 
 def step_flop(built: Built) -> float:

@@ -1,23 +1,53 @@
-"""What a job says of its checkpoints: when they are written and which stay."""
+"""What a job says of its checkpoints: when they are written, which stay, and where parameters come from."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from jaxpar.errors import within
+from jaxpar.errors import refuse, within
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """When checkpoints are written and which are kept.
+    """When checkpoints are written, which are kept, and which one a new run starts from.
 
     Attributes:
       every: Steps between two; 0 writes one at the end only.
       keep_last: How many of the latest stay.
       keep_best: How many of those with the lowest eval_loss stay besides.
+      start_from: A run folder or one checkpoint whose parameters a new run begins with, to tune them further; ""
+        means new parameters. The optimizer and the step begin anew; a run that has checkpoints goes on from its own.
+      take: Which parameters (and statistics, such as BatchNorm's) it takes, by their paths in the job: "blocks" is
+        all below it, * any text. The others are new.
+      rename: Beginning of a path in the checkpoint to what it is in the job, {"encoder/blocks" = "blocks"}.
+      cast: Whether parameters may be taken that have another dtype in the checkpoint.
     """
 
     every: int = 0
     keep_last: int = 2
     keep_best: int = 0
+    start_from: str = ""
+    take: tuple[str, ...] = ("*",)
+    rename: Mapping[str, str] = field(default_factory=dict)
+    cast: bool = False
 
     def __post_init__(self):
         within(self, "checkpoint", {"every": (0, 2**31 - 1), "keep_last": (1, 2**31 - 1), "keep_best": (0, 2**31 - 1)})
+        for key, usual in (("take", ("*",)), ("rename", {}), ("cast", False)):
+            if not self.start_from and getattr(self, key) != usual:
+                raise refuse(
+                    f"checkpoint.{key} = {getattr(self, key)!r} without checkpoint.start_from",
+                    rule=f"{key} says what is taken from another run",
+                    fix=f'start_from = "runs/other", or leave {key} out',
+                )
+        if not self.take:
+            raise refuse(
+                "checkpoint.take = []",
+                rule="a run that starts from another takes something of it",
+                fix='take = ["blocks/*"], or leave start_from out',
+            )
+        if wrong := [old for old, new in self.rename.items() if not old.strip("/") or not new.strip("/")]:
+            raise refuse(
+                f"checkpoint.rename = {dict(self.rename)}",
+                rule="rename maps the beginning of a path to another; neither is empty",
+                fix=f'rename = {{"{wrong[0] or "encoder/blocks"}" = "blocks"}}',
+            )
