@@ -18,7 +18,6 @@ from jaxpar.train import loop, metrics
 from jaxpar.train.checkpoint import Checkpoints, Store, manifest, writing
 from jaxpar.train.checkpoint import store as stores
 
-STEPS = 40
 # Where a process kills itself: a function that is called there, once per checkpoint.
 POINTS = {
     "before there is a list": (manifest, "sync_tree"),
@@ -58,7 +57,7 @@ class Told:
         self.step = lambda row: send.send(row["step"])
 
 
-def train(folder, send, point=None, after=0):
+def train(folder, steps, send, point=None, after=0):
     """Trains from the newest checkpoint to the last step; kills itself at the `after`th pass of a point."""
     jax.config.update("jax_num_cpu_devices", 2)
     if point:
@@ -70,12 +69,12 @@ def train(folder, send, point=None, after=0):
         start, at = store.restore(step.abstract())
     else:
         start, at = jp.create(layout, optimizer), 0
-    send.send(("from", at))
+    send.send(at)
     folder.mkdir(exist_ok=True)
     log = metrics.Log(folder, metrics.Metrics(), start=at)
     loop.run(
         loop.Run(
-            step=step, source=Numbers(), steps=STEPS, global_batch=8, checkpoints=store.spec, store=store, log=log,
+            step=step, source=Numbers(), steps=steps, global_batch=8, checkpoints=store.spec, store=store, log=log,
             progress=Told(send),
         ),
         start,

@@ -3,6 +3,8 @@
 The checkpoints are real ones of a tiny state; nothing is compiled.
 """
 
+import dataclasses
+import io
 import json
 import os
 import random
@@ -17,7 +19,10 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.job.run import train
+from jaxpar.job.schema import loads
 from jaxpar.train.checkpoint import Checkpoints, Store, manifest, shelf, writing
+from jaxpar.train.metrics import Log, Metrics
 
 KEEP_ALL = Checkpoints(keep_last=100)
 
@@ -290,6 +295,94 @@ def test_a_full_disk_keeps_training_and_the_last_good_one(leave, disk, capfd):
     store.finish()  # what failed in between is no matter any more
     assert store.find() == 4
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_rows_wait_while_the_disk_is_full_and_none_is_cut_in_half(disk):
+    rows = [{"step": step, "loss": 1 / step} for step in range(1, 401)]
+
+    def there():
+        return [json.loads(line) for line in (disk.folder / "metrics.jsonl").read_text().splitlines()]
+
+    log = Log(disk.folder, Metrics(), start=0)
+    disk.fill(0)
+    for row in rows[:300]:  # some still fit into the last page of the file
+        log.write(row)
+    assert there() == rows[: len(there())]
+    assert len(there()) < 300
+    disk.empty()
+    log.write(rows[300])
+    assert there() == rows[:301]
+    disk.fill(0)
+    for row in rows[301:]:
+        log.write(row)
+    with pytest.warns(UserWarning, match=r"metrics.jsonl: the disk is full, \d+ rows are not written"):
+        log.close()
+    disk.empty()
+    Log(disk.folder, Metrics(), start=400).close()  # goes on from whole lines
+    assert there() == rows[: len(there())]
+
+
+class Watcher(io.StringIO):
+    """What a run says, and somebody who acts on it."""
+
+    def __init__(self, **actions):
+        super().__init__()
+        self.actions = actions
+
+    def write(self, text):
+        for said, act in self.actions.items():
+            if text.startswith(f"step {said[1:]}/"):
+                act()
+        return super().write(text)
+
+
+JOB = """
+[model]
+name = "mlp"
+inputs = 64
+dim = 16
+layers = 1
+classes = 10
+[data]
+source = "arrays"
+path = "{folder}/data.npz"
+[train]
+steps = 8
+global_batch = 16
+loss = "classify"
+[run]
+dir = "{folder}/disk/run"
+[parallel]
+data = -1
+[checkpoint]
+every = 1
+[metrics]
+show_every = 1
+"""
+
+
+@pytest.mark.xdist_group("integrity")
+def test_a_run_on_a_disk_that_is_full_for_a_while_loses_nothing(disk, tmp_path):
+    numbers = np.random.default_rng(0)
+    np.savez(tmp_path / "data.npz", inputs=numbers.random((64, 64), np.float32), labels=np.arange(64) % 10)
+    job, folder = loads(JOB.format(folder=tmp_path)), disk.folder / "run"
+    for _ in range(2):  # the second time it goes on from step 8
+        stream = Watcher(_3=lambda: disk.fill(0), _6=disk.empty, _11=lambda: disk.fill(0))
+        outcome = train(job, stream=stream)
+        assert stream.getvalue().count("training goes on") == (outcome["resumed_from"] == 0)
+        assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
+            *range(1, 9)
+        ]
+        assert shelf.steps(folder / "checkpoints") == [7, 8]
+    longer = dataclasses.replace(job, train=dataclasses.replace(job.train, steps=13))
+    with pytest.raises(JaxparError, match="step 13 is not saved: the disk of"):
+        train(longer, stream=stream)
+    assert shelf.steps(folder / "checkpoints") in ([8, 9], [9, 10])  # step 10 may have been on its way
+    with pytest.raises(JaxparError, match=r"(job.toml|run.json): No space left"):
+        train(longer, stream=stream)
+    disk.empty()
+    assert train(longer, stream=io.StringIO())["resumed_from"] in (9, 10)
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 13
 
 
 def test_another_error_of_a_write_is_refused(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ Each process is forked from one that has imported jax and not used it, so that a
 """
 
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -32,64 +33,51 @@ def processes():
     return context
 
 
-@pytest.fixture(scope="module")
-def whole(processes, tmp_path_factory):
-    """The losses of a run nobody disturbed."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert killed(processes, folder)[0] == 0
-    return losses(folder)
-
-
 def losses(folder):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
-def killed(processes, folder, *, seconds=None, **point):
-    """Starts or goes on with a run; returns its exit code, the step it began from and the last that it told."""
+def killed(processes, folder, steps, *, seconds=None, **point):
+    """Starts or goes on with a run, and kills it so many seconds after its first step, or at a point.
+
+    Returns its exit code, the step it began from and the last that it told; None where it told nothing.
+    """
     from killed import train
 
     receive, send = processes.Pipe(duplex=False)
-    process = processes.Process(target=train, args=(str(folder), send), kwargs=point)
+    process = processes.Process(target=train, args=(str(folder), steps, send), kwargs=point)
     process.start()
     send.close()
-    told = []
-    end = None
-    while True:
-        if end is not None and (end < time.monotonic() or not receive.poll(max(0.0, end - time.monotonic()))):
-            process.kill()
-            break
-        try:
+    told, end = [], math.inf
+    try:
+        while time.monotonic() < end and receive.poll(min(60, max(0.0, end - time.monotonic()))):
             told.append(receive.recv())
-        except EOFError:
-            break
-        if seconds is not None and end is None:
-            end = time.monotonic() + seconds  # from where it trains
-    process.join(60)
-    while receive.poll():
-        try:
+            if seconds is not None and len(told) == 2:
+                end = time.monotonic() + seconds
+        process.kill()
+        while True:
             told.append(receive.recv())
-        except EOFError:
-            break
-    return process.exitcode, told[0][1] if told else None, told[-1] if told[1:] else None
+    except EOFError:  # it is gone, and all that it told is read
+        process.join(60)
+    return process.exitcode, told[0] if told else None, told[-1] if told else None
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(30, marks=pytest.mark.slow)])
-def test_sigkills_lose_nothing_beyond_the_last_interval(kills, processes, whole, tmp_path):
+@pytest.mark.parametrize(("kills", "steps"), [(10, 40), pytest.param(30, 100, marks=pytest.mark.slow)])
+def test_sigkills_lose_nothing_beyond_the_last_interval(kills, steps, processes, tmp_path):
+    assert killed(processes, tmp_path / "whole", steps)[0] == 0
     folder, moments, last = tmp_path / "run", random.Random(kills), 0
     for index in range(kills):
         if index % 2:
-            how = {"seconds": moments.uniform(0.0, 1.0)}
+            how = {"seconds": moments.uniform(0.0, 0.4)}
         else:
             how = {"point": POINTS[index // 2 % len(POINTS)], "after": moments.randrange(3)}
-        code, began, reached = killed(processes, folder, **how)
+        code, began, reached = killed(processes, folder, steps, **how)
+        assert code == -signal.SIGKILL, (index, how)
         # a row is told before its checkpoint begins, and that one waits for the one before: two may be on their way
-        assert began is None or began >= last - 2, (index, how)
-        last = max(last, reached or 0)
-        assert code == -signal.SIGKILL or last == 40, (index, how, code)
-    code, began, _ = killed(processes, folder)
-    assert code == 0
-    assert began >= last - 2
-    assert losses(folder) == whole
-    left = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert left == ["000039", "000040"]
+        assert began >= last - 2, (index, how)
+        last = max(last, reached)
+    code, began, _ = killed(processes, folder, steps)
+    assert (code, began >= last - 2) == (0, True)
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [f"{steps - 1:06d}", f"{steps:06d}"]

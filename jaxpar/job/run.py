@@ -22,7 +22,7 @@ from jaxpar.mesh.connect import connect
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.mesh.processes import detect
 from jaxpar.train import loop, state
-from jaxpar.train.checkpoint import Store, make_folder, partial, write_json
+from jaxpar.train.checkpoint import Store, make_folder, partial, write_json, write_text
 from jaxpar.train.detours import Careful, Detours
 from jaxpar.train.faults import Watch
 from jaxpar.train.metrics import Log
@@ -89,7 +89,7 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
     peers.at(0, "restoring" if steps else "starting")
     start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
     if first:  # one writer
-        (folder / "job.toml").write_text(dumps(job))
+        write_text(folder / "job.toml", dumps(job))
         write_json(folder / "run.json", record(built))
     log = Log(folder, job.metrics, start=at, writes=first)
     with progress:

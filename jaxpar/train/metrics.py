@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import refuse, within
+from jaxpar.train.checkpoint.files import FULL, write_text
 
 RECENT = 1024  # rows of an earlier run that are remembered
 
@@ -63,12 +66,11 @@ class Log:
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self._file: Any = None
         self._board: Any = None
+        self._rows: list[str] = []  # that are not written yet: while the disk is full
         if not self._writes:
             return
-        part = self.path.with_suffix(".part")
-        part.write_text("".join(line + "\n" for line, _ in rows))
-        part.replace(self.path)
-        self._file = self.path.open("a", buffering=1)
+        write_text(self.path, "".join(line + "\n" for line, _ in rows))
+        self._file = self.path.open("ab", buffering=0)
         if self._spec.tensorboard:
             try:
                 from tensorboardX import SummaryWriter
@@ -81,24 +83,45 @@ class Log:
             self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=start + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes one row; `step` is one of its keys. What is not finite is null, as JSON knows no nan."""
+        """Writes one row; `step` is one of its keys. What is not finite is null, as JSON knows no nan.
+
+        While the disk is full, rows wait for the next one.
+        """
         if self._file is None:
             return
         row = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
         }
-        self._file.write(json.dumps(row) + "\n")
+        self._rows.append(json.dumps(row) + "\n")
+        self._write()
         if self._board is not None:
             for key, value in row.items():
                 if key != "step" and value is not None:
                     self._board.add_scalar(key, value, row["step"])
 
     def close(self) -> None:
-        """Flushes and closes the files."""
-        if self._file is not None:
-            self._file.close()
+        """Flushes and closes the files; warns of rows that a full disk kept from them."""
+        if self._file is None:
+            return
+        self._write()
+        if self._rows:
+            warnings.warn(f"{self.path}: the disk is full, {len(self._rows)} rows are not written", stacklevel=2)
+        self._file.close()
         if self._board is not None:
             self._board.close()
+
+    def _write(self) -> None:
+        """Writes the rows that wait, all of them or none: half a line would spoil the file for the next start."""
+        text, begin = "".join(self._rows).encode(), self._file.seek(0, os.SEEK_END)
+        try:
+            while text:
+                text = text[self._file.write(text) :]
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._file.truncate(begin)
+        else:
+            self._rows.clear()
 
     def _lines(self) -> list[str]:
         """Returns the whole lines that are there; a line cut off by a crash is none."""

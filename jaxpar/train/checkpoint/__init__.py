@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxpar.train.checkpoint.files import make_folder, write_json
+    from jaxpar.train.checkpoint.files import make_folder, write_json, write_text
     from jaxpar.train.checkpoint.spec import Checkpoints
     from jaxpar.train.checkpoint.store import Store
 
-__all__ = ["Checkpoints", "Store", "make_folder", "write_json"]
+__all__ = ["Checkpoints", "Store", "make_folder", "write_json", "write_text"]
 
-_HOMES = {"Checkpoints": "spec", "Store": "store", "make_folder": "files", "write_json": "files"}
+_HOMES = {"Checkpoints": "spec", "Store": "store"} | dict.fromkeys(("make_folder", "write_json", "write_text"), "files")
 
 
 def __getattr__(name: str):

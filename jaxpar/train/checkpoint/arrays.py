@@ -1,7 +1,9 @@
 """Arrays of a state to files and back. Only this file knows Orbax: its v1 module still moves."""
 
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ def save(folder: Path, state: Any, step: int) -> Any:
     """Starts writing a state; returns what to wait for with `.result()`, once its arrays are copied."""
     from orbax.checkpoint import v1 as ocp
 
-    logging.getLogger("absl").addFilter(_no_traceback)
+    _quiet()
     # what is in flight must not alias buffers that the next step takes over
     jax.block_until_ready(state)
     plain = {_key(path): leaf for path, leaf in flat(state).items()}
@@ -110,6 +112,24 @@ def _size(shape: Any) -> int:
     for dim in shape:
         size *= dim
     return size
+
+
+def _quiet() -> None:
+    """Keeps off the screen what a save that failed prints besides the error that it raises."""
+    logging.getLogger("absl").addFilter(_no_traceback)
+    if not isinstance(sys.unraisablehook, _NoClosedLoop):
+        sys.unraisablehook = _NoClosedLoop(sys.unraisablehook)
+
+
+@dataclass(frozen=True)
+class _NoClosedLoop:
+    """Drops what TensorStore cannot tell Orbax of the other files of such a save: its event loop is closed by then."""
+
+    before: Callable[[Any], Any]
+
+    def __call__(self, what: Any) -> None:
+        if what.object is not None or str(what.exc_value) != "Event loop is closed":
+            self.before(what)
 
 
 def _no_traceback(record: logging.LogRecord) -> bool:

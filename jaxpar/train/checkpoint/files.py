@@ -31,9 +31,25 @@ def make_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON so that a reader sees the old file or the new one, never half of it."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(value, indent=2, default=str) + "\n")
-    part.replace(path)
+    write_text(path, json.dumps(value, indent=2, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a text so that a reader sees the old file or the new one, never half of it.
+
+    Raises:
+      JaxparError: If it cannot be written: the disk is full, the folder is another's.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise refuse(
+            f"{path}: {error.strerror}",
+            rule="a run writes into a folder of its own",
+            fix="free some, or another run.dir",
+        ) from error
 
 
 def sync(path: Path) -> None:

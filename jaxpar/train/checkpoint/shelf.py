@@ -37,8 +37,11 @@ def left_over(folder: Path) -> Iterator[Path]:
 
 
 def delete(path: Path) -> None:
-    """Deletes what a write has left, folder or file."""
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Deletes what a write has left, folder or file; what is still being written there goes with the next write."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_older(path: Path) -> bool:

@@ -41,7 +41,6 @@ class Store:
     say: Callable[[str], None] = _warn
     owned: bool = True
     _pending: writing.Write | None = field(default=None, init=False)
-    _swept: bool = field(default=False, init=False)
     _unsaved: JaxparError | None = field(default=None, init=False)
 
     def steps(self) -> list[int]:
@@ -165,12 +164,11 @@ class Store:
         self.say(f"{problem.got}; step {used} is used instead{aside}")
 
     def _sweep(self) -> None:
-        """Deletes, before the first write, what a killed run has left."""
-        if not self._swept and processes.is_first():
+        """Deletes, before a write, what a killed run or a failed write has left."""
+        if processes.is_first():
             make_folder(self.folder)
-            for path in shelf.left_over(self.folder):
+            for path in list(shelf.left_over(self.folder)):
                 shelf.delete(path)
-        self._swept = True
 
     def _full(self, write: writing.Write) -> None:
         free = shutil.disk_usage(self.folder).free

@@ -59,6 +59,6 @@ def _finish(response: Any, writing: Path, final: Path, about: dict[str, Any]) ->
 
 def remove(folder: Path, step: int) -> None:
     """Deletes what a write that failed has left."""
-    for path in shelf.left_over(folder):
+    for path in list(shelf.left_over(folder)):
         if path.name.startswith(shelf.name_of(step) + shelf.WRITING):
             shelf.delete(path)
