@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import refuse, within
-from jaxpar.models.layers import Attend, Block, BlockSettings, Norm, attend, constrain, dropout, weight
+from jaxpar.models.layers import Attend, Block, BlockSettings, Norm, Rope, attend, constrain, dropout, weight
 from jaxpar.models.stack import run_stack, stack
 
 
@@ -31,10 +31,12 @@ class DecoderSettings:
       hidden: Width of the feed-forward; 0 means 4 dim, or 8/3 dim rounded up to 64 where gated.
       position: rotary or learned.
       norm: rms or layer.
+      norm_eps: What the norm adds to the mean square.
       gated: SwiGLU in the feed-forward.
       use_bias: Biases on every matrix.
       tied: The embedding is also the output matrix.
       rope_base: Base of the rotary frequencies.
+      rope_stretch: [factor, low, high, seq] as Llama 3.1 stretches them, [8.0, 1.0, 4.0, 8192.0]; [] does not.
       dropout: Rate, in training only.
       scan: One compiled block run over stacked layers, instead of one copy per layer.
     """
@@ -48,10 +50,12 @@ class DecoderSettings:
     hidden: int = 0
     position: Literal["rotary", "learned"] = "rotary"
     norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
     gated: bool = True
     use_bias: bool = False
     tied: bool = False
     rope_base: float = 10_000.0
+    rope_stretch: tuple[float, ...] = ()
     dropout: float = 0.0
     scan: bool = True
 
@@ -61,7 +65,8 @@ class DecoderSettings:
             self,
             "model",
             {name: (1, most) for name in ("vocab", "seq", "layers", "dim", "heads")}
-            | {"kv_heads": (0, most), "hidden": (0, most), "rope_base": (1, 1e30), "dropout": (0, 1)},
+            | {"kv_heads": (0, most), "hidden": (0, most)}
+            | {"norm_eps": (0, 1), "rope_base": (1, 1e30), "dropout": (0, 1)},
             below=["dropout"],
         )
         kv = self.kv_heads or self.heads
@@ -76,6 +81,15 @@ class DecoderSettings:
                 f"heads = {self.heads}, kv_heads = {kv}",
                 rule="each head of keys and values serves a whole number of query heads",
                 fix=f"kv_heads = {max(n for n in range(1, kv + 1) if self.heads % n == 0)}",
+            )
+        stretch = tuple(self.rope_stretch)
+        if stretch and not (
+            len(stretch) == 4 and stretch[0] >= 1 and 0 < stretch[1] < stretch[2] < 1e9 > stretch[3] > 0
+        ):
+            raise refuse(
+                f"rope_stretch = {list(stretch)!r:.80}",
+                rule="a factor of at least 1, two numbers of turns, the smaller first, a sequence length; or nothing",
+                fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
             )
         if self.position == "rotary" and (self.dim // self.heads) % 2:
             raise refuse(
@@ -113,16 +127,17 @@ class Decoder(nnx.Module):
             kv_heads=s.kv_heads or s.heads,
             hidden=s.width,
             norm=s.norm,
+            norm_eps=s.norm_eps,
             gated=s.gated,
             use_bias=s.use_bias,
-            rope=s.rope_base if s.position == "rotary" else None,
+            rope=Rope(s.rope_base, tuple(s.rope_stretch)) if s.position == "rotary" else None,
             causal=True,
             dropout=s.dropout,
             out_scale=(2 * s.layers) ** -0.5,
             attend=attend,
         )
         self.blocks = stack(lambda rngs: Block(kind, rngs=rngs), s.layers, rngs)
-        self.norm = Norm(s.dim, kind=s.norm)
+        self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
 

@@ -70,8 +70,8 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 class Norm(nnx.Module):
     """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) or LayerNorm, in float32."""
 
-    def __init__(self, dim: int, *, kind: Literal["rms", "layer"]):
-        self.kind = kind
+    def __init__(self, dim: int, *, kind: Literal["rms", "layer"], eps: float = 1e-5):
+        self.kind, self.eps = kind, eps
         self.scale = nnx.Param(jnp.ones((dim,)), out_sharding=("embed",))
         self.bias = bias(kind == "layer", (dim,), ("embed",))
 
@@ -80,18 +80,41 @@ class Norm(nnx.Module):
         y = x.astype(jnp.float32)
         if self.kind == "layer":
             y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-5)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
         y = y.astype(x.dtype) * self.scale[...]
         return y if self.bias is None else y + self.bias[...]
 
 
-def rotate(x_bshk: jax.Array, base: float) -> jax.Array:
-    """Returns queries or keys turned by their position (RoPE, Su et al. 2021, arXiv:2104.09864).
+@dataclass(frozen=True)
+class Rope:
+    """How fast the pairs of a head turn from position to position (RoPE, Su et al. 2021, arXiv:2104.09864).
+
+    Attributes:
+      base: Pair i of n turns by base ** (-i / n), in radians.
+      stretch: (factor, low, high, seq): pairs that turn less than `low` times within seq positions turn `factor` times
+        slower, those that turn more than `high` times as they did, the others in between. () leaves all as they are.
+        Llama 3.1 (arXiv:2407.21783) has (8, 1, 4, 8192).
+    """
+
+    base: float
+    stretch: tuple[float, ...] = ()
+
+    def frequencies(self, pairs: int) -> jax.Array:
+        """Returns radians per position. Shape [pairs], float32."""
+        found = self.base ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
+        if not self.stretch:
+            return found
+        factor, low, high, seq = self.stretch
+        kept = jnp.clip((seq * found / (2 * math.pi) - low) / (high - low), 0, 1)
+        return found * (kept + (1 - kept) / factor)
+
+
+def rotate(x_bshk: jax.Array, rope: Rope) -> jax.Array:
+    """Returns queries or keys turned by their position.
 
     Pairs are (i, i + head_dim / 2), as in the released Llama weights.
     """
-    half = x_bshk.shape[-1] // 2
-    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = rope.frequencies(x_bshk.shape[-1] // 2)
     angle = jnp.arange(x_bshk.shape[1], dtype=jnp.float32)[:, None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x_bshk.astype(jnp.float32), 2, axis=-1)
@@ -117,10 +140,11 @@ class BlockSettings:
       norm: rms or layer.
       gated: SwiGLU in the feed-forward, else GELU.
       use_bias: Biases on every matrix.
-      rope: Base of rotary positions, or None.
+      rope: Rotary positions, or None.
       causal: Whether a token sees only those before it.
       dropout: Rate, where a key is given.
       out_scale: Scale of the initial matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
+      norm_eps: What the norms add to the mean square.
       attend: How attention is computed.
     """
 
@@ -131,10 +155,11 @@ class BlockSettings:
     norm: Literal["rms", "layer"]
     gated: bool
     use_bias: bool
-    rope: float | None
+    rope: Rope | None
     causal: bool
     dropout: float
     out_scale: float
+    norm_eps: float = 1e-5
     attend: Attend = attend
 
 
@@ -175,6 +200,7 @@ class FeedForward(nnx.Module):
         self.gate = weight(rngs, (s.dim, s.hidden), ("embed", "mlp"), 1 / math.sqrt(s.dim)) if s.gated else None
         self.down = weight(rngs, (s.hidden, s.dim), ("mlp", "embed"), s.out_scale / math.sqrt(s.hidden))
         self.up_bias = bias(s.use_bias, (s.hidden,), ("mlp",))
+        self.gate_bias = bias(s.use_bias and s.gated, (s.hidden,), ("mlp",))
         self.down_bias = bias(s.use_bias, (s.dim,), ("embed",))
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
@@ -185,7 +211,7 @@ class FeedForward(nnx.Module):
             h = jax.nn.gelu(h)
         else:
             gate = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.gate[...]), "batch", "seq", "mlp")
-            h = jax.nn.silu(gate) * h
+            h = jax.nn.silu(_plus(gate, self.gate_bias)) * h
         return _plus(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
 
 
@@ -194,9 +220,9 @@ class Block(nnx.Module):
 
     def __init__(self, s: BlockSettings, *, rngs: nnx.Rngs):
         self.rate = s.dropout
-        self.norm_attention = Norm(s.dim, kind=s.norm)
+        self.norm_attention = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.attention = Attention(s, rngs=rngs)
-        self.norm_mlp = Norm(s.dim, kind=s.norm)
+        self.norm_mlp = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.mlp = FeedForward(s, rngs=rngs)
 
     def __call__(self, x_bsd: jax.Array, key: jax.Array | None) -> jax.Array:
