@@ -1,0 +1,78 @@
+"""Training begins with parameters that are there already, each device's part read or made on its own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpar.errors import JaxparError, Problem
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import nest, path_of
+from jaxpar.train.state import State, abstract, shardings
+
+
+def start(
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    params: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    offload: bool = False,
+) -> State:
+    """Returns the state at step 0 with these parameters.
+
+    Args:
+      layout: Where arrays go.
+      optimizer: Any optax chain.
+      params: Path to parameter: what has `shape` and is indexed by slices, such as `Pretrained.params`.
+      seed: Of dropout.
+      offload: Keep the optimizer state in host memory.
+
+    Raises:
+      JaxparError: With every parameter that is missing, unexpected or of another shape.
+    """
+    like = abstract(layout, optimizer)
+    if problems := _differences(layout, params):
+        raise JaxparError(*problems)
+    placed = shardings(layout, like, offload=offload)
+    flat, _ = jax.tree_util.tree_flatten_with_path(like.params)
+    where = {path_of(keys): on for keys, on in jax.tree_util.tree_flatten_with_path(placed.params)[0]}
+    born = {path_of(keys): _born(params[path_of(keys)], leaf, where[path_of(keys)]) for keys, leaf in flat}
+
+    def rest(params, key) -> State:
+        _, others = layout.blueprint.init(key)
+        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), others)
+
+    tree = nest({tuple(path.split("/")): value for path, value in born.items()})
+    return jax.jit(rest, out_shardings=placed, donate_argnums=0)(tree, jax.random.key(seed))
+
+
+def _born(value: Any, leaf: jax.ShapeDtypeStruct, on: Any) -> jax.Array:
+    """Returns a parameter on its devices; a part that several devices keep is read once."""
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index):
+        key = str(index)
+        if key not in parts:
+            parts[key] = np.asarray(value[index], leaf.dtype)
+        return parts[key]
+
+    return jax.make_array_from_callback(leaf.shape, on, part)
+
+
+def _differences(layout: Layout, params: Mapping[str, Any]) -> list[Problem]:
+    shapes = {path: place.leaf.shape for path, place in layout.placements.items()}
+    found = {
+        "missing": [path for path in shapes if path not in params],
+        "not of the model": [path for path in params if path not in shapes],
+        "of another shape": [
+            f"{path} {list(params[path].shape)}, not {list(shape)}"
+            for path, shape in shapes.items()
+            if path in params and tuple(params[path].shape) != tuple(shape)
+        ],
+    }
+    rule, fix = "training begins with all parameters of the model", "[model] as the settings that were loaded"
+    return [Problem(f"parameters {what}: {', '.join(names)}", rule, fix) for what, names in found.items() if names]
