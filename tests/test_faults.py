@@ -1,9 +1,12 @@
 """Numbers that go wrong: what is skipped leaves no trace, what is rolled back was never seen."""
 
+import inspect
 import io
 import json
 import math
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -240,6 +243,27 @@ def test_a_corrupt_batch_that_is_skipped_was_never_there(tmp_path):
         run(tmp_path / "many", "faults.on_bad_batch=skip", "faults.skips=2", bad=dict.fromkeys(range(3, 9), "token"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["faults.on_bad_step=rollback"], ["faults.on_bad_step=skip"]], ids=lambda w: w[0])
+def test_two_processes_come_to_the_same_as_one(tmp_path, words):
+    bad = {6: "nothing counts", 9: "token"}
+    code = inspect.getsource(Planted).replace("bad: dict = {}", f"bad = {bad}")
+    (tmp_path / "planted.py").write_text(f"import numpy as np\n\n\n{code}")
+    (tmp_path / "job.toml").write_text(JOB.replace("devices = 2", "simulate = 2").replace("test_faults:", "planted:"))
+    words += ["faults.on_bad_batch=skip", "faults.spike=50.0"]
+    seen = []
+    for command in (["train"], ["launch", "-n", "2", "--restarts", "0", "train"]):
+        target = tmp_path / command[0]
+        whole = [sys.executable, "-m", "jaxpar", *command, "job.toml", f"run.dir={target}", *words]
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+        detours = json.loads((target / "detours.json").read_text())["detours"]
+        seen.append((losses(rows), [row.get("skipped") for row in rows], detours))
+    assert len(seen[0][0]) == 14
+    assert seen[0] == seen[1]
+
+
 # the pieces
 
 
@@ -327,6 +351,21 @@ def test_a_row_of_a_file_is_named_by_where_it_lies(tmp_path):
     source = Arrays({"inputs": given}, Data(source="arrays", path="x.npz", held_out=0.0, shuffle=False), 0)
     with pytest.raises(JaxparError, match=r"inputs\[1, 1\] is nan \(row 1, example 5 of x.npz; 1 such\)"):
         careful(source, tmp_path, []).batch(1, 4)
+
+
+def test_of_several_processes_each_looks_at_its_rows_or_all_at_all(tmp_path):
+    given = np.zeros((8, 2), np.float32)
+    given[3] = np.nan
+    source = Arrays({"inputs": given}, Data(source="arrays", path="x.npz", held_out=0.0, shuffle=False), 0)
+    first, second = np.arange(2), np.arange(2, 4)
+    assert len(careful(source, tmp_path, []).batch(0, 4, first)["inputs"]) == 2
+    with pytest.raises(JaxparError, match=r"inputs\[3, 0\] is nan \(row 3, example 3 of x.npz; 2 such\)"):
+        careful(source, tmp_path, []).batch(0, 4, second)
+    for rows in (first, second):
+        said = []
+        batch = careful(source, tmp_path, said, "skip").batch(0, 4, rows)
+        assert (batch["inputs"] == given[4 + rows]).all()
+        assert len(said) == 1
 
 
 def test_a_held_out_batch_that_is_corrupt_is_found_too(tmp_path):

@@ -153,7 +153,7 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress, peers: Alone
         step=built.step, source=source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         store=store, log=log, progress=progress, learning_rate=built.learning_rate, peers=peers,
-        watch=Watch(job.faults, log.recent, span=job.checkpoint.every), detours=detours,
+        watch=Watch(job.faults, log.recent, span=job.checkpoint.every, skipped=log.skipped), detours=detours,
     )  # fmt: skip
 
 

@@ -9,11 +9,12 @@ RUN/detours.json remembers them, so that a run that is resumed passes over the s
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 
-from jaxpar.errors import JaxparError, refuse, said
+from jaxpar.errors import refuse, said
 from jaxpar.train.checkpoint import make_folder, write_json
 from jaxpar.train.data.iterables import some
 from jaxpar.train.data.sound import CorruptBatch, Sound
@@ -104,39 +105,26 @@ class Careful:
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step, or some of its rows.
 
-        Where corrupt batches are skipped every process looks at all rows, so that all skip the same.
+        Where corrupt ones are skipped, every process reads all rows: all must come to the same.
 
         Raises:
           JaxparError: If it is corrupt, and the job does not skip such ones; or too many are, one after the other.
         """
-        for _ in range(self.faults.skips + 1):
+        passed: list[CorruptBatch] = []
+        while True:
             index = self.detours.batch_of(step)
             try:
-                if self.faults.on_bad_batch == "skip":
-                    return some(self._checked(self.source.batch(index, size), index, size), rows)
-                return self._checked(self.source.batch(index, size, rows), index, size, rows)
+                return self._read(index, size, rows)
             except CorruptBatch as error:
-                got = f"the batch of step {step + 1} is corrupt: {error.problems[0].got}"
-                if self.faults.on_bad_batch == "stop":
-                    fix = f"{error.problems[0].fix}; or faults.on_bad_batch = 'skip'"
-                    raise refuse(got, rule=error.problems[0].rule, fix=fix) from error
+                self._pass(f"the batch of step {step + 1}", error, passed)
                 self.detours.pass_over(step, error.problems[0].got)
-                self.say(f"{got}; passed over")
-                last: JaxparError = error
-        raise refuse(
-            f"{self.faults.skips + 1} corrupt batches one after the other, the last: {last.problems[0].got}",
-            rule=f"faults.skips = {self.faults.skips} may be skipped in a row",
-            fix=last.problems[0].fix,
-        )
 
-    def _checked(self, batch: Batch, index: int, size: int, rows: Rows = None) -> Batch:
+    def _read(self, index: int, size: int, rows: Rows) -> Batch:
+        alone = rows if self.faults.on_bad_batch == "stop" else None
         where = getattr(self.source, "where", None)
-
-        def lies(row: int) -> str:
-            of_all = row if rows is None else int(rows[row])
-            return where(index, size, of_all) if where else f"batch {index} of {self.fingerprint}"
-
-        return self.sound.checked(batch, lies)
+        lies = partial(where, index, size) if where else lambda _: f"batch {index} of {self.fingerprint}"
+        batch = self.sound.checked(self.source.batch(index, size, alone), lies, alone)
+        return some(batch, None if alone is rows else rows)
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
         """Returns the index-th held-out batch that is not corrupt, or some of its rows.
@@ -144,21 +132,33 @@ class Careful:
         Raises:
           JaxparError: If one is, and the job does not skip such ones.
         """
+        passed: list[CorruptBatch] = []
         while True:
             at = index
             for bad in self._bad_out:
                 at += bad <= at
-            skips = self.faults.on_bad_batch == "skip"
-            batch = self.source.evaluation(at, size) if skips else self.source.evaluation(at, size, rows)
+            alone = rows if self.faults.on_bad_batch == "stop" else None
+            batch = self.source.evaluation(at, size, alone)
             if batch is None:
                 return None
             try:
-                batch = self.sound.checked(batch, lambda _, at=at: f"held-out batch {at}")
-                return some(batch, rows) if skips else batch
+                self.sound.checked(batch, lambda _, at=at: f"held-out batch {at}", alone)
+                return some(batch, None if alone is rows else rows)
             except CorruptBatch as error:
-                got = f"a held-out batch is corrupt: {error.problems[0].got}"
-                if self.faults.on_bad_batch == "stop":
-                    fix = f"{error.problems[0].fix}; or faults.on_bad_batch = 'skip'"
-                    raise refuse(got, rule=error.problems[0].rule, fix=fix) from error
+                self._pass("a held-out batch", error, passed)
                 self._bad_out = sorted([*self._bad_out, at])
-                self.say(f"{got}; passed over")
+
+    def _pass(self, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> None:
+        """Says that a batch is passed over; raises if the job stops there, or too many were."""
+        problem = error.problems[0]
+        got = f"{what} is corrupt: {problem.got}"
+        if self.faults.on_bad_batch == "stop":
+            raise refuse(got, rule=problem.rule, fix=f"{problem.fix}; or faults.on_bad_batch = 'skip'") from error
+        passed.append(error)
+        if len(passed) > self.faults.skips:
+            raise refuse(
+                f"{len(passed)} corrupt batches one after the other, the last: {problem.got}",
+                rule=f"faults.skips = {self.faults.skips} may be skipped in a row",
+                fix=problem.fix,
+            ) from error
+        self.say(f"{got}; passed over")

@@ -191,7 +191,7 @@ def roll_back(job: "Run", bad: JaxparError, rows: list[dict[str, Any]]) -> State
         no checkpoint to go back to, or the run went back too often.
     """
     faults, detours = job.watch.faults, job.detours
-    if job.store:
+    if job.store and (isinstance(bad, BadStep) or jax.process_count() == 1):  # else the others may never come to it
         job.store.wait()
     if faults.on_bad_step != "rollback" or not isinstance(bad, BadStep):
         raise bad
@@ -201,6 +201,7 @@ def roll_back(job: "Run", bad: JaxparError, rows: list[dict[str, Any]]) -> State
     if detours.rollbacks >= faults.rollbacks:
         raise refuse(f"{bad.problems[0].got}, after {detours.rollbacks} rollbacks", rule=f"a run goes back at most "
             f"faults.rollbacks = {faults.rollbacks} times", fix=bad.problems[0].fix) from bad  # fmt: skip
+    job.peers.at(bad.step, "restoring")
     state, back = job.store.restore(job.step.abstract())
     detours.go_back(bad.step, to=back, why=bad.problems[0].got)
     job.watch.rewind(back)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.train.data.spec import Batch
+from jaxpar.train.data.spec import Batch, Rows
 
 
 class CorruptBatch(JaxparError):
@@ -27,12 +27,13 @@ class Sound:
     below: Mapping[str, int] = field(default_factory=dict)
     like: Mapping[str, Any] = field(default_factory=dict)
 
-    def checked(self, batch: Batch, lies: Callable[[int], str]) -> Batch:
+    def checked(self, batch: Batch, lies: Callable[[int], str], rows: Rows = None) -> Batch:
         """Returns a batch that is sound. Reads each array twice (lowest, highest) and makes no copy.
 
         Args:
           batch: Name to array.
-          lies: Row to where it lies, in words.
+          lies: Row of the whole batch to where it lies, in words.
+          rows: Which rows of the whole batch these are; None means all.
 
         Raises:
           CorruptBatch: With the array, the row and where it lies.
@@ -47,10 +48,11 @@ class Sound:
                 got = f"{name} is {value.dtype}{list(value.shape)}, in the first batch it was {first}"
                 raise _corrupt(got, "dtypes and numbers of dims stay what they are", f"{name} as {first}")
             if value.size:
-                self._check_numbers(name, value, batch, lies)
+                self._check_numbers(name, batch, lies, rows)
         return batch
 
-    def _check_numbers(self, name: str, value: np.ndarray, batch: Batch, lies: Callable[[int], str]) -> None:
+    def _check_numbers(self, name: str, batch: Batch, lies: Callable[[int], str], rows: Rows) -> None:
+        value = batch[name]
         if value.dtype.kind in "iu" and name in self.below:
             count = self.below[name]
             if 0 <= value.min() and value.max() < count:
@@ -70,7 +72,8 @@ class Sound:
             return
         if wrong.any():
             at = tuple(int(i) for i in np.argwhere(wrong)[0])
-            got = f"{name}{list(at)} is {value[at]} (row {at[0]}, {lies(at[0])}; {int(wrong.sum())} such)"
+            row = at[0] if rows is None else int(rows[at[0]])
+            got = f"{name}{[row, *at[1:]]} is {value[at]} (row {row}, {lies(row)}; {int(wrong.sum())} such)"
             raise _corrupt(got, rule, fix)
 
 
