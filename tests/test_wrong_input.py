@@ -87,7 +87,7 @@ def said(error, *words, problems=1):
 
 def checked(text, *overrides):
     """Returns a job that can be trained; raises what is wrong with it."""
-    job = loads(text, overrides)
+    job = loads(text, overrides, allow_import=True)
     if problems := check(job):
         raise JaxparError(*problems)
     return job

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.schema import read
     from jaxpar.parallel.compose import compose
 
-    job, problems = read(args.job, args.overrides)
+    job, problems = read(args.job, args.overrides, allow_import=args.allow_import)
     if job is None:
         raise JaxparError(*problems)
     if any((job.mesh.simulate, job.mesh.devices, job.mesh.target)):  # they need not be there, so do not look for them

@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
     if args.html and not is_file_to_be(args.html):
         raise refuse(f"--html {args.html}", rule="it is a file, in a folder that exists", fix="--html report.html")
-    job = load(args.job, args.overrides)
-    other = load(args.compare, []) if args.compare else None
+    job = load(args.job, args.overrides, allow_import=args.allow_import)
+    other = load(args.compare, allow_import=args.allow_import) if args.compare else None
     report = inspect(job, args.target)
     print(report)
     result, fits = report.to_dict(), report.fits is not False

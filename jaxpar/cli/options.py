@@ -6,10 +6,20 @@ import sys
 
 
 def add_job(verb: argparse.ArgumentParser) -> None:
-    """Adds JOB, its overrides and --json."""
+    """Adds JOB, its overrides, --allow-import and --json."""
     verb.add_argument("job", metavar="JOB", help="a TOML file")
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
+    add_allow_import(verb)
     add_json(verb)
+
+
+def add_allow_import(verb: argparse.ArgumentParser) -> None:
+    """Adds --allow-import."""
+    verb.add_argument(
+        "--allow-import",
+        action="store_true",
+        help="let the job name Python objects of any module, not only the working directory's own; it may run anything",
+    )
 
 
 def add_json(verb: argparse.ArgumentParser) -> None:

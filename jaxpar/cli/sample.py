@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from jaxpar.cli.options import add_json
+from jaxpar.cli.options import add_allow_import, add_json
 
 EXAMPLE = """\
   $ jaxpar sample runs/quickstart --prompt "def main(" --tokens 200
@@ -23,6 +23,7 @@ def add(verbs) -> None:
     verb.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default 200)")
     verb.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     verb.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
+    add_allow_import(verb)
     add_json(verb)
     verb.set_defaults(run=run)
 
@@ -31,6 +32,13 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the text."""
     from jaxpar.job.sample import sample
 
-    text = sample(args.folder, args.prompt, tokens=args.tokens, temperature=args.temperature, seed=args.seed)
+    text = sample(
+        args.folder,
+        args.prompt,
+        tokens=args.tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        allow_import=args.allow_import,
+    )
     print(text)
     return {"text": text}, 0

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from jaxpar.cli.options import add_json, prefer_huge_pages
+from jaxpar.cli.options import add_allow_import, add_json, prefer_huge_pages
 
 EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml
@@ -25,6 +25,7 @@ def add(verbs) -> None:
     verb.add_argument(
         "--print-defaults", action="store_true", help="show every key of a job with its meaning, and exit"
     )
+    add_allow_import(verb)
     add_json(verb)
     verb.set_defaults(run=run)
 
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         raise refuse(
             "jaxpar train without a job", rule="a job is a TOML file", fix="jaxpar train configs/quickstart.toml"
         )
-    job = load(args.job, args.overrides)
+    job = load(args.job, args.overrides, allow_import=args.allow_import)
     if job.mesh.simulate:
         prefer_huge_pages()
 

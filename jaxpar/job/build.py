@@ -1,10 +1,8 @@
 """A job walks through the rooms: devices, mesh, layout, state, step, source."""
 
 import dataclasses
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +15,8 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse, said, users_code
+from jaxpar.errors import JaxparError, Problem, nearest, refuse, users_code
+from jaxpar.job.objects import import_object
 from jaxpar.job.schema import Job, validated
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import simulate
@@ -173,7 +172,7 @@ def resolve_loss(job: Job) -> Callable:
             rule=f'a loss is {" or ".join(LOSSES)}, or "package.module:function"',
             fix=nearest(name, LOSSES),
         )
-    loss = import_object(name, "train.loss")
+    loss = import_object(name, "train.loss", allowed=job.allow_import)
     if not callable(loss):
         raise refuse(
             f"train.loss = {name!r} is a {type(loss).__name__}",
@@ -208,7 +207,7 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
         )
     from flax import linen as nn
 
-    target = import_object(name, "model.name")
+    target = import_object(name, "model.name", allowed=job.allow_import)
     if not callable(target):
         raise refuse(
             f"model.name = {name!r} is a {type(target).__name__}",
@@ -246,45 +245,11 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
     return partial(target, **settings) if settings else target
 
 
-def import_object(name: str, key: str) -> Any:
-    """Returns the object that `package.module:name` names; the working directory is searched first."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute or module.startswith("."):
-        raise refuse(
-            f"{key} = {name!r}",
-            rule='an object has a module and a name: "package.module:Object"',
-            fix='"my_module:MyObject"',
-        )
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise refuse(
-            f"{key} = {name!r}: {error}",
-            rule="the module is found from the working directory or installed",
-            fix="start jaxpar where the module lies",
-        ) from error
-    except (Exception, SystemExit) as error:  # an import runs the user's code
-        raise refuse(
-            f"{key} = {name!r}: {said(error)}", rule="the module can be imported", fix=f"python -c 'import {module}'"
-        ) from error
-    try:
-        for word in attribute.split("."):
-            found = getattr(found, word)
-    except AttributeError as error:
-        public = [word for word in vars(importlib.import_module(module)) if not word.startswith("_")]
-        fix = nearest(attribute, public) if public else f"define {attribute} in {module}"
-        raise refuse(
-            f"{key} = {name!r}: module {module!r} has no {attribute!r}", rule="the module has such an object", fix=fix
-        ) from error
-    return found
-
-
 def open_source(job: Job) -> Source:
     """Returns the source of a job's batches."""
-    named = import_object(job.data.source, "data.source") if ":" in job.data.source else None
+    named = None
+    if ":" in job.data.source:
+        named = import_object(job.data.source, "data.source", allowed=job.allow_import)
     return data.open_source(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
 
 

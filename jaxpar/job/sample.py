@@ -21,7 +21,9 @@ from jaxpar.train.checkpoint import Store
 from jaxpar.train.data.tokens import Text
 
 
-def sample(folder: str | Path, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
+def sample(
+    folder: str | Path, prompt: str, *, tokens: int, temperature: float, seed: int, allow_import: bool = False
+) -> str:
     """Returns the prompt and what the decoder of a run makes of it, on one device.
 
     The whole window is computed anew for each token: simple, and fast enough for a look.
@@ -32,6 +34,7 @@ def sample(folder: str | Path, prompt: str, *, tokens: int, temperature: float, 
       tokens: How many to add.
       temperature: Divides the logits; 0 takes the likeliest token.
       seed: Of the sampling.
+      allow_import: Whether the run may name Python objects from anywhere.
 
     Raises:
       JaxparError: If the folder holds no trained decoder, or a number makes no sense.
@@ -49,7 +52,7 @@ def sample(folder: str | Path, prompt: str, *, tokens: int, temperature: float, 
             rule="tokens is at least 1, temperature and seed at least 0, and none of them huge",
             fix="--tokens 200 --temperature 0.8 --seed 0",
         )
-    job = load(folder / "job.toml")
+    job = load(folder / "job.toml", allow_import=allow_import)
     if not job.data.is_text:
         raise refuse(
             f"{folder} was trained on {job.data.source}",

@@ -5,6 +5,7 @@ among that one's fields; what its keys mean is read off the docstring, so it is 
 """
 
 import dataclasses
+import datetime
 import json
 import re
 import tomllib
@@ -126,6 +127,8 @@ class Job:
       checkpoint: When the state is saved.
       faults: What is done about numbers that go wrong.
       metrics: What is written down.
+      allow_import: Whether the Python objects it names may come from anywhere, and not only from the working
+        directory's own modules; no key of a file, but said by who loads it.
     """
 
     run: RunTable = field(default_factory=RunTable)
@@ -138,6 +141,7 @@ class Job:
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     faults: Faults = field(default_factory=Faults)
     metrics: Metrics = field(default_factory=Metrics)
+    allow_import: bool = False
 
 
 def inner_tables(cls: type) -> dict[str, type]:
@@ -152,32 +156,41 @@ def _walk(cls: type, section: str) -> Iterator[tuple[str, type]]:
         yield from _walk(inner, f"{section}.{key}")
 
 
+DEEPEST = 20  # tables and lists in each other
+SECTIONS = tuple(f.name for f in dataclasses.fields(Job) if f.name != "allow_import")
 TABLES: dict[str, type] = {
     name: table for section, cls in inner_tables(Job).items() for name, table in _walk(cls, section)
 }
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Job:
+def load(path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False) -> Job:
     """Returns the job of a TOML file, with `section.key=value` overrides.
+
+    Args:
+      path: The file.
+      overrides: Each `section.key=value`.
+      allow_import: Whether the Python objects it names may come from anywhere: only for a job that you trust.
 
     Raises:
       JaxparError: With every unknown key, wrong type and value out of range at once.
     """
-    job, problems = read(path, overrides)
-    if problems or job is None:
-        raise JaxparError(*problems)
-    return job
+    return _whole(*read(path, overrides, allow_import=allow_import))
 
 
-def loads(text: str, overrides: Sequence[str] = ()) -> Job:
+def loads(text: str, overrides: Sequence[str] = (), *, allow_import: bool = False) -> Job:
     """Returns the job of a TOML text; see `load`."""
-    job, problems = _read(text, overrides, "job")
+    return _whole(*_read(text, overrides, "job", allow_import=allow_import))
+
+
+def _whole(job: Job | None, problems: list[Problem]) -> Job:
     if problems or job is None:
         raise JaxparError(*problems)
     return job
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job | None, list[Problem]]:
+def read(
+    path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False
+) -> tuple[Job | None, list[Problem]]:
     """Returns the job of a file and what is wrong with it; what is wrong has its default in the job.
 
     The job is None where a whole table makes no sense: its defaults would be another job.
@@ -194,39 +207,53 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Job | None, l
         raise refuse(f"job file {path!s:.200}: {said}", rule="a job is a TOML file", fix=way_out) from error
     except ValueError as error:  # no utf-8, or a null byte in the path
         raise refuse(f"job file {path} is no text", rule="a job is a TOML file in utf-8", fix=way_out) from error
-    job, problems = _read(text, overrides, str(path))
+    job, problems = _read(text, overrides, str(path), allow_import=allow_import)
     if job and not job.run.dir:
         job = dataclasses.replace(job, run=dataclasses.replace(job.run, dir=f"runs/{path.stem}"))
     return job, problems
 
 
-def _read(text: str, overrides: Sequence[str], name: str) -> tuple[Job | None, list[Problem]]:
+def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool) -> tuple[Job | None, list[Problem]]:
     try:
         raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no TOML, a number of thousands of digits, or brackets without end
         way_out = 'key = value under [section]; text in "quotes"'
         raise refuse(f"{name}: {error}", rule="a job is TOML", fix=way_out) from error
     each = [overrides] if isinstance(overrides, str) else overrides
     problems = [problem for override in each for problem in _override(raw, override)]
+    if _is_deep(raw):
+        raise refuse(f"{name}: more than {DEEPEST} tables in each other", rule="a job is sections of keys", fix="fewer")
     job, more = _validated(raw)
-    return job, problems + more
+    return job and dataclasses.replace(job, allow_import=allow_import), problems + more
+
+
+def _is_deep(raw: dict[str, Any]) -> bool:
+    level: list[Any] = [raw]
+    for _ in range(DEEPEST):
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+        level = [each for each in level if isinstance(each, (dict, list))]
+    return bool(level)
 
 
 def _override(raw: dict[str, Any], text: str) -> list[Problem]:
     key, equals, value = text.partition("=")
     words = [word.strip() for word in key.split(".")]
     if not equals or len(words) < 2 or not all(words):
-        return [Problem(f"override {text!r}", "an override is section.key=value", "train.steps=100")]
+        return [Problem(f"override {text!r:.200}", "an override is section.key=value", "train.steps=100")]
     table = raw
     for word in words[:-1]:
         table = table.setdefault(word, {})
         if not isinstance(table, dict):
             return [
-                Problem(f"override {text!r}: {word} is no table", "an override is section.key=value", "train.steps=100")
+                Problem(
+                    f"override {text!r:.200}: {word:.100} is no table",
+                    "an override is section.key=value",
+                    "train.steps=100",
+                )
             ]
     try:
         (table[words[-1]],) = tomllib.loads(f"value = {value}").values()  # one value: not two lines of TOML
-    except ValueError:
+    except (ValueError, RecursionError):
         table[words[-1]] = value.strip()
     return []
 
@@ -235,8 +262,8 @@ def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
     problems: list[Problem] = []
     made: dict[str, Any] = {}
     for section, table in raw.items():
-        if section not in {f.name for f in dataclasses.fields(Job)}:
-            fix = nearest(section, (f.name for f in dataclasses.fields(Job)))
+        if section not in SECTIONS:
+            fix = nearest(section, SECTIONS)
             owners = [name for name, cls in TABLES.items() if section in {f.name for f in dataclasses.fields(cls)}]
             inner = [name for name in TABLES if name.endswith(f".{section}")]
             if isinstance(table, dict):
@@ -244,7 +271,7 @@ def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
             else:
                 got = f"key {section!r} outside of a section"
                 fix = f"{section} belongs to [{owners[0]}]" if owners else fix
-            sections = "a job has the sections " + ", ".join(f.name for f in dataclasses.fields(Job))
+            sections = "a job has the sections " + ", ".join(SECTIONS)
             problems.append(Problem(got, sections, fix))
         elif not isinstance(table, dict):
             problems.append(
@@ -336,7 +363,7 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         expected, fix = "a table", f"[{key}] on a line of its own"
     if error["type"] == "literal_error" and isinstance(wrong, str):
         fix = nearest(wrong, re.findall(r"'([^']*)'", error["msg"]))
-    return [Problem(f"{key} = {_shown(wrong)}", f"{key.removeprefix(section + '.')} is {expected}", fix)]
+    return [Problem(f"{key} = {_shown(wrong):.300}", f"{key.removeprefix(section + '.')} is {expected}", fix)]
 
 
 def default(cls: type, key: str) -> Any:
@@ -390,17 +417,27 @@ def _shown(value: Any) -> str:
         return "[" + ", ".join(_shown(item) for item in value) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_key(k)} = {_shown(v)}" for k, v in value.items()) + "}"
-    return json.dumps(value, default=str)
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, (int, float)):
+        return repr(value)  # also inf and nan, which JSON spells otherwise
+    return "null" if value is None else _text(str(value))
+
+
+def _text(value: str) -> str:
+    """Returns text as TOML writes it: as JSON does, but for the pairs of surrogates and the last control character."""
+    shown = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return shown.encode("utf-8", "replace").decode()
 
 
 def _key(word: str) -> str:
     """Returns a key as TOML writes it: bare where it may be."""
-    return word if re.fullmatch(r"[\w-]+", word, re.ASCII) else json.dumps(word)
+    return word if re.fullmatch(r"[\w-]+", word, re.ASCII) else _text(word)
 
 
 def dumps(job: Job) -> str:
     """Returns the resolved job as TOML: what `load` reads back as the same job."""
-    return "\n".join(line for f in dataclasses.fields(Job) for line in _table(f.name, getattr(job, f.name)))
+    return "\n".join(line for name in SECTIONS for line in _table(name, getattr(job, name)))
 
 
 def _table(section: str, value: Any) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import refuse
+from jaxpar.errors import refuse, users_code
 from jaxpar.train.checkpoint import make_folder
 
 END = 0  # between documents; as a byte it does not occur in text, as a bpe token it is "<end>"
@@ -54,7 +54,7 @@ def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
         ) from error
     file = folder / f"bpe-{vocab}-{digest}.json"
     if file.exists():
-        return Tokenizer.from_file(str(file))
+        return load_bpe(file)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,6 +74,19 @@ def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
     return tokenizer
 
 
+def load_bpe(file: Path) -> Any:
+    """Returns the tokenizer in a file of JSON, which holds words and numbers and nothing that runs.
+
+    Raises:
+      JaxparError: If it is damaged.
+    """
+    from tokenizers import Tokenizer
+
+    # the package raises a bare Exception for whatever it cannot read
+    with users_code(str(file), rule="a tokenizer is as it was saved", fix=f"rm {file}, and train anew"):
+        return Tokenizer.from_file(str(file))
+
+
 class Text:
     """Text to tokens and back, as a run was trained.
 
@@ -85,8 +98,6 @@ class Text:
     def __init__(self, folder: Path, kind: str):
         self.bpe = None
         if kind == "bpe":
-            from tokenizers import Tokenizer
-
             files = sorted(folder.glob("bpe-*.json"))
             if not files:
                 raise refuse(
@@ -94,7 +105,7 @@ class Text:
                     rule="a run keeps its tokenizer",
                     fix="give the run folder that was trained",
                 )
-            self.bpe = Tokenizer.from_file(str(files[-1]))
+            self.bpe = load_bpe(files[-1])
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text."""
