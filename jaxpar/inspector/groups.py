@@ -17,7 +17,7 @@ import numpy as np
 from jaxpar.errors import JaxparError, refuse
 
 _LIST = re.compile(r"\{\{[\d,\s]+\}(?:,\s*\{[\d,\s]+\})*\}")
-_PAIRS = re.compile(r"\{(?:\{\d+,\s*\d+\}(?:,\s*(?=\{))?)*\}")
+_PAIRS = re.compile(r"\{(?:\{\d{1,9},\s*\d{1,9}\}(?:,\s*(?=\{))?)*\}")
 _MESH = re.compile(
     r"mesh\[((?:'[^']+'=\d+,?)*)\](?:,\s*device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))?"
     r"\s*\{((?:'[^']+'(?::\(\d+\)\d+)?,?\s*)*)\}"
@@ -158,8 +158,8 @@ def parse_pairs(text: str, devices: int) -> np.ndarray:
     Raises:
       JaxparError: If the text is no such list, or names devices that the program does not have.
     """
-    ids = [int(x) for x in re.findall(r"\d+", text)]
-    if not _PAIRS.fullmatch(text) or max(ids, default=0) >= devices:
+    ids = [int(x) for x in re.findall(r"\d+", text)] if _PAIRS.fullmatch(text) else [devices]
+    if max(ids, default=0) >= devices:
         raise refuse(
             f"source_target_pairs={text[:80]}",
             rule="pairs are {{0,1},{1,2}}, of devices that the program has",

@@ -22,6 +22,7 @@ BITS = {
     "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16, "bf16": 16, "f32": 32,
     "f64": 64, "c64": 64, "c128": 128, "token": 0, "opaque": 0,
 }  # fmt: skip
+MOST = 2**20  # devices
 _ARRAY = re.compile(r"\b(\w+)\[([\d,<=]*)\]|\b(token|opaque)\b")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+)\s*(\(.*\)\s*->.*)?\{\s*$")
 _LEFT = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
@@ -166,13 +167,13 @@ class Module:
 
     def stack(self, op: Op) -> list["Frame"]:
         """Returns the lines of Python that made an instruction, innermost first."""
-        if match := re.search(r"stack_frame_id=(\d+)", op.attributes):
+        if match := re.search(r"stack_frame_id=(\d{1,18})", op.attributes):
             number, found = int(match[1]), []
             while number in self.frames and len(found) < 200:
                 at, number = self.frames[number]
                 found.append(at)
             return found
-        match = re.search(r'source_file="([^"]*)"(?:[^}]*?source_line=(\d+))?', op.attributes)
+        match = re.search(r'source_file="([^"]*)"(?:[^}]*?source_line=(\d{1,18}))?', op.attributes)
         return [Frame(match[1], int(match[2] or 0), "")] if match else []
 
 
@@ -213,9 +214,14 @@ def parse(text: str) -> Module:
         raise refuse(
             f"an HLO text of {len(lines)} lines that ends {what}", rule="a module is whole", fix="save it again"
         )
+    partitions = _header(head, "num_partitions") * _header(head, "replica_count")
+    if not 1 <= partitions <= MOST:
+        raise refuse(
+            f"a module for {partitions} devices", rule=f"1 to {MOST:,} devices", fix="the text as XLA printed it, whole"
+        )
     module = Module(
         name=re.sub(r"^HloModule\s*|[\s,].*", "", head),
-        partitions=_header(head, "num_partitions") * _header(head, "replica_count"),
+        partitions=partitions,
         entry=entry,
         computations=computations,
         scheduled="is_scheduled=true" in head,
@@ -247,7 +253,7 @@ def _check_whole(module: Module) -> None:
 
 
 def _header(head: str, key: str) -> int:
-    match = re.search(rf"\b{key}=(\d+)", head)
+    match = re.search(rf"\b{key}=(\d{{1,18}})", head)
     return int(match[1]) if match else 1
 
 
@@ -334,7 +340,7 @@ def _frames(text: str) -> dict[int, tuple[Frame, int]]:
             current = tables.setdefault(line, {})
         elif line.startswith(("%", "ENTRY")):
             break
-        elif current is not None and (match := re.match(r"(\d+) (.*)", line)):
+        elif current is not None and (match := re.match(r"(\d{1,18}) (.*)", line)):
             current[int(match[1])] = match[2]
     files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
     places = {
@@ -354,5 +360,5 @@ def _frames(text: str) -> dict[int, tuple[Frame, int]]:
 
 
 def _number(text: str, key: str) -> int:
-    match = re.search(rf"\b{key}=(\d+)", text)
+    match = re.search(rf"\b{key}=(\d{{1,18}})", text)
     return int(match[1]) if match else 0
