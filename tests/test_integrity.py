@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
@@ -164,6 +166,30 @@ def test_a_damaged_one_is_named_and_set_aside_and_the_one_before_is_used(damage,
     assert all(word in said for word in (str(newest(run)), words, "step 20 is used", "000030.damaged")), said
     assert store.steps() == [10, 20]
     assert (run / "checkpoints" / "000030.damaged").is_dir()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+PATHS = st.sampled_from(["MANIFEST", "..", "a/../b", "/a", "", ".", "a\\b", "a\0", "x" * 5000]) | st.text(max_size=8)
+FILES = st.dictionaries(PATHS, st.fixed_dictionaries({"size": st.integers(), "hash": st.text(max_size=4)}), max_size=3)
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from(["step", "written", "scores", "arrays", "files", "format"]), value=json_values | FILES)
+def test_whatever_a_list_says_is_read_or_refused(key, value, run):
+    """Its own hash is right: somebody wrote it so."""
+    before = (newest(run) / "MANIFEST").read_bytes()
+    _manifest(newest(run), lambda listed: listed.update({key: value}))
+    try:
+        for name in manifest.read(newest(run)).files:
+            assert (newest(run) / name).resolve().is_relative_to(newest(run).resolve())
+    except JaxparError:
+        pass
+    assert key != "files" or manifest.check(newest(run))
+    (newest(run) / "MANIFEST").write_bytes(before)
 
 
 def test_a_damaged_one_that_is_asked_for_is_refused(run, store):

@@ -703,6 +703,13 @@ COMMANDS = [
     ("sample HERE/none", 1, "holds no job.toml", "jaxpar train"),
     ("sample HERE/ok.toml", 1, "holds no job.toml", "jaxpar train"),
     ("sample HERE --tokens many", 2, "--tokens", "'many'"),
+    ("checkpoint", 2, "ls|show|verify|diff|export"),
+    ("checkpoint ls HERE/none", 1, "none is no folder", "runs/mine"),
+    ("checkpoint verify HERE", 1, "no checkpoint in", "train it first"),
+    ("checkpoint show HERE/ok.toml", 1, "no checkpoint in", "train it first"),
+    ("checkpoint diff HERE HERE/ok.toml", 1, "no checkpoint in"),
+    ("checkpoint export HERE --to HERE/none", 1, "no checkpoint in"),
+    ("checkpoint verify HERE --step last", 2, "--step", "'last'"),
 ]
 
 

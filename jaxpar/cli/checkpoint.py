@@ -9,12 +9,12 @@ from jaxpar.cli.options import add_json
 
 EXAMPLE = """\
   $ jaxpar checkpoint ls runs/quickstart
-  step       size  written              scores       state
-   180  10.54 MiB  2026-11-20 17:04:11  loss 1.5530  whole
-   200  10.54 MiB  2026-11-20 17:04:25  loss 1.4871  whole
+  step       size  written              scores                        state
+   200  9.589 MiB  2026-11-21 19:34:55  loss 1.6080 eval_loss 1.5930  whole
+   300  9.585 MiB  2026-11-21 19:35:26  loss 1.4715 eval_loss 1.4673  whole
   $ jaxpar checkpoint verify runs/quickstart --all
   $ jaxpar checkpoint diff runs/quickstart configs/quickstart.toml model.dim=64
-  $ jaxpar checkpoint export runs/quickstart --step 200 --to kept/quickstart-200
+  $ jaxpar checkpoint export runs/quickstart --step 300 --to kept/quickstart-300
 
 RUN is a run folder (its latest checkpoint is meant, or that of --step), or one checkpoint.
 """

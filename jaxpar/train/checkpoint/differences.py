@@ -51,9 +51,9 @@ class Difference:
 
 
 def differences(saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> list[Difference]:
-    """Returns every difference, in the order of paths; none where one can be read as the other."""
+    """Returns every difference, parameters first, by path; none where one can be read as the other."""
     found = []
-    for path in sorted(saved.keys() | wanted.keys()):
+    for path in sorted(saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params/"), path)):
         was, now = saved.get(path), wanted.get(path)
         if was is None or now is None:
             found.append(Difference(path=path, kind="missing" if was is None else "unexpected", was=was, now=now))

@@ -131,7 +131,7 @@ class Store:
 
     def path(self, step: int) -> Path:
         """Returns the folder of a checkpoint."""
-        return self.folder.resolve() / shelf.name_of(step)
+        return self.folder / shelf.name_of(step)
 
     def scores(self, step: int) -> dict[str, float]:
         """Returns what was measured when a checkpoint was written; nothing where its list is lost."""
