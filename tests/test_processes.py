@@ -340,7 +340,9 @@ def test_one_that_was_started_anew_takes_its_own_place():
         time.sleep(0.3)
         with socket.create_connection(("127.0.0.1", port)) as killed:
             killed.sendall(b'{"process": 1, "processes": 3, "host": "x", "same": ""}\n')
-        told += [pool.submit(met, other) for other in others]
+        for other in others:  # the new one first: with the third, all would have come
+            told.append(pool.submit(met, other))
+            time.sleep(0.5)
         assert [each.result() for each in told] == [""] * 3
 
 

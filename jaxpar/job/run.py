@@ -20,7 +20,7 @@ from jaxpar.job.schema import Job, dumps
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.connect import connect
 from jaxpar.mesh.devices import describe, is_simulated
-from jaxpar.mesh.processes import detect
+from jaxpar.mesh.processes import Cluster, detect
 from jaxpar.train import loop, state
 from jaxpar.train.checkpoint import Store, make_folder, partial, write_json, write_text
 from jaxpar.train.detours import Careful, Detours
@@ -64,7 +64,9 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
 def _meet(job: Job, folder: Path) -> Alone:
     """Returns the processes of the run, connected and agreed on what they are going to do."""
     cluster = detect(os.environ)
-    if cluster is None or cluster.processes == 1:
+    if cluster is None:
+        if os.environ.get("JAXPAR_ATTEMPT"):  # the only one that was launched adds up as several would, bit for bit
+            connect(Cluster(coordinator=os.environ["JAXPAR_COORDINATOR"], processes=1, process=0, source="launch"))
         return Alone()
     attempt = os.environ.get("JAXPAR_ATTEMPT") or cluster.coordinator
     make_folder(folder)

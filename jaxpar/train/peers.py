@@ -217,11 +217,12 @@ class Peers(Alone):
         while True:
             beats = {process: self._read(process) for process in range(self.count)}
             said = {p: beat.facts[what] for p, beat in beats.items() if beat is not None and what in beat.facts}
-            if len(set(said.values())) > 1:
+            waited = time.monotonic() - begin
+            if len(set(said.values())) > 1 and (len(said) == self.count or waited > self.limit):
                 raise _disagreement(what, {p: (beats[p].name, value) for p, value in said.items()})  # pyright: ignore
             if len(said) == self.count:
                 return
-            if time.monotonic() - begin > self.limit * SLOW:
+            if waited > self.limit * SLOW:
                 missing = [beats[p].name if beats[p] else f"process {p}" for p in beats if p not in said]  # pyright: ignore
                 raise self._lost(f"{', '.join(missing)} did not come as far as {what} in {self.limit * SLOW:g} s")
             time.sleep(EVERY / 5)
@@ -327,13 +328,14 @@ def _end(problem: Problem) -> NoReturn:
     """Ends this process from a thread: its main thread may wait in a collective for ever."""
     print(f"error: {problem}", file=sys.stderr, flush=True)
     sys.stdout.flush()
+    time.sleep(3 * EVERY)  # with this one's connections the others would be aborted before they can say the same
     os._exit(STATUS)
 
 
 def _disagreement(what: str, said: Mapping[int, tuple[str, str]]) -> JaxparError:
     """Returns the error that names the processes that differ, and the first lines in which they do."""
     values = [value for _, value in said.values()]
-    common = max(set(values), key=values.count)
+    common = max(values, key=values.count)  # of as many, that of the first process
     odd = {name: value for name, value in said.values() if value != common}
     value = next(iter(odd.values()))
     lines = [
