@@ -136,7 +136,8 @@ def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder):
 @pytest.mark.xdist_group("launch")
 def test_without_a_process_that_is_gone_for_good_the_others_go_on(folder):
     (folder / "gone.py").write_text(
-        "import os\nfrom jaxpar.train.losses import next_token as loss\n"
+        "import os\nfrom jaxpar.train.losses import next_token\n"
+        "def loss(model, batch):\n    return next_token(model, batch)\n"
         "if os.environ.get('JAXPAR_PROCESS') == '1':\n    os._exit(9)\n"
     )
     _, err = end(start(folder, "launch", "-n", "2", "train", job(folder, "gone"), "train.loss=gone:loss"))

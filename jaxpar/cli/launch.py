@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.options import add_json
+from jaxpar.cli.options import add_allow_import, add_json
 
 EXAMPLE = """\
   $ jaxpar launch -n 4 train configs/quickstart.toml
@@ -29,6 +29,7 @@ def add(verbs) -> None:
     verb.add_argument("--nodes", type=int, default=1, help="machines, each with as many processes")
     verb.add_argument("--node", type=int, default=0, help="which of them this is, from 0")
     verb.add_argument("--coordinator", default="", metavar="HOST:PORT", help="of process 0; needed with --nodes")
+    add_allow_import(verb)
     add_json(verb)
     verb.add_argument("command", choices=["train"], help="what each process does")
     verb.add_argument("job", metavar="JOB", help="a TOML file")
@@ -44,12 +45,16 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.train.checkpoint import Checkpoints, Store
     from jaxpar.train.peers import report
 
-    folder = Path(load(args.job, args.overrides).run.dir)  # what is wrong with a job is said once
+    allowed = args.allow_import
+    folder = Path(load(args.job, args.overrides, allow_import=allowed).run.dir)  # what is wrong is said once
     launch = Launch(
-        command=[args.command, args.job, *args.overrides], processes=args.processes, restarts=args.restarts,
+        command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,
+        processes=args.processes, restarts=args.restarts,
         nodes=args.nodes, node=args.node, coordinator=args.coordinator,
         ended=lambda attempt, ended: report(folder, attempt, ended.process, ended.how),
-        fewer=lambda command, count: fewer(load(command[1], command[2:]), processes=count, most=count - 1),
+        fewer=lambda command, count: fewer(
+            load(command[1], command[2:], allow_import=allowed), processes=count, most=count - 1
+        ),
     )  # fmt: skip
 
     def progress() -> int:

@@ -37,7 +37,7 @@ def fewer(job: Job, *, processes: int, most: int) -> tuple[int, list[str]]:
         left = devices // processes * count
         try:
             words = [f"mesh.{key}={left}", *_shrunk(job, devices, left)]
-            found = check(loads(dumps(job), words))
+            found = check(loads(dumps(job), words, allow_import=job.allow_import))
         except JaxparError as error:
             found = list(error.problems)
         if not found:

@@ -35,6 +35,7 @@ class Launch:
 
     Attributes:
       command: Words after `jaxpar`, such as `train job.toml`.
+      options: More words, after all others.
       processes: How many on this machine.
       restarts: Most attempts after the first that made no progress in a row.
       nodes: Machines that start as many.
@@ -46,6 +47,7 @@ class Launch:
 
     command: Sequence[str]
     processes: int
+    options: Sequence[str] = ()
     restarts: int = 3
     nodes: int = 1
     node: int = 0
@@ -139,7 +141,7 @@ class Attempt:
         own = {"COORDINATOR": coordinator, "PROCESSES": str(total), "PROCESS": str(process)}
         own["ATTEMPT"] = attempt
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxpar", *self.launch.command],
+            [sys.executable, "-m", "jaxpar", *self.launch.command, *self.launch.options],
             env={**os.environ, **{f"JAXPAR_{name}": value for name, value in own.items()}},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
             start_new_session=True,  # Ctrl-C reaches the supervisor, which passes it on
