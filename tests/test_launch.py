@@ -110,6 +110,22 @@ def test_processes_have_the_losses_of_one(folder, alone, count):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
+def test_a_run_goes_on_with_another_number_of_processes(folder):
+    """On four processes, then on two, then on one: the losses of a run that nobody stopped."""
+    end(start(folder, "train", job(folder, "unchanged", steps=60)))
+    name = job(folder, "changing", steps=60)
+    for count, step in ((4, 5), (2, 25)):
+        child = start(folder, "launch", "-n", str(count), "train", name)
+        wait_for(folder, "changing", step)
+        child.send_signal(signal.SIGTERM)
+        end(child)
+        assert step <= len(rows(folder, "changing")) < 60
+    end(start(folder, "train", name))
+    np.testing.assert_allclose(losses(folder, "changing"), losses(folder, "unchanged"), rtol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
 def test_as_many_devices_give_the_same_bits_on_any_number_of_processes(folder):
     found = []
     for count in (1, 2, 4):

@@ -160,6 +160,7 @@ def test_a_command_that_is_killed_goes_on_with_the_same_losses(whole, folder):
     assert losses(target) == losses(whole)
 
 
+@pytest.mark.slow  # test_restore.py has such pairs, without the command
 def test_another_layout_goes_on_with_the_same_losses(whole, folder):
     target, job = folder / "moved", folder / "job.toml"
     with start("train", job, f"run.dir={target}") as process:
@@ -184,6 +185,7 @@ def stopped_at_10(job, target, *overrides):
     assert rows(target)[-1]["step"] < 20
 
 
+@pytest.mark.slow  # test_restore.py has such pairs, without the command
 def test_a_pipeline_that_was_stopped_goes_on_bit_for_bit(folder):
     job, whole, target = write_job(folder), folder / "pipe", folder / "pipe_stopped"
     run("train", job, f"run.dir={whole}", *PIPE)

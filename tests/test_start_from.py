@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.schema import dumps, loads
@@ -218,3 +219,46 @@ def test_a_job_starts_from_another_run_and_goes_on_from_its_own(tmp_path):
     done, out = trained("second", start, "train.steps=4")
     assert done["resumed_from"] == 2
     assert "is missing; step 2 is used instead; it is called 000003.damaged now" in out
+
+
+DECODER = """
+[model]
+name = "decoder"
+dim = 16
+layers = 2
+heads = 2
+hidden = 32
+[data]
+source = "text"
+path = "{data}"
+seq = 8
+[train]
+steps = 2
+global_batch = 8
+[run]
+dir = "{folder}"
+[parallel]
+fsdp = -1
+"""
+
+
+def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("the quick brown fox " * 40)
+
+    def trained(name, *overrides):
+        out = io.StringIO()
+        job = DECODER.format(data=tmp_path / "text.txt", folder=tmp_path / name)
+        return run.train(loads(job, overrides), stream=out)["last"]["loss"], out.getvalue()
+
+    trained("first")
+    assert main(["checkpoint", "export", str(tmp_path / "first"), "--format", "safetensors", "--to",
+                 str(tmp_path / "llama")]) == 0  # fmt: skip
+    again, said = trained("again", f"checkpoint.start_from={tmp_path / 'llama'}")
+    assert "parameters taken from" in said
+    assert again == trained("direct", f"checkpoint.start_from={tmp_path / 'first'}")[0]
+    with pytest.raises(JaxparError, match=r"\[model\] of the job has rope_base = 500.0"):
+        trained("other", f"checkpoint.start_from={tmp_path / 'llama'}", "model.rope_base=500.0")
+    with pytest.raises(JaxparError, match="is taken whole"):
+        trained("part", f"checkpoint.start_from={tmp_path / 'llama'}", 'checkpoint.take=["embed"]')
+    assert main(["checkpoint", "export", str(tmp_path / "first"), "--format", "onnx", "--to", str(tmp_path / "x")]) == 1
+    assert "a format is jaxpar, safetensors" in capsys.readouterr().err

@@ -73,6 +73,8 @@ class Batches:
         if PLANT == "late" and step == 30:
             time.sleep(1e6)
         x = np.random.default_rng(step).normal(size=(size, 4)).astype(np.float32)
+        if PLANT == "corrupt" and step == 30:
+            x[:] = np.nan
         return {"x": x}
 '''
 
@@ -229,6 +231,25 @@ def late(timeout: float) -> Found:
         return _found(run, "process 1 reads a batch for ever", 1, timeout)
 
 
+def corrupt(timeout: float) -> Found:
+    """Gives one process a batch that holds no numbers."""
+    with started(timeout, plants={1: "corrupt"}) as run:
+        run.wait_for_training(25)
+        return _found(run, "process 1 reads a corrupt batch", 1, timeout)
+
+
+def preempted(timeout: float) -> Found:
+    """Asks one process to stop: no fault, but all of them must, after the same step, and well."""
+    with started(timeout) as run:
+        run.wait_for_training()
+        begin = time.monotonic()
+        run.children[1].send_signal(signal.SIGTERM)
+        ended = run.wait_for_end(within=3 * timeout + 20)
+        said = next((line for line in run.said(0).splitlines() if line.startswith("stopped by SIGTERM")), "")
+        well = len(ended) == len(run.children) and {status for status, _ in ended.values()} == {0}
+        return Found("SIGTERM to process 1", time.monotonic() - begin, timeout + 5, well and bool(said), said)
+
+
 def other_job(timeout: float) -> Found:
     """Gives one process another job."""
     with started(timeout, words={2: ["optimizer.learning_rate=0.5"]}) as run:
@@ -270,6 +291,8 @@ FAULTS: dict[str, Callable[[float], Found]] = {
     "stopped": lambda timeout: send(timeout, signal.SIGSTOP, 1),
     "coordinator stopped": lambda timeout: send(timeout, signal.SIGSTOP, 0),
     "late": late,
+    "corrupt batch": corrupt,
+    "preempted": preempted,
     "other job": other_job,
     "other program": other_program,
 }

@@ -15,6 +15,7 @@ EXAMPLE = """\
   $ jaxpar checkpoint verify runs/quickstart --all
   $ jaxpar checkpoint diff runs/quickstart configs/quickstart.toml model.dim=64
   $ jaxpar checkpoint export runs/quickstart --step 300 --to kept/quickstart-300
+  $ jaxpar checkpoint export runs/quickstart --format safetensors --to quickstart-llama
 
 RUN is a run folder (its latest checkpoint is meant, or that of --step), or one checkpoint.
 """
@@ -49,7 +50,11 @@ def add(verbs) -> None:
     one.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     one = add_one("export", "copy a checkpoint, and verify the copy", export)
     one.add_argument("--to", metavar="FOLDER", type=Path, required=True, help="a folder that is not there yet")
-    one.add_argument("--format", default="jaxpar", help="of the copy (default jaxpar: as it is, with its list)")
+    one.add_argument(
+        "--format",
+        default="jaxpar",
+        help="jaxpar (default: as it is, with its list), or safetensors (as Hugging Face keeps it)",
+    )
 
 
 def ls(args: argparse.Namespace) -> tuple[Any, int]:

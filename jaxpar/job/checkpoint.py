@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import nearest, refuse
+from jaxpar.job import pretrained
 from jaxpar.job.build import device_count, resolve_loss, resolve_model
 from jaxpar.job.schema import load
 from jaxpar.optim import chain
@@ -18,7 +19,10 @@ from jaxpar.train.checkpoint import arrays, manifest, report, shelf
 from jaxpar.train.checkpoint.differences import Difference, differences
 from jaxpar.train.checkpoint.manifest import Array, Manifest
 
-FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {"jaxpar": report.export}
+FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {
+    "jaxpar": report.export,
+    "safetensors": pretrained.write,
+}
 
 
 def export(where: Path, step: int | None, to: Path, *, form: str) -> dict[str, Any]:

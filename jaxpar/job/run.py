@@ -15,6 +15,7 @@ import jax
 
 from jaxpar.bench.record import versions, where
 from jaxpar.errors import JaxparError, refuse, said
+from jaxpar.job import pretrained
 from jaxpar.job.build import Built, abstract_batch, build, sound
 from jaxpar.job.schema import Job, dumps
 from jaxpar.mesh.chips import find_chip
@@ -123,6 +124,10 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
 def _begin(built: Built, progress: Progress) -> state.State:
     """Returns the state of a new run, with parameters of another where the job says so."""
     train, spec = built.job.train, built.job.checkpoint
+    if pretrained.is_folder(spec.start_from):
+        made, said = pretrained.begin(built)
+        progress.say(said)
+        return made
     made = state.create(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
     if spec.start_from:
         made, origin = partial.start(spec, made, built.optimizer)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import refuse, users_code
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
+from jaxpar.sharding.tracing import uncollected
 
 
 @jax.tree_util.register_dataclass
@@ -48,8 +49,17 @@ def create(layout: Layout, optimizer: optax.GradientTransformation, *, seed: int
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
-    placed = shardings(layout, abstract(layout, optimizer), offload=offload)
-    return jax.jit(initializer(layout, optimizer), out_shardings=placed)(jax.random.key(seed))
+    with uncollected():
+        placed = shardings(layout, abstract(layout, optimizer), offload=offload)
+        made = jax.jit(initializer(layout, optimizer), out_shardings=placed, compiler_options=_quickly(layout))
+        return made(jax.random.key(seed))
+
+
+def _quickly(layout: Layout) -> dict[str, str] | None:
+    """Returns how to compile what runs once: on a processor, where that takes longer than all the rest of a start."""
+    if layout.on.devices.flat[0].platform != "cpu" or jax.config.values["jax_disable_most_optimizations"]:
+        return None
+    return {"xla_backend_optimization_level": "1"}
 
 
 def initializer(layout: Layout, optimizer: optax.GradientTransformation):

@@ -30,6 +30,7 @@ from jaxpar.models.remat import POLICIES, remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Compute, Tree, path_of
+from jaxpar.sharding.tracing import uncollected
 from jaxpar.train import precision as check
 from jaxpar.train import state as states
 from jaxpar.train.faults import guarded
@@ -317,7 +318,8 @@ class Step:
 
     @contextmanager
     def _traced(self):
-        with jax.set_mesh(self.layout.on), activation_names(self.layout.names, self.layout.sizes) as named:
+        names = activation_names(self.layout.names, self.layout.sizes)
+        with jax.set_mesh(self.layout.on), uncollected(), names as named:
             yield named
 
     def _forward(self, params: Tree, rest: Tree, batch: Batch, *, train: bool) -> tuple[Sums, Tree]:

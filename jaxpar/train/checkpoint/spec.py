@@ -14,8 +14,9 @@ class Checkpoints:
       every: Steps between two; 0 writes one at the end only.
       keep_last: How many of the latest stay.
       keep_best: How many of those with the lowest eval_loss stay besides.
-      start_from: A run folder or one checkpoint whose parameters a new run begins with, to tune them further; ""
-        means new parameters. The optimizer and the step begin anew; a run that has checkpoints goes on from its own.
+      start_from: A run folder, one checkpoint, or a Llama or GPT-2 folder of Hugging Face's (taken whole), whose
+        parameters a new run begins with, to tune them further; "" means new parameters. The optimizer and the step
+        begin anew; a run that has checkpoints goes on from its own.
       take: Which parameters (and statistics, such as BatchNorm's) it takes, by their paths in the job: "blocks" is
         all below it, * any text. The others are new.
       rename: Beginning of a path in the checkpoint to what it is in the job, {"encoder/blocks" = "blocks"}.
