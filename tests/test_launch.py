@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.bench.faults import FAULTS
+from jaxpar.bench.faults import FAULTS, started
 from jaxpar.errors import JaxparError
 from jaxpar.job.fewer import fewer
 from jaxpar.job.schema import loads
@@ -188,6 +188,31 @@ def test_a_model_that_needs_all_processes_says_so(folder):
         fewer(loads(text.replace("text.txt", str(folder / "text.txt"))), processes=2, most=1)
 
 
+def listening(pid):
+    """Returns the addresses, in hex, on which a process listens for TCP."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                found.add(words[1].split(":")[0])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="no /proc/net/tcp to look for open ports")
+@pytest.mark.xdist_group("launch")
+def test_nothing_listens_on_other_than_the_given_address():
+    with started(10.0) as run:
+        run.wait_for_training()
+        found = {process: listening(child.pid) for process, child in run.children.items()}
+    assert found[0]
+    local = {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, and the same among addresses of version 6
+    assert set.union(*found.values()) <= local
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_a_signal_to_one_stops_all_after_the_same_step(folder):
@@ -228,7 +253,12 @@ def test_a_wrong_launch_is_refused(wrong, said):
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.xdist_group("launch")
 def test_a_fault_is_found_in_time_and_named(name):
-    found = FAULTS[name](8.0)
+    try:
+        found = FAULTS[name](8.0)
+    except JaxparError as error:
+        if not error.problems[0].got.startswith("mount:"):
+            raise
+        pytest.skip(f"mounting a small disk takes root: {error.problems[0].got}")
     assert found.named, found
     assert found.seconds <= found.within
 

@@ -1,5 +1,6 @@
 """Processes that watch each other: who is at fault is found by one pure function; files and threads carry it."""
 
+import errno
 import time
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.train.peers import AHEAD, Alone, Beat, Heard, LostPeer, Peers, judge
+from jaxpar.train.peers import AHEAD, Alone, Beat, Heard, LostPeer, Peers, judge, read
 
 LIMIT = 30.0
 
@@ -131,6 +132,25 @@ def test_all_stop_after_the_same_step(tmp_path):
     assert set(stopped.values()) == {4 + AHEAD}
     for each in peers:
         each.close()
+
+
+def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch):
+    (peers,) = meet(tmp_path, 1)
+    peers._closed.set()
+    peers._thread.join()
+    before = read(peers.folder, 0)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    peers.at(123, "training")
+    after = read(peers.folder, 0)
+    assert (after.step, after.doing) == (123, "training")
+    assert after.count > before.count
+    monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
+    with pytest.raises(OSError, match="I/O error"):
+        peers.at(124, "training")
 
 
 def test_alone_there_is_nothing_to_agree_on():

@@ -9,6 +9,7 @@ misbehaves in one process.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def model(rngs):
 
 def loss(model, batch):
     out = model(batch["x"])
-    return jnp.mean(out**2) * (2.0 if PLANT == "program" else 1.0)
+    return jnp.mean(out**2) * jnp.mean(batch["weight"]) * (2.0 if PLANT == "program" else 1.0)
 
 
 class Batches:
@@ -75,7 +76,11 @@ class Batches:
         x = np.random.default_rng(step).normal(size=(size, 4)).astype(np.float32)
         if PLANT == "corrupt" and step == 30:
             x[:] = np.nan
-        return {"x": x}
+        weight = np.ones(size, np.float32)
+        if PLANT == "nan" and step == 30:
+            weight[:] = 3e38  # a number, whose product with the loss is none
+            x *= 100
+        return {"x": x, "weight": weight}
 '''
 
 
@@ -143,6 +148,7 @@ def started(
     plants: dict[int, str] | None = None,
     words: dict[int, list[str]] | None = None,
     launched: bool = False,
+    run_in: Path | None = None,
 ) -> Iterator[Processes]:
     """Starts the processes of a small run and kills them in the end.
 
@@ -152,9 +158,12 @@ def started(
       plants: Process to what it is told to do otherwise.
       words: Process to overrides of its job.
       launched: Start them by one `jaxpar launch`, which is then the only child, as number 0.
+      run_in: Where the run folder is; beside the job by default.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if run_in is not None:
+            (folder / "run").symlink_to(run_in)
         (folder / "own.py").write_text(OWN)
         (folder / "job.toml").write_text(JOB.format(steps=STEPS, devices=2 * count, timeout=timeout))
         run = Processes(folder)
@@ -238,6 +247,54 @@ def corrupt(timeout: float) -> Found:
         return _found(run, "process 1 reads a corrupt batch", 1, timeout)
 
 
+def nan(timeout: float) -> Found:
+    """Makes the loss of a step infinite; what is named is the step."""
+    with started(timeout, plants=dict.fromkeys(range(PROCESSES), "nan")) as run:
+        run.wait_for_training(25)
+        begin = time.monotonic()
+        ended = run.wait_for_end(within=3 * timeout + 20)
+        said = [next((x for x in run.said(p).splitlines() if x.startswith("error: ")), "") for p in run.children]
+        named = len(ended) == len(run.children) and all("step 31" in text for text in said)
+        return Found("the loss of step 31 is infinite", time.monotonic() - begin, timeout + 5, named, said[0])
+
+
+def full_disk(timeout: float) -> Found:
+    """Fills the disk that a run saves to; it says so, trains on, and saves again when there is room."""
+    every = {process: ["checkpoint.every=10"] for process in range(PROCESSES)}
+    with small_disk() as disk, started(timeout, words=every, run_in=disk) as run:
+        run.wait_for_training()
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - 4096)))
+        begin = time.monotonic()
+        while "is full" not in run.said(0) and time.monotonic() - begin < 3 * timeout:
+            time.sleep(0.02)
+        seconds, before = time.monotonic() - begin, run.step()
+        ballast.unlink()
+        while run.step() <= before + 20 and time.monotonic() - begin < 3 * timeout + 20:
+            time.sleep(0.05)
+        said = next((line for line in run.said(0).splitlines() if "is full" in line), run.said(0)[-300:])
+        goes_on = run.step() > before + 20 and all(child.poll() is None for child in run.children.values())
+        return Found("the disk fills up", seconds, timeout + 5, goes_on and "is full" in said, said)
+
+
+@contextmanager
+def small_disk() -> Iterator[Path]:
+    """Mounts a file system of a megabyte.
+
+    Raises:
+      JaxparError: If this user may not.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", name]
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise refuse(f"mount: {done.stderr.strip()}", rule="a small disk is mounted to be filled", fix="as root")
+        try:
+            yield Path(name)
+        finally:
+            subprocess.run(["umount", "-l", name], check=False)
+
+
 def preempted(timeout: float) -> Found:
     """Asks one process to stop: no fault, but all of them must, after the same step, and well."""
     with started(timeout) as run:
@@ -292,6 +349,8 @@ FAULTS: dict[str, Callable[[float], Found]] = {
     "coordinator stopped": lambda timeout: send(timeout, signal.SIGSTOP, 0),
     "late": late,
     "corrupt batch": corrupt,
+    "nan": nan,
+    "full disk": full_disk,
     "preempted": preempted,
     "other job": other_job,
     "other program": other_program,

@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpar.errors import JaxparError, Problem, refuse, said
+from jaxpar.train.checkpoint.files import FULL
 
 EVERY = 0.5  # seconds between two signs of life
 SLOW = 10  # times as patient with what compiles, saves or evaluates
 AHEAD = 4  # steps between the wish to stop and the step at which all do
+ROOM = 512  # bytes that a beat may grow by on a full disk
 STATUS = 75  # of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
 PATIENT = ("compiling", "evaluating", "saving", "restoring", "starting")
 
@@ -299,10 +301,14 @@ class Peers(Alone):
 
 def read(folder: Path, process: int) -> Beat | None:
     """Returns what a process last said, or None if it has said nothing yet."""
-    try:
-        return Beat(**json.loads((folder / f"{process}.json").read_text()))
-    except (OSError, ValueError, TypeError):  # not written yet, or by another version
-        return None
+    for _ in range(3):
+        try:
+            return Beat(**json.loads((folder / f"{process}.json").read_text()))
+        except (OSError, TypeError):  # not written yet, or by another version
+            return None
+        except ValueError:  # on a full disk it is written in its place
+            time.sleep(0.002)
+    return None
 
 
 def report(folder: Path, attempt: str, process: int, how: str) -> None:
@@ -318,10 +324,20 @@ def name_of(attempt: str) -> str:
 
 
 def write(folder: Path, beat: Beat) -> None:
-    """Writes what a process says, whole or not at all."""
+    """Writes what a process says, whole or not at all; on a full disk over what it said before, in its place."""
+    text, file = json.dumps(dataclasses.asdict(beat)), folder / f"{beat.process}.json"
     part = folder / f".{beat.process}.{os.getpid()}.part"
-    part.write_text(json.dumps(dataclasses.asdict(beat)))
-    part.replace(folder / f"{beat.process}.json")
+    try:
+        part.write_text(text.ljust(len(text) + ROOM))
+        part.replace(file)
+    except OSError as error:
+        if error.errno not in FULL or not file.exists():
+            raise
+        part.unlink(missing_ok=True)
+        size = file.stat().st_size
+        if len(text) <= size:
+            with file.open("r+b") as there:
+                there.write(text.ljust(size).encode())
 
 
 def _end(problem: Problem) -> NoReturn:
