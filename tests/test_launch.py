@@ -268,22 +268,23 @@ def test_a_fault_is_found_in_time_and_named(name):
 def test_two_hosts_are_two_network_namespaces(folder, tmp_path):
     if os.geteuid() != 0 or not Path("/sbin/ip").exists() or not can_make_namespaces():
         pytest.skip("network namespaces: not root, or no ip command, or the kernel does not allow them")
-    files = [Path(f"/etc/netns/jaxpar{node}/hosts") for node in range(2)]  # each host's own name is its address
+    names, links = ([f"jp{os.getpid()}{what}{node}" for node in range(2)] for what in ("n", "v"))
+    files = [Path(f"/etc/netns/{name}/hosts") for name in names]  # each host's own name is its address
     name, words = job(folder, "hosts"), ["--nodes", "2", "--coordinator", "10.231.7.1:7788"]
     try:
         for node, file in enumerate(files):
-            ip("netns", "add", f"jaxpar{node}")
+            ip("netns", "add", names[node])
             file.parent.mkdir(parents=True)
             file.write_text(f"10.231.7.{node + 1} {socket.gethostname()}\n127.0.0.1 localhost\n")
-        ip("link", "add", "jaxpar-a", "type", "veth", "peer", "name", "jaxpar-b")
-        for node, link in enumerate(("jaxpar-a", "jaxpar-b")):
-            ip("link", "set", link, "netns", f"jaxpar{node}")
-            ip("-n", f"jaxpar{node}", "addr", "add", f"10.231.7.{node + 1}/24", "dev", link)
-            ip("-n", f"jaxpar{node}", "link", "set", link, "up")
-            ip("-n", f"jaxpar{node}", "link", "set", "lo", "up")
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for node, link in enumerate(links):
+            ip("link", "set", link, "netns", names[node])
+            ip("-n", names[node], "addr", "add", f"10.231.7.{node + 1}/24", "dev", link)
+            ip("-n", names[node], "link", "set", link, "up")
+            ip("-n", names[node], "link", "set", "lo", "up")
         children = [
             subprocess.Popen(
-                ["/sbin/ip", "netns", "exec", f"jaxpar{node}", sys.executable, "-m", "jaxpar",
+                ["/sbin/ip", "netns", "exec", names[node], sys.executable, "-m", "jaxpar",
                  "launch", "-n", "1", *words, "--node", str(node), "train", name],
                 cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
@@ -294,7 +295,7 @@ def test_two_hosts_are_two_network_namespaces(folder, tmp_path):
         assert len(losses(folder, "hosts")) == 8
     finally:
         for node in range(2):
-            subprocess.run(["/sbin/ip", "netns", "del", f"jaxpar{node}"], check=False, capture_output=True)
+            subprocess.run(["/sbin/ip", "netns", "del", names[node]], check=False, capture_output=True)
             shutil.rmtree(files[node].parent, ignore_errors=True)
 
 

@@ -259,9 +259,12 @@ def nan(timeout: float) -> Found:
 
 
 def full_disk(timeout: float) -> Found:
-    """Fills the disk that a run saves to; it says so, trains on, and saves again when there is room."""
-    every = {process: ["checkpoint.every=10"] for process in range(PROCESSES)}
-    with small_disk() as disk, started(timeout, words=every, run_in=disk) as run:
+    """Fills the disk that a run of one process saves to; it says so, trains on, and saves again when there is room.
+
+    Of several processes one may meet the full disk alone, and the others wait for it in Orbax's barrier: for that
+    `jaxpar launch` has `run.timeout`, ten times of it while saving.
+    """
+    with small_disk() as disk, started(timeout, count=1, words={0: ["checkpoint.every=10"]}, run_in=disk) as run:
         run.wait_for_training()
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - 4096)))
