@@ -6,7 +6,7 @@ CASES   marked slow: schedules x keep x meshes
 
 import itertools
 import math
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def initial(layers, tied):
     return jax.device_get(jp.create(layout, optimizer(), seed=1))
 
 
-@cache
+@lru_cache(maxsize=12)  # not all: a process can't hold so many programs, see conftest.py
 def run(name, keep, mesh, *, fill=0.0, microbatches=0, tied=True, **numerics):
     """Returns (losses, state, step) after five steps; what buffers hold before they are written is `fill`."""
     layers = layers_of(name, mesh)
