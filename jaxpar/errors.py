@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:

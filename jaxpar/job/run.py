@@ -41,6 +41,7 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
     folder = Path(job.run.dir)
     peers = _meet(job, folder)
     try:
+        peers.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
         store = Store(folder / "checkpoints", job.checkpoint)
         steps = _check_folder(job, folder, store)
         built = build(job, processes=peers.count)
@@ -49,6 +50,8 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
         peers.agree("list of checkpoints", str(steps))
         make_folder(folder)
         result = _train(job, built, store, peers, steps, stream)
+        peers.close()
+        return result
     except JaxparError as error:
         peers.close(f"failed: {error.problems[0].got}")
         raise
@@ -58,12 +61,12 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
         if meant is error:
             raise
         raise meant from error
-    peers.close()
-    return result
+    finally:
+        peers.close("failed: it ended before the run did")  # whatever ended it: else its thread would say that it lives
 
 
 def _meet(job: Job, folder: Path) -> Alone:
-    """Returns the processes of the run, connected and agreed on what they are going to do."""
+    """Returns the processes of the run, connected."""
     cluster = detect(os.environ)
     if cluster is None:
         if os.environ.get("JAXPAR_ATTEMPT"):  # the only one that was launched adds up as several would, bit for bit
@@ -75,9 +78,7 @@ def _meet(job: Job, folder: Path) -> Alone:
         forget(folder, attempt)
     jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from us  # pyright: ignore
     connect(cluster, timeout=job.run.timeout * SLOW)
-    peers = Peers(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
-    peers.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
-    return peers
+    return Peers(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
 
 
 def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int], stream) -> dict[str, Any]:

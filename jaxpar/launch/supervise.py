@@ -21,11 +21,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.errors import JaxparError, refuse
+from jaxpar.errors import LOST, JaxparError, refuse
 
-REFUSED = 1  # the status of a verb that refuses its input
 _NOISE = "[Gloo] Rank "  # Gloo tells of every connection, on every process
-_CONSEQUENCES = (-signal.SIGABRT, 75, 0)
+_CONSEQUENCES = (-signal.SIGABRT, LOST, 0)
 GRACE = 5.0  # seconds in which the others may say why they end
 
 
@@ -213,7 +212,7 @@ def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str
             failed = [each for each in ended if each.status]
             if not failed:
                 return _outcome(0, attempts)
-            if refused := next((each for each in ended if each.status == REFUSED), None):
+            if refused := next((each for each in ended if each.status == JaxparError.status), None):
                 say(f"process {refused.process} refused what it was given: not started again")
                 return _outcome(1, attempts)
             if stop.name:

@@ -1,6 +1,6 @@
 """What the processes of a run tell each other beside the training, so that none waits in silence.
 
-    RUN/processes/ID/3.json   what process 3 does, written anew every second by a thread of its own
+    RUN/processes/ID/3.json   what process 3 does, written anew twice a second by a thread of its own
 
 A collective waits for ever for a process that is gone, stopped, late or runs another program. So every
 process watches the others' files with its own clock and ends itself, with the name of the one at fault.
@@ -22,21 +22,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxpar.errors import JaxparError, Problem, refuse, said
+from jaxpar.errors import LOST, JaxparError, Problem, refuse, said
 from jaxpar.train.checkpoint.files import FULL
 
 EVERY = 0.5  # seconds between two signs of life
 SLOW = 10  # times as patient with what compiles, saves or evaluates
 AHEAD = 4  # steps between the wish to stop and the step at which all do
+PAUSE = 3 * EVERY  # before a process ends: without its connections others would be aborted before they can say the same
 ROOM = 512  # bytes that a beat may grow by on a full disk
-STATUS = 75  # of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
+ON = "the same command goes on from the newest checkpoint; jaxpar launch does so by itself"
 PATIENT = ("compiling", "evaluating", "saving", "restoring", "starting")
 
 
 class LostPeer(JaxparError):
     """A process of the run is gone, stopped, late, or was made to end."""
 
-    status = STATUS
+    status = LOST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +106,16 @@ def judge(me: int, heard: Mapping[int, Heard], *, limit: float) -> Problem | Non
       heard: Every process.
       limit: Seconds.
     """
-    fix = "the same command goes on from the newest checkpoint; jaxpar launch does so by itself"
     for process, other in heard.items():
         beat = other.beat
         if beat.failed:
             if process != me:
-                return Problem(f"{beat.name} ended: {beat.doing.removeprefix('failed: ')}", "all processes train", fix)
+                return Problem(f"{beat.name} ended: {beat.doing.removeprefix('failed: ')}", "all processes train", ON)
         elif not beat.ended and process != me and other.silent > limit:
             return Problem(
                 f"{beat.name} has given no sign of life for {other.silent:.0f} s; it was {_doing(beat)}",
                 f"a process that is gone or stopped ends the run after {limit:g} s",
-                fix,
+                ON,
             )
     going = {process: other for process, other in heard.items() if not other.beat.ended}
     if len(going) < 2:
@@ -132,7 +132,7 @@ def judge(me: int, heard: Mapping[int, Heard], *, limit: float) -> Problem | Non
         f"{names} {'is' if len(late) == 1 else 'are'} late: {_doing(late[0].beat)} for {late[0].stuck:.0f} s, while "
         f"{len(waiting)} other{'s wait' if len(waiting) > 1 else ' waits'}, {_doing(waiting[0].beat)}",
         f"no process keeps the others waiting for more than {limit:g} s",
-        fix,
+        ON,
     )
 
 
@@ -221,6 +221,7 @@ class Peers(Alone):
             said = {p: beat.facts[what] for p, beat in beats.items() if beat is not None and what in beat.facts}
             waited = time.monotonic() - begin
             if len(set(said.values())) > 1 and (len(said) == self.count or waited > self.limit):
+                time.sleep(PAUSE)
                 raise _disagreement(what, {p: (beats[p].name, value) for p, value in said.items()})  # pyright: ignore
             if len(said) == self.count:
                 return
@@ -253,10 +254,7 @@ class Peers(Alone):
             self._thread.join(timeout=4 * EVERY)
 
     def _lost(self, got: str) -> LostPeer:
-        return LostPeer(
-            Problem(got, "all processes of a run train until its end", "the same command goes on from the newest "
-                    "checkpoint; jaxpar launch does so by itself")
-        )  # fmt: skip
+        return LostPeer(Problem(got, "all processes of a run train until its end", ON))
 
     def _change(self, **changes: Any) -> None:
         with self._lock:
@@ -344,8 +342,8 @@ def _end(problem: Problem) -> NoReturn:
     """Ends this process from a thread: its main thread may wait in a collective for ever."""
     print(f"error: {problem}", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    time.sleep(3 * EVERY)  # with this one's connections the others would be aborted before they can say the same
-    os._exit(STATUS)
+    time.sleep(PAUSE)
+    os._exit(LOST)
 
 
 def _disagreement(what: str, said: Mapping[int, tuple[str, str]]) -> JaxparError:
