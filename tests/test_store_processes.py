@@ -1,6 +1,7 @@
 """One store, two processes with two devices each: they save together, and agree on what is good and what failed."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 from test_integrity import disk  # noqa: F401  a file system of a megabyte
 
 PROGRAM = """
-import shutil, sys
+import os, resource, shutil, sys, time
 from pathlib import Path
 import jax
 rank, port, folder, disk = int(sys.argv[1]), *sys.argv[2:]
@@ -70,6 +71,19 @@ store.save(3, state(3, 40_000), {})
 store.finish()
 sync_global_devices("end")
 say("good", store.find())
+store.save(4, state(4, 400), {})
+store.wait()
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+store.save(5, state(5, 10_000), {})
+if rank == 1:
+    try:
+        store.wait()
+    except JaxparError as error:
+        say(f"status {error.status}:", error.problems[0].got)
+sync_global_devices("failed")
+say("there", store.steps())
+os._exit(0)  # the first process waits for the second still: in a run it would be told, and end
 """
 
 
@@ -95,8 +109,9 @@ def test_processes_save_together_and_agree(disk, tmp_path):  # noqa: F811
     assert [process.returncode for process in running] == [0, 0], ended
     first, second = ((tmp_path / f"said{rank}").read_text().splitlines() for rank in (0, 1))
     told = [line for line in first if line.startswith("told")]
-    assert [line for line in first if line not in told] == second
-    assert second == ["restored 2 True", second[1], "went on", "good 3"]
+    assert [line for line in first if line not in told] == [line for line in second if not line.startswith("status")]
+    assert second == ["restored 2 True", second[1], "went on", "good 3", second[4], "there [3, 4]"]
+    assert re.fullmatch(r"status 75: step 5 is not saved in \S+: EFBIG", second[4])
     assert "no checkpoint of step 3" in second[1]  # it was set aside
     assert len(told) == 2
     assert "step 2 is used instead; it is called 000003.damaged now" in told[0]

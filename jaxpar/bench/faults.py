@@ -259,13 +259,13 @@ def nan(timeout: float) -> Found:
 
 
 def full_disk(timeout: float) -> Found:
-    """Fills the disk that a run of one process saves to; it says so, trains on, and saves again when there is room.
-
-    Of several processes one may meet the full disk alone, and the others wait for it in Orbax's barrier: for that
-    `jaxpar launch` has `run.timeout`, ten times of it while saving.
-    """
-    with small_disk() as disk, started(timeout, count=1, words={0: ["checkpoint.every=10"]}, run_in=disk) as run:
+    """Fills the disk that a run saves to, between two saves; it says so, trains on, and saves when there is room."""
+    often = {process: ["checkpoint.every=50"] for process in range(PROCESSES)}
+    with small_disk() as disk, started(timeout, words=often, run_in=disk) as run:
         run.wait_for_training()
+        begin = time.monotonic()
+        while not (disk / "checkpoints" / "000050").exists() and time.monotonic() - begin < LATEST:
+            time.sleep(0.01)
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - 4096)))
         begin = time.monotonic()
@@ -273,11 +273,16 @@ def full_disk(timeout: float) -> Found:
             time.sleep(0.02)
         seconds, before = time.monotonic() - begin, run.step()
         ballast.unlink()
-        while run.step() <= before + 20 and time.monotonic() - begin < 3 * timeout + 20:
+        while not (later := newer(disk, before)) and time.monotonic() - begin < 3 * timeout + 40:
             time.sleep(0.05)
         said = next((line for line in run.said(0).splitlines() if "is full" in line), run.said(0)[-300:])
-        goes_on = run.step() > before + 20 and all(child.poll() is None for child in run.children.values())
+        goes_on = later and all(child.poll() is None for child in run.children.values())
         return Found("the disk fills up", seconds, timeout + 5, goes_on and "is full" in said, said)
+
+
+def newer(folder: Path, step: int) -> bool:
+    """Returns whether there is a checkpoint of a later step."""
+    return any(path.name.isdigit() and int(path.name) > step for path in (folder / "checkpoints").iterdir())
 
 
 @contextmanager

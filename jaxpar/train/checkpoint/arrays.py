@@ -84,7 +84,7 @@ def unlisted(folder: Path) -> tuple[dict[str, Array], dict[str, float]]:
         arrays, custom = dict(found.metadata), dict(found.custom_metadata or {})  # pyright: ignore
         listed = {
             name.replace(".", "/"): Array(
-                tuple(array.shape), str(array.dtype), array.dtype.itemsize * _size(array.shape)
+                tuple(array.shape), str(array.dtype), array.dtype.itemsize * _elements(array.shape)
             )
             for name, array in arrays.items()
         }
@@ -107,7 +107,7 @@ def _key(path: str) -> str:
     return path.replace(".", "%2E").replace("/", ".")  # Orbax reads `/` as a folder
 
 
-def _size(shape: Any) -> int:
+def _elements(shape: Any) -> int:
     size = 1
     for dim in shape:
         size *= dim

@@ -13,15 +13,13 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def several() -> bool:
+    """Returns whether there are others to wait for."""
+    return jax.process_count() > 1
+
+
 def told(value: int) -> int:
     """Returns the value of the first process, on all of them."""
-    if jax.process_count() == 1:
+    if not several():
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
-
-
-def worst(value: int) -> int:
-    """Returns the largest value of all processes, on all of them."""
-    if jax.process_count() == 1:
-        return value
-    return int(np.max(multihost_utils.process_allgather(np.int32(value))))

@@ -8,18 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.errors import LOST, JaxparError, Problem, refuse
 from jaxpar.train.checkpoint import arrays, manifest, processes, shelf, writing
 from jaxpar.train.checkpoint.differences import differences, problems
 from jaxpar.train.checkpoint.files import FULL, make_folder, os_code
 from jaxpar.train.checkpoint.spec import Checkpoints
 from jaxpar.units import show_bytes
 
+LISTED = 4096  # bytes on the disk for what lists an array, at most
 NONE = -1  # no step, in what processes tell each other
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=4)
+
+
+class HalfWritten(JaxparError):
+    """A checkpoint that this process could not write, and for which the others wait: the run goes on from the last."""
+
+    status = LOST
 
 
 @dataclass
@@ -50,37 +57,45 @@ class Store:
     def save(self, step: int, state: Any, scores: dict[str, float]) -> None:
         """Starts writing the state; returns as soon as its arrays are copied. Waits for the write before it.
 
+        Where several processes would write and the first sees too little room, none does: of a replicated state
+        it alone would meet the full disk. One that fills up while they write ends the run, see `wait`.
+
         Raises:
           JaxparError: If the write before it failed, but for a full disk: that is told, and training goes on.
         """
         self.wait()
+        self._sweep()
+        needed = sum(each.bytes + LISTED for each in arrays.described(state).values())
         if processes.told(step in self.steps()):
             return
-        self._sweep()
-        self._pending = writing.begin(self.folder, step, state, scores)
+        short = processes.several() and processes.is_first() and shutil.disk_usage(self.folder).free < needed
+        if processes.told(short):
+            self._full(step, needed)
+        else:
+            self._pending = writing.begin(self.folder, step, state, scores)
 
     def wait(self) -> None:
         """Waits until the last write is committed, then deletes what is not kept.
 
         Raises:
-          JaxparError: If it failed, but for a full disk.
+          JaxparError: If it failed, but for a full disk; of several processes for whatever reason, on those whose
+            part it was: the others wait for them, and end with them.
         """
         if self._pending is None:
             return
         write, self._pending = self._pending, None
         error = write.done.exception()
-        code = 0 if error is None else 1 if os_code(error) in FULL else 2
-        agreed = processes.worst(code)
-        if agreed and processes.is_first():
-            writing.remove(self.folder, write.step)
-        if agreed == 2:
-            raise self._failed(write, error) from error
-        if agreed == 1:
-            self._full(write)
-        else:
+        if error is None:
             self._unsaved = None
             if processes.is_first():
                 self._delete_old()
+        elif processes.several():
+            raise HalfWritten(*self._failed(write, error).problems) from error
+        else:
+            writing.remove(self.folder, write.step)
+            if os_code(error) not in FULL:
+                raise self._failed(write, error) from error
+            self._full(write.step, write.bytes)
 
     def finish(self) -> None:
         """Waits for the last write of a run.
@@ -170,12 +185,12 @@ class Store:
             for path in list(shelf.left_over(self.folder)):
                 shelf.delete(path)
 
-    def _full(self, write: writing.Write) -> None:
+    def _full(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
         last = self.steps()[-1:]
         first = self._unsaved is None
         self._unsaved = refuse(
-            f"step {write.step} is not saved: the disk of {self.folder} is full ({show_bytes(write.bytes)} needed, "
+            f"step {step} is not saved: the disk of {self.folder} is full ({show_bytes(needed)} needed, "
             f"{show_bytes(free)} free)",
             rule="a checkpoint needs room beside those that are kept",
             fix=f"free some, or a smaller checkpoint.keep_last ({self.spec.keep_last}); "
@@ -188,11 +203,11 @@ class Store:
                 + "and the next checkpoint is tried"
             )
 
-    def _failed(self, write: writing.Write, error: BaseException | None) -> JaxparError:
-        code = os_code(error) if error else None
+    def _failed(self, write: writing.Write, error: BaseException) -> JaxparError:
+        code = os_code(error)
         cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
         return refuse(
-            f"step {write.step} is not saved in {self.folder}: {cause if error else 'another process failed':.160}",
+            f"step {write.step} is not saved in {self.folder}: {cause:.160}",
             rule="a checkpoint can be written where the run lives",
             fix="another run.dir, or what the message says; the same command goes on from the last checkpoint",
         )
