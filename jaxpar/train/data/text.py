@@ -80,7 +80,7 @@ def text_files(spec: Data) -> list[Path]:
                 some = [path]
             else:
                 some = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
-        except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise refuse(
                 f"data.path = {text!r}, data.pattern = {spec.pattern!r}: {error}",
                 rule="a path is a file, a folder or a glob",
