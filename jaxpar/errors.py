@@ -10,7 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
@@ -99,10 +99,11 @@ def within(spec: object, section: str, ranges: Mapping[str, tuple[float, float]]
       JaxparError: With every number that is out of its range.
     """
     problems = []
+    defaults = {field.name: field.default for field in fields(spec)}  # pyright: ignore[reportArgumentType]
     for key, (low, high) in ranges.items():
         value = getattr(spec, key)
         if not low <= value <= high or (key in below and value == high):
-            usual = getattr(type(spec), key, low)
+            usual = defaults.get(key, MISSING)
             rule = (
                 f"{key} is at least {low}"
                 if high >= 2**31 - 1 and value < low
@@ -112,7 +113,7 @@ def within(spec: object, section: str, ranges: Mapping[str, tuple[float, float]]
                 Problem(
                     f"{section}{'.' * bool(section)}{key} = {value}",
                     rule,
-                    f"{key} = {usual if low <= usual <= high else low}",
+                    f"{key} = {usual if usual is not MISSING and low <= usual <= high else low}",
                 )
             )
     if problems:
