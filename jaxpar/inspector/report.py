@@ -200,7 +200,7 @@ def report(subject: Subject) -> Report:
     )
     ledger = collectives(module, sizes, causes, subject.schedule)
     flop = hardware_flop(module, subject.schedule)
-    chip = find_chip(devices[0].device_kind) if platform == "gpu" else None
+    chip = find_chip(devices[0].device_kind) if platform == "gpu" and devices[0].platform != "tpu" else None
     nodes: dict[int, int] = defaultdict(int)
     for device in devices:
         nodes[device.process_index] += 1
@@ -212,7 +212,10 @@ def report(subject: Subject) -> Report:
             "16 bits as 32, and needs other temporary memory; no capacity, no time"
         )
     elif chip is None:
-        notes.append(f"{devices[0].device_kind} is not in jaxpar's table of chips: no capacity, no time")
+        notes.append(f"{devices[0].device_kind} is no GPU of jaxpar's table of chips: no capacity, no time")
+    timed = chip if chip and (chip.network or len(nodes) == 1) else None
+    if chip and not timed:
+        notes.append(f"what joins machines with {chip.name} is not in jaxpar's table of chips: no time")
     return Report(
         title=subject.title,
         devices=f"{len(devices)} x {chip.name if chip else devices[0].device_kind}",
@@ -224,7 +227,7 @@ def report(subject: Subject) -> Report:
         ledger=tuple(ledger),
         flop=flop,
         model_flop=subject.model_flop,
-        timeline=replay(module, sizes, chip, per_node) if chip else None,
+        timeline=replay(module, sizes, timed, per_node) if timed else None,
         flags=tuple(find_flags(subject, ledger, flop, compiled.said)),
         arguments=subject.arguments,
         schedule=subject.schedule,

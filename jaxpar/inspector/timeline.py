@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxpar.errors import refuse
 from jaxpar.inspector.flop import op_flop, operand_dtype
 from jaxpar.inspector.groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
 from jaxpar.inspector.hlo import Module, Op
@@ -228,6 +229,12 @@ class _Player:
         inside = group / len(np.unique(first))
         rate, hop = self.chip.nvlink, HOP["node"]
         if inside < group:
+            if self.chip.network is None:
+                raise refuse(
+                    f"a time of {self.chip.name} over several machines",
+                    rule="what joins them is in jaxpar's table of chips",
+                    fix="one machine; jaxpar plan takes --link",
+                )
             rate, hop = min(self.chip.nvlink, inside * self.chip.network), HOP["network"]
         seconds = LAUNCH + hop * math.ceil(math.log2(group)) + wire_bytes(kind, payload, group) / (LINE * rate)
         return ",".join(axes), seconds, kind

@@ -1,6 +1,37 @@
-"""Chips and what they can do at most, each number with the sheet it comes from."""
+"""Chips and what they can do at most, each number with the sheet it comes from.
 
+    h200, h100, a100                        planned for, and compiled for where none is there
+    b200, gh200, rtx4090, rtx5090           planned for
+    v5e, v5p, v6e
+
+What no source says is None, never a guess: whoever needs it asks the user.
+"""
+
+import re
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """What XLA's compiler wants to know of an NVIDIA GPU, besides its memory.
+
+    Attributes:
+      capability: CUDA compute capability.
+      cores: Streaming multiprocessors.
+      lanes: float32 units of one of them.
+      shared_memory: Bytes of shared memory of one of them.
+      cache: Bytes of L2 cache.
+      clock: Highest clock, in Hz.
+      links: NVLink links.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    lanes: int
+    shared_memory: int
+    cache: int
+    clock: float
+    links: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -10,21 +41,17 @@ class Chip:
     Attributes:
       key: What a target calls it.
       name: What the vendor calls it.
-      matches: A part of `jax.Device.device_kind` that tells it apart, lower case.
-      bf16_flops: Dense bfloat16 FLOP per second, without sparsity.
-      f32_flops: FLOP per second of float32 matrix products as XLA runs them by default, in TF32.
+      matches: A pattern that `jax.Device.device_kind` has, in lower case; "" for a chip that no device is.
+      bf16_flops: Dense bfloat16 FLOP per second that adds up in float32, without sparsity.
+      f32_flops: FLOP per second of float32 matrix products as XLA runs them by default: in TF32, in bfloat16 on TPUs.
       memory: Bytes of device memory on the sheet.
-      visible: Bytes of device memory that the driver reports.
       bandwidth: Bytes per second of device memory.
-      nvlink: Bytes per second one way, per GPU, to the GPUs of the same node.
-      network: Bytes per second one way, per GPU, to other nodes.
-      capability: CUDA compute capability.
-      cores: Streaming multiprocessors.
-      lanes: float32 units of one of them.
-      shared_memory: Bytes of shared memory of one of them.
-      cache: Bytes of L2 cache.
-      clock: Highest clock, in Hz.
-      links: NVLink links.
+      nvlink: Bytes per second one way, per chip, to the chips of the same machine: over NVLink, PCIe where there is
+        none, or all links of a TPU's torus together, of which one of its axes has a half (v5p: a third).
+      network: Bytes per second one way, per chip, to other machines; None where that is the machine's own.
+      domain: Chips that `nvlink` joins; None where that is the machine's own.
+      reported: Bytes of device memory that the driver reports; None where not known.
+      gpu: What compiling for it takes; None where it is only planned for.
       source: Where the numbers come from.
     """
 
@@ -34,45 +61,100 @@ class Chip:
     bf16_flops: float
     f32_flops: float
     memory: int
-    visible: int
     bandwidth: float
     nvlink: float
-    network: float
-    capability: tuple[int, int]
-    cores: int
-    lanes: int
-    shared_memory: int
-    cache: int
-    clock: float
-    links: int
+    network: float | None = None
+    domain: int | None = None
+    reported: int | None = None
+    gpu: Gpu | None = None
     source: str
 
+    @property
+    def visible(self) -> int:
+        """Bytes of device memory that the driver reports, or those of the sheet, which are fewer."""
+        return self.reported or self.memory
+
+
+_HOPPER = Gpu(
+    capability=(9, 0), cores=132, lanes=128, shared_memory=233_472, cache=50 * 2**20, clock=1.98e9, links=18
+)  # fmt: skip
+_AMPERE = Gpu(
+    capability=(8, 0), cores=108, lanes=64, shared_memory=167_936, cache=40 * 2**20, clock=1.41e9, links=12
+)  # fmt: skip
 
 CHIPS = (
     Chip(
-        key="h200", name="NVIDIA H200 SXM", matches="h200", bf16_flops=989.5e12, f32_flops=494.7e12,
-        memory=141 * 10**9, visible=151_397_597_184, bandwidth=4.8e12, nvlink=450e9, network=50e9,
-        capability=(9, 0), cores=132, lanes=128, shared_memory=233_472, cache=50 * 2**20, clock=1.98e9, links=18,
+        key="h200", name="NVIDIA H200 SXM", matches=r"\bh200\b", bf16_flops=989.5e12, f32_flops=494.7e12,
+        memory=141 * 10**9, reported=151_397_597_184, bandwidth=4.8e12, nvlink=450e9, network=50e9, domain=8,
+        gpu=_HOPPER,
         source="NVIDIA H200 datasheet: 1,979 TFLOPS bf16 and 989 TF32 with sparsity, half without; 141 GB at 4.8 TB/s; "
         "NVLink 900 GB/s both ways; DGX H200 datasheet: 8 x 400 Gb/s; CUDA C++ programming guide",
     ),
     Chip(
-        key="h100", name="NVIDIA H100 SXM", matches="h100", bf16_flops=989.5e12, f32_flops=494.7e12,
-        memory=80 * 10**9, visible=84_942_979_072, bandwidth=3.35e12, nvlink=450e9, network=50e9,
-        capability=(9, 0), cores=132, lanes=128, shared_memory=233_472, cache=50 * 2**20, clock=1.98e9, links=18,
+        key="h100", name="NVIDIA H100 SXM", matches=r"\bh100\b", bf16_flops=989.5e12, f32_flops=494.7e12,
+        memory=80 * 10**9, reported=84_942_979_072, bandwidth=3.35e12, nvlink=450e9, network=50e9, domain=8,
+        gpu=_HOPPER,
         source="NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 and 989 TF32 with sparsity, half without; 80 GB at "
         "3.35 TB/s; NVLink 900 GB/s both ways; DGX H100 datasheet: 8 x 400 Gb/s; CUDA C++ programming guide",
     ),
     Chip(
-        key="a100", name="NVIDIA A100 SXM 80GB", matches="a100", bf16_flops=312e12, f32_flops=156e12,
-        memory=80 * 10**9, visible=85_198_045_184, bandwidth=2.039e12, nvlink=300e9, network=25e9,
-        capability=(8, 0), cores=108, lanes=64, shared_memory=167_936, cache=40 * 2**20, clock=1.41e9, links=12,
+        key="a100", name="NVIDIA A100 SXM 80GB", matches=r"\ba100\b", bf16_flops=312e12, f32_flops=156e12,
+        memory=80 * 10**9, reported=85_198_045_184, bandwidth=2.039e12, nvlink=300e9, network=25e9, domain=8,
+        gpu=_AMPERE,
         source="NVIDIA A100 datasheet, SXM 80GB: 312 TFLOPS bf16 and 156 TF32 without sparsity; 80 GB at 2,039 GB/s; "
         "NVLink 600 GB/s both ways; DGX A100 datasheet: 8 x 200 Gb/s; CUDA C++ programming guide",
+    ),
+    Chip(
+        key="b200", name="NVIDIA B200 SXM", matches=r"\bb200\b", bf16_flops=2250e12, f32_flops=1100e12,
+        memory=180 * 10**9, reported=191_514_411_008, bandwidth=8e12, nvlink=900e9, network=50e9, domain=8,
+        source="NVIDIA Blackwell architecture technical brief, HGX B200: 4.5 PFLOPS bf16 and 2.2 TF32 with sparsity, "
+        "half without; NVLink 1.8 TB/s both ways; DGX B200 datasheet: 1,440 GB at 64 TB/s for 8, 8 x 400 Gb/s; "
+        "openxla/xla, target_config/specs/b200.txtpb: memory reported",
+    ),
+    Chip(
+        key="gh200", name="NVIDIA GH200 96GB", matches=r"\bgh200\b", bf16_flops=989.5e12, f32_flops=494.7e12,
+        memory=96 * 10**9, bandwidth=4e12, nvlink=450e9,
+        source="NVIDIA GH200 Grace Hopper Superchip datasheet, HBM3: 1,979 TFLOPS bf16 and 989 TF32 with sparsity, "
+        "half without; 96 GB at 4 TB/s; NVLink 900 GB/s both ways. How many NVLink joins, and the network, are the "
+        "machine's own",
+    ),
+    Chip(
+        key="rtx4090", name="NVIDIA GeForce RTX 4090", matches=r"\brtx 4090\b(?! laptop)", bf16_flops=165.2e12,
+        f32_flops=82.6e12, memory=24 * 10**9, bandwidth=1.008e12, nvlink=31.5e9,
+        source="NVIDIA Ada GPU architecture whitepaper, appendix A: 165.2 TFLOPS bf16 that adds in float32 and 82.6 "
+        "TF32 without sparsity; 24 GB at 1,008 GB/s; no NVLink: PCIe 4.0 x16, 31.5 GB/s (PCI-SIG)",
+    ),
+    Chip(
+        key="rtx5090", name="NVIDIA GeForce RTX 5090", matches=r"\brtx 5090\b(?! laptop)", bf16_flops=209.5e12,
+        f32_flops=104.8e12, memory=32 * 10**9, bandwidth=1.792e12, nvlink=63e9,
+        source="NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A: 209.5 TFLOPS bf16 that adds in float32 "
+        "and 104.8 TF32 without sparsity; 32 GB at 1,792 GB/s; no NVLink: PCIe 5.0 x16, 63 GB/s (PCI-SIG)",
+    ),
+    Chip(
+        key="v5e", name="Google TPU v5e", matches=r"^tpu v5( lite|e)", bf16_flops=197e12, f32_flops=197e12,
+        memory=16 * 10**9, bandwidth=819e9, nvlink=200e9, network=3.125e9, domain=256,
+        source="docs.cloud.google.com/tpu/docs/v5e: 197 TFLOPS bf16; 16 GB at 819 GB/s; interconnect 400 GB/s both "
+        "ways, 2D torus of 256; data-center network 6.4 Tb/s for 256",
+    ),
+    Chip(
+        key="v5p", name="Google TPU v5p", matches=r"^tpu v5p?$", bf16_flops=459e12, f32_flops=459e12,
+        memory=95 * 10**9, bandwidth=2.765e12, nvlink=600e9, network=6.25e9, domain=8960,
+        source="docs.cloud.google.com/tpu/docs/v5p: 459 TFLOPS bf16; 95 GB at 2,765 GB/s; interconnect 1,200 GB/s both "
+        "ways, 3D torus of 8,960, the largest job 6,144; data-center network 50 Gb/s a chip",
+    ),
+    Chip(
+        key="v6e", name="Google TPU v6e", matches=r"^tpu v6( lite|e)", bf16_flops=918e12, f32_flops=918e12,
+        memory=32 * 10**9, bandwidth=1.638e12, nvlink=400e9, network=12.5e9, domain=256,
+        source="docs.cloud.google.com/tpu/docs/v6e: 918 TFLOPS bf16; 32 GB at 1,638 GB/s; interconnect 800 GB/s both "
+        "ways, 2D torus of 256; data-center network 25.6 Tb/s for 256",
     ),
 )  # fmt: skip
 
 
 def find_chip(device_kind: str) -> Chip | None:
-    """Returns the chip that JAX calls `device_kind`, or None if the table has no such chip."""
-    return next((chip for chip in CHIPS if chip.matches in device_kind.lower()), None)
+    """Returns the chip that JAX calls `device_kind`, or None if the table has no such chip.
+
+    >>> find_chip("NVIDIA GH200 480GB").key, find_chip("TPU v5 lite").key, find_chip("NVIDIA GB200")
+    ('gh200', 'v5e', None)
+    """
+    return next((chip for chip in CHIPS if chip.matches and re.search(chip.matches, device_kind.lower())), None)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.errors import nearest, refuse
+from jaxpar.errors import JaxparError, nearest, refuse
 from jaxpar.mesh.chips import CHIPS, Chip
 from jaxpar.mesh.devices import PLUGIN, hush_plugin
 
@@ -59,8 +59,10 @@ def parse_target(text: str, *, devices: int | None = None) -> Target:
     >>> parse_target("h200:1x8").devices
     8
     """
-    chips = {chip.key: chip for chip in CHIPS}
+    chips = {chip.key: chip for chip in CHIPS if chip.gpu}
     name, colon, counts = text.strip().lower().partition(":")
+    if planned := next((chip for chip in CHIPS if chip.key == name and not chip.gpu), None):
+        raise _uncompiled(f"target {text!r}", planned)
     if name not in chips:
         fix = "--target cpu, without counts; in Python jp.simulate(8)" if name == "cpu" else nearest(name, chips)
         raise refuse(f"target {text!r}", rule=f"{FORM}; chips are {', '.join(chips)}", fix=fix)
@@ -104,10 +106,12 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
     """Returns devices that can be compiled for, node by node.
 
     Raises:
-      JaxparError: If the plugin is missing, or does not fit the installed jax.
+      JaxparError: If the chip is one that is only planned for, or the plugin is missing or does not fit the
+        installed jax.
     """
     from jax.experimental import topologies
 
+    described = description(target.chip)
     if missing := find_plugin():
         raise refuse(
             f"target {target}: {missing}",
@@ -120,7 +124,7 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
         jax.config.update("jax_platforms", "cpu")
     try:
         found = topologies.get_topology_desc(
-            platform="cuda", target_config=description(target.chip), topology=f"1x{target.nodes}x{target.per_node}"
+            platform="cuda", target_config=described, topology=f"1x{target.nodes}x{target.per_node}"
         )
     except (RuntimeError, ValueError) as error:
         raise refuse(
@@ -132,26 +136,33 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
 
 
 def description(chip: Chip) -> str:
-    """Returns a chip as XLA's compiler wants it described: the text of a `GpuTargetConfigProto`."""
-    major, minor = chip.capability
+    """Returns a chip as XLA's compiler wants it described: the text of a `GpuTargetConfigProto`.
+
+    Raises:
+      JaxparError: If the chip is one that is only planned for.
+    """
+    gpu = chip.gpu
+    if gpu is None:
+        raise _uncompiled(f"target {chip.key!r}", chip)
+    major, minor = gpu.capability
     feature = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""\
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: {chip.shared_memory}
+  shared_memory_per_core: {gpu.shared_memory}
   threads_per_core_limit: 2048
-  core_count: {chip.cores}
-  fpus_per_core: {chip.lanes}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.lanes}
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {chip.bandwidth:.0f}
-  l2_cache_size: {chip.cache}
-  clock_rate_ghz: {chip.clock / 1e9:.3g}
+  l2_cache_size: {gpu.cache}
+  clock_rate_ghz: {gpu.clock / 1e9:.3g}
   device_memory_size: {chip.visible}
-  shared_memory_per_block_optin: {chip.shared_memory - 1024}
+  shared_memory_per_block_optin: {gpu.shared_memory - 1024}
   cuda_compute_capability {{ major: {major} minor: {minor}{feature} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
@@ -160,10 +171,19 @@ gpu_device_info {{
   runtime_version: "13.0.0"
   compile_time_toolkit_version: "13.0.0"
   dnn_version: "9.10.0"
-  device_interconnect_info {{ active_links: {chip.links} }}
+  device_interconnect_info {{ active_links: {gpu.links} }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{chip.name}"
 """
+
+
+def _uncompiled(target: str, chip: Chip) -> JaxparError:
+    known = ", ".join(chip.key for chip in CHIPS if chip.gpu)
+    return refuse(
+        f"{target}: {chip.name} is a chip to plan for, without what XLA's compiler wants to know of it",
+        rule=f"{FORM}; chips to compile for are {known}",
+        fix=f"jaxpar plan JOB --chip {chip.key}, or --target h100:1x8",
+    )

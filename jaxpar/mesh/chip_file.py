@@ -1,0 +1,108 @@
+"""A chip of the user's own, in TOML, to plan for.
+
+[chip]
+name = "Acme One"
+bf16_flops = 400e12          # FLOP per second, dense, adding in float32
+f32_flops = 50e12            # FLOP per second of float32 matrix products
+memory = "64 GiB"
+bandwidth = 2e12             # bytes per second of device memory
+nvlink = 100e9               # bytes per second one way, per chip, inside a machine
+source = "measured on acme-3"
+network = 12.5e9             # bytes per second one way, per chip, between machines; may be left out
+domain = 8                   # chips of a machine; may be left out
+"""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.mesh.chips import Chip
+from jaxpar.units import parse_bytes
+
+_RATES = {  # lowest and highest that can be meant, and the unit: a number without its 1e12 is out
+    "bf16_flops": (1e9, 1e19, "FLOP per second", "400e12"),
+    "f32_flops": (1e9, 1e19, "FLOP per second", "50e12"),
+    "bandwidth": (1e6, 1e17, "bytes per second", "2e12"),
+    "nvlink": (1e6, 1e17, "bytes per second", "100e9"),
+    "network": (1e6, 1e17, "bytes per second", "12.5e9"),
+}
+_WORDS = ("name", "source")
+_LEFT_OUT = ("network", "domain")
+KEYS = (*_WORDS, "memory", *_RATES, "domain")
+
+
+def load_chip(path: str | Path) -> Chip:
+    """Returns the chip of a TOML file; its key is the name of the file.
+
+    Args:
+      path: A file with one table `[chip]`, as above.
+
+    Raises:
+      JaxparError: If it cannot be read, or with everything that is wrong in the table at once.
+    """
+    path = Path(path)
+    table = _table(path)
+    problems = [
+        Problem(f"chip.{key} in {path}", f"[chip] has the keys {', '.join(KEYS)}", nearest(key, KEYS))
+        for key in table
+        if key not in KEYS
+    ]
+    found: dict[str, Any] = {}
+    for key in KEYS:
+        if key not in table:
+            if key not in _LEFT_OUT:
+                problems.append(Problem(f"no chip.{key} in {path}", "[chip] says what the chip does", _fix(key)))
+            continue
+        try:
+            found[key] = _value(key, table[key])
+        except JaxparError as error:
+            problems += [Problem(f"{problem.got} in {path}", problem.rule, problem.fix) for problem in error.problems]
+    if problems:
+        raise JaxparError(*problems)
+    return Chip(key=path.stem.lower(), matches="", **found)
+
+
+def _table(path: Path) -> dict[str, Any]:
+    example = "[chip] with " + ", ".join(KEYS)
+    rule, fix = "a chip is a TOML file", f"a file with {example}"
+    try:
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise refuse(f"the chip of {path}: {error.strerror}", rule=rule, fix=fix) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise refuse(
+            f"{path} is no TOML: {error}", rule="a chip is a TOML file", fix=f"a file with {example}"
+        ) from error
+    others = [key for key in read if key != "chip"]
+    if others or not isinstance(read.get("chip"), dict):
+        got = f"{others[0]} outside of [chip] in {path}" if others else f"no table [chip] in {path}"
+        raise refuse(got, rule="a chip's file has one table, [chip]", fix=example)
+    return read["chip"]
+
+
+def _value(key: str, value: Any) -> Any:
+    if key in _RATES:
+        low, high, unit, _ = _RATES[key]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not low <= value <= high or not math.isfinite(value):
+            raise refuse(f"chip.{key} = {value!r:.60}", rule=f"{unit}, {low:g} to {high:g}", fix=_fix(key))
+        return float(value)
+    if key in _WORDS:
+        if not isinstance(value, str) or not value.strip():
+            raise refuse(f"chip.{key} = {value!r:.60}", rule="words", fix=_fix(key))
+        return value.strip()
+    if key == "domain":
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65_536:
+            raise refuse(f"chip.domain = {value!r:.60}", rule="chips of a machine, 1 to 65,536", fix=_fix(key))
+        return value
+    size = parse_bytes(value) if isinstance(value, str) else value
+    if isinstance(size, bool) or not isinstance(size, int | float) or not 1e6 <= size <= 1e15:
+        raise refuse(f"chip.memory = {value!r:.60}", rule="bytes, 1e6 to 1e15, or a size", fix=_fix(key))
+    return int(size)
+
+
+def _fix(key: str) -> str:
+    words = {"name": '"Acme One"', "source": '"measured on acme-3"', "memory": '"64 GiB"', "domain": "8"}
+    return f"{key} = {words[key] if key in words else _RATES[key][3]}"
