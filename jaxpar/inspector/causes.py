@@ -20,7 +20,8 @@ from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 _HOME = Path(__file__).parent.parent
 _MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "parallel", "inspector", "job")]
-    + [str(_HOME / file) for file in ("train/step.py", "train/subject.py", "models/remat.py")]
+    + [str(_HOME / "train" / file) for file in ("step.py", "accumulating.py", "subject.py")]
+    + [str(_HOME / "models" / "remat.py")]
     + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     + ["<"]
 )

@@ -32,8 +32,9 @@ from jaxpar.train.data import arrays, text
 from jaxpar.train.data import sources as data
 from jaxpar.train.data.sound import Sound
 from jaxpar.train.data.spec import Source
+from jaxpar.train.numerics import PRECISIONS, Numerics
 from jaxpar.train.pipelined import Pipelined
-from jaxpar.train.step import PRECISIONS, Numerics, Step
+from jaxpar.train.step import Step
 from jaxpar.train.step import build as build_step
 from jaxpar.train.updating import Updating
 

@@ -13,7 +13,7 @@ A model is cut where it calls `jp.pipelined(layers, x)`: its loss function is ru
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +34,13 @@ from jaxpar.pipeline.stage import Keep
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import GRADIENT, SCOPE, Compute, Tree, nest, pick
 from jaxpar.train.losses import Sums, as_sums
-
-if TYPE_CHECKING:
-    from jaxpar.train.step import Numerics
+from jaxpar.train.numerics import Numerics
 
 
 class Pipelined:
     """A model and its loss, run by the table of a layout."""
 
-    def __init__(self, layout: Layout, loss: Callable, numerics: "Numerics", dtype: Any):
+    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, dtype: Any):
         self.layout, self.loss, self.numerics, self.dtype = layout, loss, numerics, dtype
         self.schedule = layout.schedule
         self.per_tick = layout.parallel.pipeline.gather == "tick"
