@@ -19,7 +19,8 @@ from jaxpar.pipeline.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.program import program
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.train.losses import Sums
-from jaxpar.train.pipelined import Pipelined, folded
+from jaxpar.train.pipelined import Pipelined
+from jaxpar.train.rests import folded
 
 
 class Updating(Pipelined):
@@ -34,9 +35,9 @@ class Updating(Pipelined):
                 rule="a stage that updates its weights in the middle of a step holds them whole",
                 fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
             )
-        if self.uneven:
+        if self.homes.uneven:
             raise refuse(
-                f"weights={weights!r} with layers={self.uneven}",
+                f"weights={weights!r} with layers={self.homes.uneven}",
                 rule="where weights change in the middle of a step, every stage has as many layers",
                 fix="layers=(), or weights='flush'",
             )
@@ -47,9 +48,9 @@ class Updating(Pipelined):
     ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
         """Returns (params, optimizer state, sums, rest, norm of the last update's gradients) after a batch."""
         self._check_state(state)
-        rests, after = self._rests(params, rest, batch)
-        shared = {path: pick(params, words) for path, words in self.shared.items()}
-        layers = {path: pick(params, words) for path, words in self.stacked.items()}
+        rests, after = self.rests.each(params, rest, batch)
+        shared = {path: pick(params, words) for path, words in self.homes.shared.items()}
+        layers = {path: pick(params, words) for path, words in self.homes.stacked.items()}
         specs = jax.tree.map(
             lambda spec: PartitionSpec("pipe") if spec[:1] == ("pipe",) else PartitionSpec(),
             self.layout.optimizer_specs(state),
@@ -57,9 +58,9 @@ class Updating(Pipelined):
         )
 
         def local(rows, replica, shared, layers, state, rests, batch):
-            model = self._model(train=True)
-            with self._inside():
-                known = (folded(rests, replica[0], self.replicas), self._microbatches(batch))
+            model = self.cutting.model(train=True)
+            with self.homes.inside():
+                known = (folded(rests, replica[0], self.homes.replicas), self.cutting.microbatches(batch))
                 owners = self._owners(model, shared, known)
                 done = train(
                     self.plan,
@@ -71,7 +72,7 @@ class Updating(Pipelined):
                     scales=self._scales(model, shared, known),
                     update=updating(optimizer, self._join, self._split, self._reduce),
                     keep=self.layout.parallel.pipeline.keep,
-                    place=self._place,
+                    place=self.homes.place,
                     fill=self.fill,
                 )
             stage = jax.lax.axis_index("pipe")
@@ -87,25 +88,25 @@ class Updating(Pipelined):
             shared, layers = done.params
             shared = {path: owned(path, value) for path, value in shared.items()}
             state = jax.tree_util.tree_map_with_path(settled, specs, done.optimizer)
-            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.manual), (done.sums, done.square))
-            return shared, layers, state, sums, square / self.replicas
+            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.homes.manual), (done.sums, done.square))
+            return shared, layers, state, sums, square / self.homes.replicas
 
-        each, whole, split = PartitionSpec(self.batch_axes), PartitionSpec(), PartitionSpec("pipe")
+        each, whole, split = PartitionSpec(self.homes.batch_axes), PartitionSpec(), PartitionSpec("pipe")
         shared, layers, state, sums, square = jax.shard_map(
             local,
             mesh=self.layout.on,
-            axis_names=set(self.manual),
+            axis_names=set(self.homes.manual),
             in_specs=(PartitionSpec(None, "pipe"), each, whole, split, specs, whole, each),
             out_specs=(whole, split, specs, whole, whole),
             check_vma=False,
-        )(self.plan.program.rows, jnp.arange(self.replicas), shared, layers, state, rests, batch)
+        )(self.plan.program.rows, jnp.arange(self.homes.replicas), shared, layers, state, rests, batch)
         return self._tree(shared, layers), state, sums, after, jnp.sqrt(square)
 
     def _check_state(self, state: Any) -> None:
         """Refuses an optimizer whose state for a stack cannot be cut as the stack is, such as Adafactor's."""
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
             words = path_of(keys).split("/")
-            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.stacked), None)
+            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.homes.stacked), None)
             if owner and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
                 raise refuse(
                     f"an optimizer that keeps {list(leaf.shape)} for {owner}",
@@ -115,15 +116,15 @@ class Updating(Pipelined):
                 )
 
     def _tree(self, shared: Mapping, layers: Mapping) -> Tree:
-        stacked = {self.stacked[path]: value for path, value in layers.items()}
-        return nest({self.shared[path]: value for path, value in shared.items()} | stacked)
+        stacked = {self.homes.stacked[path]: value for path, value in layers.items()}
+        return nest({self.homes.shared[path]: value for path, value in shared.items()} | stacked)
 
     def _join(self, shared: Mapping, chunks: Mapping) -> Tree:
         return self._tree(shared, {path: value[0] for path, value in chunks.items()})
 
     def _split(self, tree: Tree) -> tuple[dict, dict]:
-        shared = {path: pick(tree, words) for path, words in self.shared.items()}
-        return shared, {path: pick(tree, words)[None] for path, words in self.stacked.items()}
+        shared = {path: pick(tree, words) for path, words in self.homes.shared.items()}
+        return shared, {path: pick(tree, words)[None] for path, words in self.homes.stacked.items()}
 
     def _reduce(self, gradients: Tree) -> Tree:
         with jax.named_scope(GRADIENT):
@@ -131,7 +132,7 @@ class Updating(Pipelined):
 
     def _owner_path(self, keys) -> str:
         words = path_of(keys).split("/")
-        return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.shared), "")
+        return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.homes.shared), "")
 
     def _owners(self, model, shared: Mapping, known: Tree) -> dict[str, int]:
         """Returns the stage that reads each shared parameter."""

@@ -1,0 +1,133 @@
+"""A model and its loss, cut into the three pieces that a pipeline runs apart.
+
+embed ──► layers ──► head and loss
+          `jp.pipelined(layers, x)`
+
+The loss function is run up to that call, from there, or only that: each time with the parameters that are there, and
+zeros for the others, of which nothing is left.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import refuse
+from jaxpar.models.remat import remat
+from jaxpar.models.stack import cut, reached
+from jaxpar.pipeline.dataflow import Traced, needed, primitives
+from jaxpar.pipeline.pieces import Model
+from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
+from jaxpar.train.homes import Homes
+from jaxpar.train.losses import as_sums
+from jaxpar.train.numerics import Numerics
+from jaxpar.train.rests import salted
+
+
+@dataclass(frozen=True, eq=False)
+class Cutting:
+    """A model in pieces, whose parameters are where the table has them.
+
+    Attributes:
+      homes: Where arrays live.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      numerics: How it computes.
+    """
+
+    homes: Homes
+    loss: Callable
+    numerics: Numerics
+
+    def model(self, *, train: bool) -> Model:
+        """Returns the three pieces, for training or for an evaluation."""
+        compute = Compute(train=train, dtype=self.homes.dtype, remat=self.numerics.remat)
+        homes, layout, blueprint, at = self.homes, self.homes.layout, self.homes.layout.blueprint, {"layers": False}
+
+        def use(path: str, value: jax.Array) -> jax.Array:
+            if (path in homes.stacked) != at["layers"]:
+                raise refuse(
+                    f"{blueprint.name} reads {path} "
+                    + ("outside of its layers" if path in homes.stacked else "inside of its layers"),
+                    rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
+                    "them and no others: a stage has nothing else",
+                    fix="pass it through x, or run it before or after jp.pipelined(layers, x)",
+                )
+            with jax.named_scope(SCOPE + path.replace("/", ".")):
+                return homes.layer(path, value) if at["layers"] else homes.cast(value)
+
+        def called(params: Mapping[str, Any], known) -> Callable[[], Any]:
+            rest, batch = known
+            absent = {path: place.leaf for path, place in layout.placements.items() if path not in params}
+            zeros = {
+                path: jnp.zeros((1, *leaf.shape[1:]) if path in homes.stacked else leaf.shape, leaf.dtype)
+                for path, leaf in absent.items()
+            }
+            tree = nest({tuple(path.split("/")): value for path, value in {**params, **zeros}.items()})
+            model = blueprint.bind(tree, rest, use, compute)
+            return lambda: self.loss(model, batch)
+
+        def embed(shared, known):
+            # XLA aborts on a lookup in a split table by rows split over an axis of its own
+            with homes.inside("fsdp"):
+                found = reached(called(shared, known), lambda layers, x, per_layer: (x, per_layer))
+            if found is None:
+                raise refuse(
+                    f"{blueprint.name} never says where its layers are",
+                    rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
+                    fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+                )
+            whole = (lambda leaf: homes.constrained(leaf, ())) if homes.per_tick else lambda leaf: leaf
+            return jax.tree.map(whole, found[0]), found[1]
+
+        def stage(layers, known, per_layer, x, salt):
+            known = (salted(known[0], salt), known[1])
+
+            def take(inner, x):
+                at["layers"] = True
+                try:
+                    return inner(x, *per_layer)
+                finally:
+                    at["layers"] = False
+
+            def whole(layers, x):
+                return reached(called(layers, known), lambda inner, _, __: take(inner, x))
+
+            if blueprint.takes_remat:
+                return whole(layers, x)
+            return remat(whole, self.numerics.remat)(layers, x)
+
+        def head(shared, known, y):
+            with cut(lambda layers, x, per_layer: y):
+                return as_sums(called(shared, known)(), accumulate=layout.microbatches)
+
+        return Model(name=blueprint.name, embed=embed, stage=stage, head=head, layers=homes.uneven)
+
+    def check_lookups(self, model: Model, shared: Tree, layers: Tree, known: Tree) -> None:
+        """Refuses lookups on which XLA aborts: of rows split over `fsdp`, in what is split over `tensor`."""
+        one = jax.tree.map(lambda leaf: leaf[0], known)
+        x, per_layer = Traced(model.embed, shared, one).shapes
+        pieces = {
+            "layers": Traced(model.stage, layers, one, per_layer, x, jnp.int32(0)),
+            "loss": Traced(model.head, shared, one, x),
+        }
+        for what, traced in pieces.items():
+            eqns, _ = needed(traced.closed.jaxpr.eqns, traced.closed.jaxpr.outvars)
+            if found := {"gather", "scatter", "scatter-add"} & primitives(eqns):
+                raise refuse(
+                    f"a {sorted(found)[0]} in the {what} of {model.name}, with gather='tick' and tensor > 1",
+                    rule="layers that are gathered inside a tick, over fsdp and tensor, look nothing up by index",
+                    fix='gather="step"; or a sum over one-hot entries, as jp.next_token does, for take_along_axis',
+                )
+
+    def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
+        """Returns the rows of this device as [microbatches, rows, ...]: rows i, i + count, ... make microbatch i."""
+        count = self.homes.layout.microbatches
+
+        def split(value):
+            rows = value.reshape(value.shape[0] // count, count, *value.shape[1:])
+            rows = jnp.moveaxis(rows, 1, 0)
+            return self.homes.constrained(rows, ()) if self.homes.per_tick else rows
+
+        return {name: split(value) for name, value in batch.items()}
