@@ -8,10 +8,11 @@ JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
 import difflib
 import sysconfig
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
 
@@ -79,6 +80,27 @@ def said(error: BaseException) -> str:
     )
 
 
+@contextmanager
+def reading(path: Path, *, rule: str, fix: str, say: Callable[[BaseException], str] = said) -> Iterator[None]:
+    """Turns whatever is wrong with a file that jaxpar wrote itself into a refusal; jaxpar's refusals pass.
+
+    Args:
+      path: The file, which is read in this context.
+      rule: What it is for.
+      fix: What to do without it.
+      say: An exception to its words.
+
+    Raises:
+      JaxparError: If it cannot be read, is not of its format, or holds something else.
+    """
+    try:
+        yield
+    except JaxparError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise refuse(f"{path} is damaged: {say(error)}", rule=rule, fix=fix) from error
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Returns how a misspelt `word` was probably meant: "did you mean 'x'?", or the known words."""
     choices = sorted(known)
@@ -118,3 +140,27 @@ def within(spec: object, section: str, ranges: Mapping[str, tuple[float, float]]
             )
     if problems:
         raise JaxparError(*problems)
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], *, of: str) -> dict[str, list[str]]:
+    """Returns how arrays differ from the shapes that are wanted: what is wrong to the names of which it is.
+
+    Args:
+      found: Name to what has a `shape`.
+      wanted: Name to shape.
+      of: Whose arrays are wanted, for what is none of them.
+
+    >>> import numpy as np
+    >>> differences({"a": np.ones(2), "b": np.ones(3)}, {"a": (2, 1), "c": (4,)}, of="the model")
+    {'missing': ['c'], 'not of the model': ['b'], 'of another shape': ['a [2], not [2, 1]']}
+    """
+    each = {
+        "missing": [name for name in wanted if name not in found],
+        f"not of {of}": [name for name in found if name not in wanted],
+        "of another shape": [
+            f"{name} {list(found[name].shape)}, not {list(shape)}"
+            for name, shape in wanted.items()
+            if name in found and tuple(found[name].shape) != tuple(shape)
+        ],
+    }
+    return {what: names for what, names in each.items() if names}

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpar.bench.record import versions, where
-from jaxpar.errors import JaxparError, refuse, said
+from jaxpar.errors import JaxparError, reading, refuse, said
 from jaxpar.job import pretrained
 from jaxpar.job.build import Built, abstract_batch, build, sound
 from jaxpar.job.schema import Job, dumps
@@ -201,14 +201,8 @@ def _check_same_run(folder: Path, built: Built, steps: list[int]) -> None:
     file = folder / "run.json"
     if not steps or not file.exists():
         return
-    try:
+    with reading(file, rule="it says on which data the run was trained", fix=f"rm {file}, if the data is the same"):
         before = json.loads(file.read_text())["data"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise refuse(
-            f"{file} is damaged: {said(error)}",
-            rule="it says on which data the run was trained",
-            fix=f"rm {file}, if the data is the same",
-        ) from error
     if before != built.source.fingerprint:
         raise refuse(
             f"{folder} was trained on data {before}, the job's data is {built.source.fingerprint}",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from jaxpar.errors import refuse, said
+from jaxpar.errors import reading, refuse
 from jaxpar.train.checkpoint import make_folder, write_json
 from jaxpar.train.data.iterables import some
 from jaxpar.train.data.sound import CorruptBatch, Sound
@@ -54,16 +54,14 @@ class Detours:
         if fresh and jax.process_index() == 0:
             self.file.unlink(missing_ok=True)
         if not fresh and self.file.exists():
-            try:
+            with reading(
+                self.file,
+                rule="it says which batches the run passed over",
+                fix=f"rm {self.file}, if it passed over none",
+            ):
                 found = json.loads(self.file.read_text())
                 self.rollbacks = int(found["rollbacks"])
                 self.all = [Detour(int(each["at"]), int(each["past"]), str(each["why"])) for each in found["detours"]]
-            except (OSError, ValueError, TypeError, KeyError) as error:
-                raise refuse(
-                    f"{self.file} is damaged: {said(error)}",
-                    rule="it says which batches the run passed over",
-                    fix=f"rm {self.file}, if it passed over none",
-                ) from error
 
     def batch_of(self, step: int) -> int:
         """Returns the batch that a step takes, both from 0."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import reading, refuse, within
 from jaxpar.train.checkpoint.files import FULL, write_text
 
 RECENT = 1024  # rows of an earlier run that are remembered
@@ -54,14 +54,9 @@ class Log:
         self._open(step)
 
     def _open(self, start: int) -> None:
-        try:
+        rule, fix = "each line is a JSON object with a step", f"mv {self.path} {self.path}.damaged"
+        with reading(self.path, rule=rule, fix=fix, say=str):
             rows = [(line, row) for line in self._lines() if (row := json.loads(line))["step"] <= start]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise refuse(
-                f"{self.path} is damaged: {error}",
-                rule="each line is a JSON object with a step",
-                fix=f"mv {self.path} {self.path}.damaged",
-            ) from error
         self.recent = [row for _, row in rows[-RECENT:]]
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self._file: Any = None

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpar.errors import JaxparError, Problem
+from jaxpar.errors import JaxparError, Problem, differences
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import nest, path_of
 from jaxpar.train.state import State, abstract, shardings
@@ -65,14 +65,6 @@ def _born(value: Any, leaf: jax.ShapeDtypeStruct, on: Any) -> jax.Array:
 
 def _differences(layout: Layout, params: Mapping[str, Any]) -> list[Problem]:
     shapes = {path: place.leaf.shape for path, place in layout.placements.items()}
-    found = {
-        "missing": [path for path in shapes if path not in params],
-        "not of the model": [path for path in params if path not in shapes],
-        "of another shape": [
-            f"{path} {list(params[path].shape)}, not {list(shape)}"
-            for path, shape in shapes.items()
-            if path in params and tuple(params[path].shape) != tuple(shape)
-        ],
-    }
+    found = differences(params, shapes, of="the model")
     rule, fix = "training begins with all parameters of the model", "[model] as the settings that were loaded"
-    return [Problem(f"parameters {what}: {', '.join(names)}", rule, fix) for what, names in found.items() if names]
+    return [Problem(f"parameters {what}: {', '.join(names)}", rule, fix) for what, names in found.items()]

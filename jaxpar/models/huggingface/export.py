@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.errors import JaxparError, Problem, differences, refuse
 from jaxpar.models.decoder import DecoderSettings
 from jaxpar.models.huggingface.config import config_of
 from jaxpar.models.huggingface.load import few
@@ -99,17 +99,6 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 def _unfit(flat: Mapping[str, Any], table: list[Rule], settings: DecoderSettings) -> list[Problem]:
     """Returns which parameters are missing, unexpected or of another shape."""
     wanted = {rule.ours: (settings.layers, *rule.shape) if rule.stacked else rule.shape for rule in table}
-    found = {
-        "missing": [path for path in wanted if path not in flat],
-        "not of this decoder": [path for path in flat if path not in wanted],
-        "of another shape": [
-            f"{path} {list(flat[path].shape)}, not {list(shape)}"
-            for path, shape in wanted.items()
-            if path in flat and tuple(flat[path].shape) != shape
-        ],
-    }
-    return [
-        Problem(f"parameters {what}: {few(names)}", "they are those of a decoder of these settings", "its own settings")
-        for what, names in found.items()
-        if names
-    ]
+    found = differences(flat, wanted, of="this decoder")
+    rule, fix = "they are those of a decoder of these settings", "its own settings"
+    return [Problem(f"parameters {what}: {few(names)}", rule, fix) for what, names in found.items()]

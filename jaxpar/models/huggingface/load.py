@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.errors import JaxparError, Problem, differences, refuse
 from jaxpar.models.decoder import DecoderSettings
 from jaxpar.models.huggingface.config import settings_of
 from jaxpar.models.huggingface.rules import Rule, rules, whole
@@ -132,22 +132,12 @@ def _differences(held: Mapping[str, Entry], table: list[Rule], settings: Decoder
     for rule in table:
         for layer in range(settings.layers) if rule.stacked else range(1):
             wanted[rule.theirs.format(layer)] = whole([rule])
-    both = [name for name in wanted if name in held]
-    unexpected = [name for name in held if name not in wanted]
-    if settings.tied and HEAD in unexpected and _same(held[HEAD], held.get(table[0].theirs)):
-        unexpected.remove(HEAD)  # saved twice
-    found = {
-        "missing": [name for name in wanted if name not in held],
-        "not of this model": unexpected,
-        "of another shape": [
-            f"{name} {list(held[name].shape)}, not {list(wanted[name])}"
-            for name in both
-            if held[name].shape != wanted[name]
-        ],
-        "in numbers that are not read": [
-            f"{name} {NAMES[held[name].dtype]}" for name in both if held[name].dtype not in FLOATS
-        ],
-    }
+    if settings.tied and HEAD in held and HEAD not in wanted and _same(held[HEAD], held.get(table[0].theirs)):
+        held = {name: entry for name, entry in held.items() if name != HEAD}  # saved twice
+    found = differences(held, wanted, of="this model")
+    found["in numbers that are not read"] = [
+        f"{name} {NAMES[held[name].dtype]}" for name in wanted if name in held and held[name].dtype not in FLOATS
+    ]
     rule = "a model's files hold the tensors that its config.json says, in F32, F16 or BF16"
     fix = "the config.json that belongs to these files"
     return [Problem(f"{what}: {few(names)}", rule, fix) for what, names in found.items() if names]
