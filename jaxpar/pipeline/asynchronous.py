@@ -30,7 +30,7 @@ from jaxpar.pipeline.execute import run_table
 from jaxpar.pipeline.pieces import Model
 from jaxpar.pipeline.program import COLUMNS, Kind, Program
 from jaxpar.pipeline.schedule import Schedule
-from jaxpar.pipeline.stage import Row, Stage, load, store
+from jaxpar.pipeline.stage import Keep, Row, Stage, load, store
 from jaxpar.sharding.names import SCOPE
 
 Tree = Any
@@ -140,56 +140,60 @@ class Trained(NamedTuple):
     square: jax.Array
 
 
-def train(
-    plan: Plan,
-    model: Model,
-    rows: jax.Array,
-    params: tuple[Tree, Tree],
-    optimizer_state: Any,
-    known: Tree,
-    *,
-    scales: jax.Array,
-    update: Callable[[Tree, Any, Tree], tuple[Tree, Any, jax.Array]],
-    keep: Any = "inputs",
-    place: Callable[[str, Tree], Tree],
-    fill: float = 0.0,
-) -> Trained:
-    """Runs a table on this stage, with its updates.
+@dataclass(frozen=True, kw_only=True)
+class Unflushed:
+    """How a stage runs a table with its updates.
 
-    Args:
+    Attributes:
       plan: As made by `plan`.
       model: The three pieces.
-      rows: This stage's rows.
-      params: (shared, layers) of this stage.
-      optimizer_state: The chain's state for them.
-      known: As for `execute`.
-      scales: What each microbatch's gradient begins with: 1 / the tokens of its update. Shape [microbatches].
       update: (gradients, optimizer state, params) to (params, optimizer state, sum of the gradients' squares).
-      keep: As for `execute`.
       place: As for `execute`.
+      keep: As for `execute`.
       fill: As for `execute`.
     """
-    run = _Updating(plan, model, params, known, keep=keep, place=place, scales=scales, update=update)
-    chunked = (params[0], run.chunks)
-    with jax.named_scope(_VERSIONS):
-        kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.versions, *x.shape)), chunked)
-    state = run.start(fill) | {
-        "history": kept,
-        "optimizer": optimizer_state,
-        "updates": jnp.zeros((), jnp.int32),
-        "square": jnp.zeros((), jnp.float32),
-    }
-    state = run_table(plan.program, run.tick, state, rows)
-    shared, chunks = load(state["history"], state["updates"] % plan.versions)
-    return Trained(state["sums"], (shared, jax.tree.map(lambda x: x[0], chunks)), state["optimizer"], state["square"])
+
+    plan: Plan
+    model: Model
+    update: Callable[[Tree, Any, Tree], tuple[Tree, Any, jax.Array]]
+    place: Callable[[str, Tree], Tree]
+    keep: Keep = "inputs"
+    fill: float = 0.0
+
+    def train(
+        self, rows: jax.Array, params: tuple[Tree, Tree], optimizer_state: Any, known: Tree, *, scales: jax.Array
+    ) -> Trained:
+        """Runs the table on this stage.
+
+        Args:
+          rows: This stage's rows.
+          params: (shared, layers) of this stage.
+          optimizer_state: The chain's state for them.
+          known: As for `execute`.
+          scales: What each microbatch's gradient begins with: 1 / the tokens of its update. Shape [microbatches].
+        """
+        plan, run = self.plan, _Updating(self, params, known, scales)
+        chunked = (params[0], run.chunks)
+        with jax.named_scope(_VERSIONS):
+            kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.versions, *x.shape)), chunked)
+        state = run.start(self.fill) | {
+            "history": kept,
+            "optimizer": optimizer_state,
+            "updates": jnp.zeros((), jnp.int32),
+            "square": jnp.zeros((), jnp.float32),
+        }
+        state = run_table(plan.program, run.tick, state, rows)
+        shared, chunks = load(state["history"], state["updates"] % plan.versions)
+        params = (shared, jax.tree.map(lambda x: x[0], chunks))
+        return Trained(state["sums"], params, state["optimizer"], state["square"])
 
 
 class _Updating(Stage):
     """A stage whose weights change between ticks."""
 
-    def __init__(self, plan: Plan, model: Model, params, known, *, keep, place, scales, update):
-        super().__init__(plan.program, model, params[0], params[1], known, keep=keep, place=place)
-        self.plan, self.scales, self.update = plan, scales, update
+    def __init__(self, how: Unflushed, params: tuple[Tree, Tree], known: Tree, scales: jax.Array):
+        super().__init__(how.plan.program, how.model, *params, known, keep=how.keep, place=how.place)
+        self.plan, self.update, self.scales = how.plan, how.update, scales
 
     def parameters(self, state: dict, row: Row) -> tuple[Tree, Tree]:
         """Returns the weights of the version that this cell reads."""
@@ -226,7 +230,7 @@ class _Updating(Stage):
 
 
 def updating(optimizer: optax.GradientTransformation, join: Callable, split: Callable, reduce: Callable) -> Callable:
-    """Returns `update` of `train`: the chain on a stage's own parameters.
+    """Returns `update` of `Unflushed`: the chain on a stage's own parameters.
 
     Args:
       optimizer: The user's chain.

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import BATCH_AXES
-from jaxpar.pipeline.asynchronous import plan, train, updating
+from jaxpar.pipeline.asynchronous import Unflushed, plan, updating
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.program import program
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
@@ -62,18 +62,16 @@ class Updating(Pipelined):
             with self.homes.inside():
                 known = (folded(rests, replica[0], self.homes.replicas), self.cutting.microbatches(batch))
                 owners = self._owners(model, shared, known)
-                done = train(
-                    self.plan,
-                    model,
-                    rows[:, 0],
-                    (shared, layers),
-                    state,
-                    known,
-                    scales=self._scales(model, shared, known),
+                unflushed = Unflushed(
+                    plan=self.plan,
+                    model=model,
                     update=updating(optimizer, self._join, self._split, self._reduce),
-                    keep=self.layout.parallel.pipeline.keep,
                     place=self.homes.place,
+                    keep=self.layout.parallel.pipeline.keep,
                     fill=self.fill,
+                )
+                done = unflushed.train(
+                    rows[:, 0], (shared, layers), state, known, scales=self._scales(model, shared, known)
                 )
             stage = jax.lax.axis_index("pipe")
 
