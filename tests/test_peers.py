@@ -162,7 +162,7 @@ def test_alone_there_is_nothing_to_agree_on():
 
 
 def test_a_broken_collective_is_explained(tmp_path):
-    first, second = meet(tmp_path, 2)
+    first, second = meet(tmp_path, 2, end=lambda problem: None)
     second.at(7, "training")
     second.close("failed: the loss is nan")
     lost = first.explain(ValueError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"))
