@@ -54,18 +54,20 @@ class Delivery:
     sent: np.ndarray
 
 
-def deliver(rounds: Iterable[Round], data: np.ndarray, between: Link | Callable[[int, int], Link]) -> Delivery:
+def deliver(
+    rounds: Iterable[Round], data: np.ndarray, between: Link | Callable[[int, int], tuple[str, Link]]
+) -> Delivery:
     """Returns what messages do to the data of devices, and how long that takes.
 
     Args:
       rounds: Messages; those of a round carry what there was before it. A port takes its messages in this order.
       data: Of every device. Shape [devices, elements].
-      between: The link of a source and a target; equal links of one device are the same port.
+      between: The link of all, or a function of a source and a target: the port that both use, and its link.
     """
     data = data.copy()
     ready = np.zeros(data.shape)  # seconds at which each element is there
-    sends: dict[tuple[int, Link], float] = {}
-    receives: dict[tuple[int, Link], float] = {}
+    sends: dict[tuple[int, str], float] = {}
+    receives: dict[tuple[int, str], float] = {}
     sent = np.zeros(len(data), np.int64)
     last = 0.0
     for messages in rounds:
@@ -73,10 +75,10 @@ def deliver(rounds: Iterable[Round], data: np.ndarray, between: Link | Callable[
             (data[m.source, slice(*m.part)].copy(), ready[m.source, slice(*m.part)].max(initial=0.0)) for m in messages
         ]
         for message, (values, there) in zip(messages, carried, strict=True):
-            link = between(message.source, message.target) if callable(between) else between
+            port, link = between(message.source, message.target) if callable(between) else ("", between)
             begin = message.part[0] if message.into is None else message.into
             to = (message.target, slice(begin, begin + len(values)))
-            away, at = (message.source, link), (message.target, link)
+            away, at = (message.source, port), (message.target, port)
             early = link.latency if message.posted else 0.0
             start = max(there, sends.get(away, 0.0), receives.get(at, 0.0) - early)
             end = start + link.time(values.nbytes)
