@@ -1,0 +1,92 @@
+"""One way to run a training step, as the planner weighs it; or many at once."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.pipeline.library import LIBRARY
+
+RECOMPUTES = {
+    # remat: shares of a layer's forward that the backward pass computes again:
+    # products with weights, products of attention, its softmax, other passes, collectives of the tensor axis
+    "none": (0.0, 0.0, 0.0, 0.0, 0.0),
+    "all_dots": (0.0, 0.0, 1.0, 1.0, 0.0),
+    "dots": (0.0, 1.0, 1.0, 1.0, 0.0),
+    "selective": (0.0, 1.0, 1.0, 0.0, 0.0),
+    "op": (0.5, 0.0, 0.0, 1.0, 0.0),
+    "full": (1.0, 1.0, 1.0, 1.0, 1.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A layout with its schedule. Each field is one value, or an array with one for each of many candidates.
+
+    Attributes:
+      pipe: Stages of the pipeline.
+      data: Replicas of the parameters.
+      fsdp: Devices that share what `zero` says.
+      tensor: Devices that share each matrix.
+      zero: What fsdp shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+      sequence: Whether the tensor axis shards the stream between blocks as well (sequence parallelism).
+      schedule: One of `jaxpar.pipeline.library.LIBRARY`.
+      chunks: Parts of the model on each stage.
+      microbatch: Rows of one microbatch on one replica.
+      microbatches: Microbatches of a step.
+      remat: What is computed again: none, all_dots, dots, full as in jaxpar.models.remat; selective: attention
+        between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other product with
+        weights, and elementwise passes (torchtitan's selective checkpointing by operation).
+    """
+
+    pipe: Any = 1
+    data: Any = 1
+    fsdp: Any = 1
+    tensor: Any = 1
+    zero: Any = 0
+    sequence: Any = False
+    schedule: Any = "1f1b"
+    chunks: Any = 1
+    microbatch: Any = 1
+    microbatches: Any = 1
+    remat: Any = "none"
+
+    def __post_init__(self):
+        problems = []
+        for key in ("pipe", "data", "fsdp", "tensor", "chunks", "microbatch", "microbatches"):
+            value = np.asarray(getattr(self, key))
+            if not np.issubdtype(value.dtype, np.integer) or (value < 1).any():
+                problems.append(
+                    Problem(f"{key}={getattr(self, key)!r:.60}", f"{key} is a positive whole number", f"{key}=1")
+                )
+        if not np.isin(self.zero, range(4)).all():
+            problems.append(Problem(f"zero={self.zero!r:.60}", "zero is 0, 1, 2 or 3", "zero=3"))
+        for key, known in (("schedule", LIBRARY), ("remat", RECOMPUTES)):
+            for word in set(np.unique(getattr(self, key)).tolist()) - set(known):
+                problems.append(Problem(f"{key}={word!r}", f"a {key} that has a name", nearest(str(word), known)))
+        if problems:
+            raise JaxparError(*problems)
+
+    @property
+    def devices(self) -> Any:
+        """Devices all axes together need."""
+        return self.pipe * self.data * self.fsdp * self.tensor
+
+    @property
+    def rows(self) -> Any:
+        """Rows of a step on all replicas."""
+        return self.microbatch * self.microbatches * self.data * self.fsdp
+
+    def layers(self, count: int) -> Any:
+        """Returns how many of so many layers the fullest part holds."""
+        return -(-count // (self.pipe * self.chunks))
+
+    @property
+    def recomputed(self) -> tuple[Any, ...]:
+        """The five shares of `RECOMPUTES` that hold for `remat`."""
+        remat = np.asarray(self.remat)
+        return tuple(
+            np.select([remat == name for name in RECOMPUTES], [shares[i] for shares in RECOMPUTES.values()])
+            for i in range(5)
+        )

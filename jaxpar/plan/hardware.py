@@ -1,0 +1,158 @@
+"""The machines a plan is made for: chips in nodes, what they reach of their sheet, and the links between them.
+
+    time of a product      FLOP / (peak x share(FLOP))         share(f) = top x f / (f + half)
+    time of the rest       bytes / (device memory's bandwidth x streaming)
+
+`half` is a product's fixed cost in FLOP: launch, the first tiles to arrive, the last wave of blocks that leaves
+processors idle. One set of constants holds for all runs on a family of chips; each says where it comes from.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxpar.errors import refuse, within
+from jaxpar.mesh.chips import Chip, find_chip
+from jaxpar.plan.links import Link
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """Which share of its peak a chip reaches in a matrix product, by the product's size.
+
+    Attributes:
+      top: Share of the peak that products without end reach.
+      half: FLOP of the product that reaches half of that.
+      source: Where both come from.
+    """
+
+    top: float
+    half: float
+    source: str
+
+    def __post_init__(self):
+        within(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15)})
+
+    def share(self, flop: Any) -> Any:
+        """Returns the share of the peak for products of so many FLOP, a number or an array.
+
+        >>> Gemm(top=0.8, half=4e9, source="").share(4e9)
+        0.4
+        """
+        return self.top * flop / (flop + self.half)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Nodes of one kind of chip.
+
+    Attributes:
+      chip: The chip, with its peaks.
+      per_node: Chips of a node.
+      inside: Link of a chip to the others of its node; bandwidth as collectives reach it.
+      between: Link of a chip, through its own NIC, to other nodes; bandwidth as collectives reach it.
+      gemm: Share of the peak in matrix products with weights.
+      streaming: Share of the memory's bandwidth in elementwise passes.
+      launch: Seconds a kernel or a collective takes before its first byte.
+      source: Where the numbers come from that the chip and the curve do not name.
+    """
+
+    chip: Chip
+    per_node: int
+    inside: Link
+    between: Link
+    gemm: Gemm
+    streaming: float
+    launch: float
+    source: str
+
+    def __post_init__(self):
+        shares = {key: (1e-3, 1.0) for key in ("streaming",)}
+        within(self, "hardware", {"per_node": (1, 2**31 - 1), "launch": (0.0, 1.0)} | shares)
+        within(self.chip, "chip", {"bf16_flops": (1.0, 1e21), "bandwidth": (1.0, 1e18), "memory": (1, 2**60)})
+
+    @property
+    def memory(self) -> int:
+        """Bytes of one chip's memory that programs see."""
+        return self.chip.visible
+
+    def products(self, flop: Any, count: Any = 1) -> Any:
+        """Returns the seconds of `count` matrix products of `flop` FLOP each."""
+        return count * flop / (self.chip.bf16_flops * self.gemm.share(flop))
+
+    def stream(self, size: Any) -> Any:
+        """Returns the seconds in which so many bytes are read or written."""
+        return size / (self.chip.bandwidth * self.streaming)
+
+    def gather(self, size: Any, group: Any, stride: Any) -> Any:
+        """Returns the seconds of an all-gather to `size` bytes on each of `group` devices, or of a reduce-scatter.
+
+        Neighbours in the group are `stride` devices apart, so a node holds per_node / stride of them; what enters a
+        node comes through the NICs of all its members. alpha per hop of a ring, then the slower of the two levels.
+        An all-reduce is one of each: twice this.
+
+        Source: Thakur, Rabenseifner, Gropp (2005), section 4, on two levels.
+        """
+        members = np.clip(self.per_node // np.maximum(stride, 1), 1, group)
+        nodes = np.ceil(group / members)
+        wire = np.maximum(
+            (members - 1) / members / self.inside.bandwidth,
+            (nodes - 1) / nodes / (members * self.between.bandwidth),
+        )
+        hops = (members - 1) * self.inside.latency + (nodes - 1) * self.between.latency
+        return np.where(np.asarray(group) > 1, self.launch + hops + size * wire, 0.0)
+
+    def send(self, size: Any, stride: Any) -> Any:
+        """Returns the seconds of a message to the device `stride` places further: another node's if that is far."""
+        far = np.asarray(stride) >= self.per_node
+        time = np.where(far, self.between.time(1) - 1 / self.between.bandwidth, self.inside.latency)
+        return self.launch + time + size / np.where(far, self.between.bandwidth, self.inside.bandwidth)
+
+
+def _chip(key: str) -> Chip:
+    chip = find_chip(key)
+    if chip is None:
+        raise refuse(f"chip {key!r}", rule="the chip is in the table of mesh/chips.py", fix='chip = "h100"')
+    return chip
+
+
+_LINKS = (
+    'NVLink .8 of the sheet on A100, .82 on H100: "protocol overhead (~20%)", 370 of 450 GB/s '
+    "(NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); latencies and .85 of the memory's bandwidth "
+    "assumed"
+)
+_CURVE = "half: Calculon's steps for A100, .95, .9 and .6 of the peak from 128, 16 and 1 GFLOP on, drawn as a curve"
+HARDWARE: Mapping[str, Hardware] = {
+    "a100": Hardware(
+        chip=_chip("a100"), per_node=8,
+        inside=Link(latency=3e-6, bandwidth=0.8 * 300e9), between=Link(latency=10e-6, bandwidth=0.92 * 25e9),
+        gemm=Gemm(
+            top=0.765, half=2.4e9,
+            source=f"top: fitted on Megatron-LM 22B with full recomputation, 8 A100, 1.42 s a step; {_CURVE}",
+        ),
+        streaming=0.85, launch=10e-6, source=_LINKS,
+    ),
+    "h100": Hardware(
+        chip=_chip("h100"), per_node=8,
+        inside=Link(latency=3e-6, bandwidth=0.82 * 450e9), between=Link(latency=10e-6, bandwidth=0.92 * 50e9),
+        gemm=Gemm(
+            top=0.66, half=7.6e9,
+            source=f"top: fitted on MaxText Llama 2 70B, 64 H100, 7.908 s a step; {_CURVE}, as long on this chip",
+        ),
+        streaming=0.85, launch=10e-6, source=_LINKS,
+    ),
+}  # fmt: skip
+
+
+def capped(hardware: Hardware, *, peak: float, bandwidth: float, source: str) -> Hardware:
+    """Returns the hardware with a chip whose peak and memory are below the sheet's: a lower power limit, older memory.
+
+    Args:
+      hardware: What it is otherwise.
+      peak: bfloat16 FLOP per second.
+      bandwidth: Bytes per second of device memory.
+      source: Where both come from.
+    """
+    return replace(hardware, chip=replace(hardware.chip, bf16_flops=peak, bandwidth=bandwidth, source=source))

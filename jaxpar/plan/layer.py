@@ -1,0 +1,102 @@
+"""What one microbatch costs one device in one block, and in the head: products, attention, passes over memory.
+
+                 forward                        backward
+    products     4 of 2 tokens weights / t      twice that: by the input and by the weights
+    attention    4 tokens seq dim / t           twice that, or 5/2 where a fused kernel makes the scores again
+    passes       bytes of `Practice`            bytes of `Practice`, and the sum of gradients
+
+t is the tensor axis. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A, for what t divides.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import Hardware
+from jaxpar.plan.practice import Practice
+from jaxpar.plan.shape import Shape
+
+
+class Cost(NamedTuple):
+    """Seconds of one piece of the model for one microbatch on one device.
+
+    Attributes:
+      products: Products with weights.
+      core: Products of attention.
+      scores: Passes over unfused attention's scores.
+      passes: All other passes over memory.
+    """
+
+    products: Any
+    core: Any
+    scores: Any
+    passes: Any
+
+    @property
+    def total(self) -> Any:
+        """All of it."""
+        return self.products + self.core + self.scores + self.passes
+
+
+def tokens(shape: Shape, candidate: Candidate) -> Any:
+    """Returns the tokens of one microbatch on one replica."""
+    return candidate.microbatch * shape.seq
+
+
+def products(shape: Shape, candidate: Candidate, hardware: Hardware) -> Any:
+    """Returns the seconds of a block's four products with weights, going forward."""
+    count = tokens(shape, candidate)
+    return sum(hardware.products(2.0 * count * i * o / candidate.tensor) for i, o in shape.matrices)
+
+
+def attention(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+    """Returns the seconds of attention's products, forward and backward.
+
+    A fused kernel leaves out what the causal mask hides and makes the scores again going backward: 5 products for 2.
+    Source: Dao 2023, arXiv:2307.08691, section 3.1.
+    """
+    flop = 1.0 * tokens(shape, candidate) * shape.core_flop / candidate.tensor
+    fused = practice.attention == "fused"
+    flop = flop / 2 if fused and shape.causal else flop
+    peak = hardware.chip.bf16_flops
+    return flop / (peak * practice.core[0]), flop * (2.5 if fused else 2.0) / (peak * practice.core[1])
+
+
+def scores(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+    """Returns the seconds of passes over the scores [rows, heads / t, seq, seq], forward and backward."""
+    count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
+    return hardware.stream(practice.scores[0] * count), hardware.stream(practice.scores[1] * count)
+
+
+def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+    """Returns the seconds of a block's other passes, forward and backward with the sum of gradients.
+
+    The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence.
+    """
+    count = 1.0 * tokens(shape, candidate)
+    stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
+    inner = count * (shape.dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
+    forward, backward = (practice.stream[i] * stream + practice.inner[i] * inner for i in (0, 1))
+    sums = practice.accumulate * shape.cut_layer(candidate.tensor)
+    return hardware.stream(forward), hardware.stream(backward + sums)
+
+
+def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost, Cost]:
+    """Returns what a block costs forward, backward, and in what the backward computes again."""
+    once = products(shape, candidate, hardware)
+    core, elementwise = attention(shape, candidate, hardware, practice), passes(shape, candidate, hardware, practice)
+    softmax = scores(shape, candidate, hardware, practice)
+    forward = Cost(once, core[0], softmax[0], elementwise[0])
+    backward = Cost(2 * once, core[1], softmax[1], elementwise[1])
+    again = Cost(*(share * cost for share, cost in zip(candidate.recomputed[:4], forward, strict=True)))
+    return forward, backward, again
+
+
+def head(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost]:
+    """Returns what logits and loss cost forward and backward, on the last stage; the logits are cut over the vocab."""
+    count = 1.0 * tokens(shape, candidate)
+    once = hardware.products(count * shape.head_flop / candidate.tensor)
+    loss = hardware.stream(practice.logits * count * shape.vocab / candidate.tensor)
+    sums = hardware.stream(practice.accumulate * shape.vocab * shape.dim / candidate.tensor)
+    return Cost(once, 0.0, 0.0, loss / 2), Cost(2 * once, 0.0, 0.0, loss / 2 + sums)

@@ -1,0 +1,174 @@
+"""The bytes a step needs on one device, by cause, on the first and on the last stage: the larger counts.
+
+    static        parameters, gradients, optimizer state, each over tensor, and over fsdp as `zero` says
+    activations   what a layer keeps for its backward, x layers of a part x (microbatch, chunk) pairs in flight
+    working       what the backward of one layer computes again, and the parameters gathered for it and the next
+
+Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, for any widths):
+
+    stream        10: 2 norm inputs, the inputs of two products, 2 masks; sharded with sequence parallelism only
+    inner         24 for q, k, v, attention's result, 2 or 3 times hidden; sharded by tensor
+    scores        5 heads seq / dim: softmax, mask, product; sharded by tensor; none in a fused kernel
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxpar.errors import within
+from jaxpar.pipeline.library import LIBRARY
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.practice import Practice
+from jaxpar.plan.shape import Shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Bytes per parameter of what is there all the time.
+
+    Attributes:
+      parameters: What the model computes with; where that is float32, its own master copy.
+      gradients: Their sum.
+      optimizer: Two moments, and a float32 copy of the parameters where the model has less.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    def __post_init__(self):
+        within(self, "held", dict.fromkeys(("parameters", "gradients", "optimizer"), (0.0, 64.0)))
+
+
+MIXED = Held(parameters=2, gradients=2, optimizer=12)  # Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1
+MEGATRON = Held(parameters=2, gradients=4, optimizer=12)  # float32 sums of gradients
+FLOAT32 = Held(parameters=4, gradients=4, optimizer=8)  # float32 parameters and Adam, as jaxpar trains
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on the device that needs most, by cause.
+
+    Attributes:
+      parameters: Of the model.
+      gradients: Of one step.
+      optimizer: Its state.
+      activations: Kept for backward passes.
+      logits: Kept for the loss.
+      working: Computed or gathered for one layer at a time.
+    """
+
+    parameters: Any
+    gradients: Any
+    optimizer: Any
+    activations: Any
+    logits: Any
+    working: Any
+
+    @property
+    def static(self) -> Any:
+        """Bytes that are there between steps, and the gradients."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> Any:
+        """All of it; libraries, compiler's scratch and fragmentation come on top."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def stage_parameters(shape: Shape, candidate: Candidate, stage: Literal["first", "last"]) -> Any:
+    """Returns the parameters on a device of a stage, before fsdp shards them.
+
+    The tensor axis cuts matrices, and the biases of those it cuts by outputs; not norms, nor what is added to the
+    stream. The first stage has the embedding; the last, the head, and the embedding where that is tied to it.
+    """
+    blocks = candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
+    one = np.equal(candidate.pipe, 1)
+    table = shape.vocab * shape.dim / candidate.tensor
+    places = shape.learned * shape.seq * shape.dim
+    norm = (1 + shape.biases) * shape.dim
+    if stage == "first":
+        return blocks + table + places + np.where(one, norm + (not shape.tied) * table, 0)
+    return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
+
+
+def static(shape: Shape, candidate: Candidate, held: Held, stage: Literal["first", "last"]) -> tuple[Any, Any, Any]:
+    """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1."""
+    count = stage_parameters(shape, candidate, stage)
+    shard = lambda zero: np.where(np.greater_equal(candidate.zero, zero), candidate.fsdp, 1)  # noqa: E731
+    return (
+        held.parameters * count / shard(3),
+        held.gradients * count / shard(2),
+        held.optimizer * count / shard(1),
+    )
+
+
+def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
+    """Returns what a layer keeps of one microbatch with the candidate's remat, and what it would keep with none."""
+    tokens = 1.0 * candidate.microbatch * shape.seq
+    tensor = candidate.tensor
+    stream = tokens * shape.dim / np.where(candidate.sequence, tensor, 1)
+    qkv = 2 * tokens * (shape.dim + 2 * shape.kv_dim) / tensor
+    result = 2 * tokens * shape.dim / tensor
+    hidden = 2 * tokens * shape.width / tensor
+    score = tokens * shape.heads * shape.seq / tensor
+    unfused = practice.attention == "unfused"
+    scores = (4 + practice.dropout) * score if unfused else 0 * score
+    inner = qkv + result + (2 + shape.gated) * hidden
+    everything = (8 + 2 * practice.dropout) * stream + inner + scores
+    dots = 6 * stream + qkv + (1 + shape.gated) * hidden
+    kept = {
+        "none": everything,
+        "all_dots": dots + result + (2 * score if unfused else 0),
+        "dots": dots,
+        "selective": everything - scores,
+        "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,
+        "full": 2 * stream,
+    }
+    remat = np.asarray(candidate.remat)
+    return np.select([remat == name for name in kept], list(kept.values())), everything
+
+
+def in_flight(candidate: Candidate) -> tuple[Any, Any]:
+    """Returns the most (microbatch, chunk) pairs that the first and the last stage keep at once.
+
+    Source: `Kind.peak`, which tests hold to the replay of the table, `Schedule.peak`.
+    """
+    keys = np.broadcast_arrays(candidate.schedule, candidate.pipe, candidate.microbatches, candidate.chunks)
+    found = {}
+    for key in zip(*(array.ravel().tolist() for array in keys), strict=True):
+        if key not in found:
+            name, stages, count, chunks = key
+            peak = LIBRARY[name].peak
+            found[key] = [peak(stages, count, chunks, stage) for stage in (0, stages - 1)]
+    pairs = np.array([found[key] for key in zip(*(array.ravel().tolist() for array in keys), strict=True)])
+    return pairs[:, 0].reshape(keys[0].shape), pairs[:, 1].reshape(keys[0].shape)
+
+
+def memory(shape: Shape, candidate: Candidate, practice: Practice, held: Held = FLOAT32) -> Memory:
+    """Returns what a device needs, of the first or the last stage, whichever needs more in all."""
+    kept, everything = layer_bytes(shape, candidate, practice)
+    deep = candidate.layers(shape.layers)
+    tokens = 1.0 * candidate.microbatch * shape.seq
+    gathered = np.where(np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), 2 * practice.wire[0], 0)
+    working = everything - kept + gathered * shape.cut_layer(candidate.tensor)
+    logits = 4 * tokens * shape.vocab / candidate.tensor  # float32, and the two inputs of norm and product
+    logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
+    one = np.equal(candidate.pipe, 1)
+    sides = []
+    for stage, flying in zip(("first", "last"), in_flight(candidate), strict=True):
+        parameters, gradients, optimizer = static(shape, candidate, held, stage)
+        at_loss = np.where(one | (stage == "last"), logits, 0.0)
+        sides.append(
+            Memory(
+                parameters=parameters,
+                gradients=gradients,
+                optimizer=optimizer,
+                activations=flying * deep * kept,
+                logits=at_loss,
+                working=working,
+            )
+        )
+    larger = sides[0].total >= sides[1].total
+    return Memory(**{f.name: np.where(larger, *(getattr(s, f.name) for s in sides)) for f in fields(Memory)})

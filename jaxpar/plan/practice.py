@@ -1,0 +1,120 @@
+"""What a training program does with its hardware: which kernels, how many passes over memory, what runs beside what.
+
+Bytes are of bfloat16 activations with dropout where the program has it; each number counts reads and writes of the
+kernels that the program runs, so it can be checked by reading them.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxpar.errors import refuse, within
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Practice:
+    """How a program runs a transformer.
+
+    Attributes:
+      attention: "unfused": scores go to memory; "fused": they do not, and a causal kernel does half of them.
+      core: Share of the peak that attention's products reach, forward and backward.
+      scores: Bytes per score to and from memory, forward and backward, of unfused attention.
+      stream: Bytes per element [tokens, dim] of norms, dropout and residuals, forward and backward.
+      inner: Bytes per element of the widths that the tensor axis cuts: q, k, v and the feed-forward's hidden.
+      logits: Bytes per logit of the loss, forward and backward together.
+      accumulate: Bytes per parameter and microbatch to add up gradients.
+      update: Bytes per parameter of the optimizer's step, all passes.
+      wire: Bytes per parameter that fsdp gathers, and per gradient that fsdp and data reduce.
+      overlap: Share of collectives over fsdp and data that computation hides, while there is enough of it.
+      tensor_overlap: The same for those of the tensor axis that a product can run beside.
+      regather: Whether sequence parallelism gathers a product's input again for its weights' gradient, to keep less.
+      dropout: Whether masks are kept.
+      run: "asynchronous": stages run freely; "barrier": tick by tick, one program on all devices.
+      scatter: Whether tensor ranks each send their share of a pipeline's message, and gather it after.
+      source: Where the numbers come from.
+    """
+
+    attention: Literal["unfused", "fused"]
+    core: tuple[float, float]
+    scores: tuple[float, float] = (0.0, 0.0)
+    stream: tuple[float, float]
+    inner: tuple[float, float]
+    logits: float
+    accumulate: float
+    update: float
+    wire: tuple[float, float] = (2.0, 2.0)
+    overlap: float
+    tensor_overlap: float = 0.0
+    regather: bool = False
+    dropout: bool = False
+    run: Literal["asynchronous", "barrier"] = "asynchronous"
+    scatter: bool = False
+    source: str
+
+    def __post_init__(self):
+        within(
+            self,
+            "practice",
+            {key: (0.0, 1e4) for key in ("logits", "accumulate", "update")}
+            | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap")},
+        )
+        pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(("scores", "stream", "inner", "wire"), (0.0, 1e4))
+        for key, (low, high) in pairs.items():
+            pair = getattr(self, key)
+            if not (len(pair) == 2 and all(low <= number <= high for number in pair)):
+                raise refuse(
+                    f"practice.{key}={pair}", rule=f"two numbers within {low}..{high}", fix=f"{key}=(0.5, 0.5)"
+                )
+
+
+MEGATRON_2022 = Practice(
+    attention="unfused",
+    core=(0.6, 0.5),  # assumed: products of width dim / heads, beside which scores are written and read
+    # forward: QK^T writes 2, softmax 2 + 2, dropout 2 + 2 + mask 1, PV reads 2
+    # backward: dV and dP 2 + 2, dropout 2 + 1 + 2, softmax 2 + 2 + 2, dQ and dK 2 + 2
+    scores=(13.0, 19.0),
+    # forward: 2 norms of 2 + 2; 2 times bias, dropout and residual of 2 + 2 + 2 + mask 1
+    # backward: 2 norms of 2 + 2 + 2, 2 dropouts of 2 + 1 + 2 and 2 for the bias, 2 sums of 2 + 2 + 2
+    stream=(22.0, 38.0),
+    # forward: bias or gelu 2 + 2; backward: 2 + 2 + 2, and 2 for the bias
+    inner=(4.0, 8.0),
+    logits=50.0,  # to float32 6, max 4, subtract 8, exp 8, sum 4, divide 8; backward 12
+    accumulate=8.0,  # float32 sum, read and written by the product that makes the gradient
+    update=58.0,  # unscale 8, norm 4, clip 8, Adam 16 + 12, to bfloat16 6, zero 4
+    overlap=0.0,  # its schedule ends with the all-reduce
+    tensor_overlap=0.5,  # assumed: a collective takes processors and bandwidth from the product beside it
+    regather=True,
+    dropout=True,
+    scatter=True,
+    source="Korthikanti et al. 2022, arXiv:2205.05198, sections 4 to 6; Narayanan et al. 2021, arXiv:2104.04473, "
+    "sections 4.1 and 4.2; passes counted from the model's equations, overlaps assumed",
+)
+
+TORCHTITAN = Practice(
+    attention="fused",
+    core=(0.34, 0.30),  # FlashAttention-2 on H100, causal, heads of 128: Shah et al. 2024, arXiv:2407.08608, figs. 5, 6
+    # twice: sum and norm read 2 + 2 and write 2 + 2; backward read 2 + 2 + 2, write 2, and 2 for the norm's weight
+    stream=(16.0, 20.0),
+    # forward: rotate 2 + 2, or gate 4 + 2 for two; backward: rotate 2 + 2, or gate 6 + 4 for two
+    inner=(4.0, 5.0),
+    logits=24.0,  # to float32 6, softmax 8; backward 10
+    accumulate=0.0,  # one microbatch a step
+    update=40.0,  # norm 4, clip 8, Adam 16 + 12
+    wire=(2.0, 4.0),
+    overlap=0.8,
+    source="torchtitan's fully_shard (bfloat16 parameters, float32 gradients), passes as torch.compile fuses them; "
+    "overlap assumed",
+)
+
+MAXTEXT = replace(
+    TORCHTITAN,
+    core=(0.535, 0.45),  # cuDNN on H100, causal, heads of 128: Shah et al. 2024, arXiv:2407.08608, figs. 5, 6
+    source="MaxText with cuDNN's fused attention, passes as XLA fuses them; overlap assumed",
+)
+
+JAXPAR = replace(
+    MAXTEXT,
+    accumulate=12.0,  # the microbatch's gradient written 4, the sum read 4 and written 4
+    run="barrier",
+    source="jaxpar on NVIDIA GPUs: cuDNN's fused attention, one program on all stages; passes as XLA fuses them; "
+    "overlap assumed, not measured",
+)

@@ -1,0 +1,69 @@
+"""What travels, and how much of it computation does not hide.
+
+    tensor   block: 2 all-reduces of [tokens, dim] each way, or as many gathers and scatters with sequence parallelism
+    fsdp     zero 0: all-reduce of gradients; 1: scatter and gather once a step; 2: scatter for every microbatch;
+             3: parameters gathered going forward and backward too, for every microbatch
+    data     all-reduce of gradients, of fsdp's share where it shards them
+    pipe     [tokens, dim] to the next part and its gradient back
+
+Activations travel in bfloat16, parameters and gradients as the practice has them. Sources: Shoeybi et al. 2019,
+arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2; Rajbhandari et al. 2019,
+arXiv:1910.02054, section 7.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import Hardware
+from jaxpar.plan.layer import tokens
+from jaxpar.plan.practice import Practice
+from jaxpar.plan.shape import Shape
+
+BYTES = 2  # of a bfloat16
+
+
+def tensor(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+    """Returns the exposed seconds of a block's collectives over the tensor axis, forward and backward.
+
+    Forward nothing hides its two all-reduces, each a scatter and a gather. Backward an all-reduce runs beside the
+    product that makes a weight's gradient. Sharded by sequence, two gathers have to come first; two scatters, and the
+    two gathers that may be needed once more, run beside products (Korthikanti et al., section 4.2.2).
+    """
+    once = 2 * hardware.gather(BYTES * tokens(shape, candidate) * shape.dim, candidate.tensor, 1)
+    beside = 1 - practice.tensor_overlap
+    return 2 * once, once * np.where(candidate.sequence, 1 + (1 + practice.regather) * beside, 2 * beside)
+
+
+def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
+    """Returns the seconds of one message between two stages.
+
+    Scattered, each tensor rank sends its share through its own NIC and a gather inside the node puts them together,
+    except where the stream is sharded by sequence anyway. Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
+    """
+    size = BYTES * tokens(shape, candidate) * shape.dim
+    stride = candidate.tensor * candidate.fsdp * candidate.data
+    if not practice.scatter:
+        return hardware.send(size / np.where(candidate.sequence, candidate.tensor, 1), stride)
+    gathered = np.where(candidate.sequence, 0.0, hardware.gather(size, candidate.tensor, 1))
+    return hardware.send(size / candidate.tensor, stride) + gathered
+
+
+def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+    """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step."""
+    gather, scatter = (hardware.gather(size * parameters, candidate.fsdp, candidate.tensor) for size in practice.wire)
+    stages = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
+    each = np.select(stages, [0.0 * scatter, 0.0 * scatter, scatter, 2 * gather + scatter])
+    return each, np.select(stages, [2 * scatter, scatter + gather, gather, 0.0 * gather])
+
+
+def replicas(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
+    """Returns the seconds of data's all-reduce of the gradients of so many parameters of a device, once a step."""
+    size = practice.wire[1] * parameters / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1)
+    return 2 * hardware.gather(size, candidate.data, candidate.tensor * candidate.fsdp)
+
+
+def exposed(traffic: Any, compute: Any, overlap: float) -> Any:
+    """Returns the seconds of traffic that computation does not hide: `overlap` of it can be, as far as there is any."""
+    return traffic - np.minimum(overlap * traffic, compute)
