@@ -1,0 +1,295 @@
+"""The planner's seconds: closed forms, properties, published runs."""
+
+import re
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpar.bench.planner import BOUNDS, predict, published, read
+from jaxpar.errors import JaxparError
+from jaxpar.pipeline.library import LIBRARY, schedule
+from jaxpar.pipeline.price import Times, price
+from jaxpar.plan import bubble, layer, traffic
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import HARDWARE, Gemm, capped
+from jaxpar.plan.links import Link
+from jaxpar.plan.practice import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
+from jaxpar.plan.shape import Shape
+from jaxpar.plan.time import StepTime, step_time
+
+A100, H100 = HARDWARE["a100"], HARDWARE["h100"]
+GPT3 = Shape(layers=96, dim=12288, heads=96, vocab=51200, seq=2048, learned=True, biases=True, tied=True)
+LLAMA_8B = Shape(
+    layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, gated=True, vocab=128256, seq=8192
+)  # fmt: skip
+LLAMA_70B = replace(LLAMA_8B, layers=80, dim=8192, heads=64, hidden=28672)
+TINY = Shape(layers=2, dim=8, heads=2, hidden=20, vocab=50, seq=16)
+FINITE = {"allow_nan": False, "allow_infinity": False}
+
+
+def test_a_layer_counted_by_hand():
+    # q 8x8, k 8x8, v 8x8, out 8x8, up 8x20, down 20x8; two norms of 8
+    assert TINY.matrices == ((8, 24), (8, 8), (8, 20), (20, 8))
+    assert TINY.layer_parameters == 4 * 64 + 2 * 160 + 2 * 8
+    assert TINY.layer_flop == 2 * (4 * 64 + 2 * 160)
+    assert TINY.core_flop == 2 * (16 * 8) * 2
+    assert TINY.parameters == 2 * 592 + 50 * 8 + 8 + 50 * 8
+
+
+def test_parameters_of_known_models():
+    assert LLAMA_8B.parameters == 8_030_261_248
+    assert LLAMA_70B.parameters == 70_553_706_496
+
+
+def test_parameters_and_flop_are_those_of_narayanan_2021():
+    l, h, s, v, rows = 96, 12288, 2048, 51200, 3  # noqa: E741
+    assert GPT3.parameters - 2 * h == pytest.approx(12 * l * h * h * (1 + 13 / (12 * h) + (v + s) / (12 * l * h)))
+    published = 96 * rows * s * l * h * h * (1 + s / (6 * h) + v / (16 * l * h))
+    again = rows * s * l * (GPT3.layer_flop + GPT3.core_flop)  # full recomputation, which the head is spared
+    assert GPT3.step_flop(rows) + again == pytest.approx(published)
+
+
+@pytest.mark.parametrize("shape", [GPT3, LLAMA_8B, LLAMA_70B], ids=["175B", "8B", "70B"])
+def test_flop_are_6_per_parameter_and_token_with_attention_beside(shape):
+    tokens = 4 * shape.seq
+    attention = 3 * tokens * shape.layers * shape.core_flop
+    embedding = 0 if shape.tied else 6 * tokens * shape.embedding_parameters  # a lookup
+    assert shape.step_flop(4) - attention + embedding == pytest.approx(6 * shape.parameters * tokens, rel=2e-3)
+
+
+def test_half_of_the_top_share_is_reached_at_half():
+    curve = Gemm(top=0.8, half=4e9, source="")
+    assert curve.share(4e9) == pytest.approx(0.4)
+    assert curve.share(np.array([4e11, 4e12])) == pytest.approx([0.8 / 1.01, 0.8 / 1.001])
+
+
+def test_products_divide_by_tensor_and_double_backward():
+    one = layer.block(GPT3, Candidate(), replace(A100, gemm=Gemm(top=1.0, half=0.0, source="")), MEGATRON_2022)
+    cut = layer.block(GPT3, Candidate(tensor=8), replace(A100, gemm=Gemm(top=1.0, half=0.0, source="")), MEGATRON_2022)
+    assert one[0].products == pytest.approx(2048 * 24 * 12288**2 / 312e12)
+    assert one[1].products == pytest.approx(2 * one[0].products)
+    assert cut[0].products == pytest.approx(one[0].products / 8)
+
+
+def test_an_all_gather_by_hand():
+    hardware = replace(
+        A100,
+        inside=Link(latency=1e-6, bandwidth=200e9),
+        between=Link(latency=5e-6, bandwidth=20e9),
+        launch=0.0,
+    )
+    assert hardware.gather(8e9, 1, 1) == 0
+    assert hardware.gather(8e9, 8, 1) == pytest.approx(7e-6 + 7e9 / 200e9)
+    assert hardware.gather(8e9, 4, 8) == pytest.approx(15e-6 + 6e9 / 20e9)  # one in each node: one NIC
+    assert hardware.gather(8e9, 128, 1) == pytest.approx(7e-6 + 75e-6 + 7.5e9 / (8 * 20e9))  # all NICs
+    assert hardware.gather(8e9, 128, 4) == pytest.approx(1e-6 + 63 * 5e-6 + 8e9 * 63 / 64 / (2 * 20e9))
+
+
+def test_tensor_traffic_is_two_all_reduces_each_way():
+    size = 2 * 2048 * 12288
+    once = 2 * A100.gather(size, 8, 1)
+    hidden = replace(MEGATRON_2022, tensor_overlap=0.0, regather=False)
+    for sequence in (False, True):
+        assert traffic.tensor(GPT3, Candidate(tensor=8, sequence=sequence), A100, hidden) == (
+            pytest.approx(2 * once),
+            pytest.approx(2 * once),
+        )
+    best = replace(MEGATRON_2022, tensor_overlap=1.0)
+    assert traffic.tensor(GPT3, Candidate(tensor=8), A100, best)[1] == 0
+    assert traffic.tensor(GPT3, Candidate(tensor=8, sequence=True), A100, best)[1] == pytest.approx(once)
+
+
+def test_zero_3_gathers_twice_more_than_it_scatters():
+    even = replace(MAXTEXT, wire=(2.0, 2.0))
+    each = {z: traffic.gradients(1e9, Candidate(fsdp=8, zero=z), H100, even) for z in range(4)}
+    gather = H100.gather(2e9, 8, 1)
+    assert each == {
+        0: (0, pytest.approx(2 * gather)),
+        1: (0, pytest.approx(2 * gather)),
+        2: (pytest.approx(gather), pytest.approx(gather)),
+        3: (pytest.approx(3 * gather), 0),
+    }
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_the_bubble_is_that_of_narayanan_2021(chunks):
+    name = "interleaved" if chunks > 1 else "1f1b"
+    found = bubble.counts(name, 8, 64, chunks)
+    part = np.array([1.0, 1.5, 0.5, 0.0, 0.0, 0.0]) / chunks
+    ideal = 64 * 3.0
+    assert bubble.span(found, tuple(part)) == pytest.approx(ideal * (1 + 7 / (chunks * 64)))
+
+
+@pytest.mark.parametrize("run", ["asynchronous", "barrier"])
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_span_from_small_tables_is_the_price_of_the_whole_table(name, run):
+    random = np.random.default_rng(7)
+    kind, loose = LIBRARY[name], {"asynchronous": 0.01, "barrier": 0.06}[run]
+    exact = name in ("gpipe", "1f1b", "1f1b_phased", "interleaved", "interleaved_phased", "looped_bfs")
+    chunks = 2 if 2 in kind.chunks else 1
+    for stages, turns in ((1, 5), (3, 7), (4, 9), (14, 6)):
+        table = schedule(name, stages=stages, microbatches=turns * stages, chunks=chunks)
+        for _ in range(3):
+            forward, head, send = 1.0, random.choice([0, 0.05, 0.3, 2.0]), random.choice([0, 0.01, 0.2])
+            times = forward, random.uniform(0.9, 2.2), random.uniform(0.8, 1.0), head, 2 * head, send
+            full = getattr(price(table, _times(table.parts, times)), run)
+            found = bubble.span(bubble.counts(name, stages, turns * stages, chunks, run=run), times)
+            assert full * (1 - (1e-9 if exact else loose)) <= found <= full * (1 + 1e-9)
+
+
+def _times(parts, times):
+    forward, backward, weights, head_f, head_b, send = times
+    last = lambda time, more: (*(time,) * (parts - 1), time + more)  # noqa: E731
+    return Times(forward=last(forward, head_f), backward=last(backward, head_b), weights=(weights,) * parts, send=send)
+
+
+def test_microbatches_that_do_not_divide_by_stages():
+    for name in ("gpipe", "1f1b", "zb_h1", "looped_bfs"):
+        chunks = 2 if name == "looped_bfs" else 1
+        table = schedule(name, stages=5, microbatches=33, chunks=chunks)
+        times = 1.0, 1.2, 0.9, 0.1, 0.2, 0.01
+        full = price(table, _times(table.parts, times)).asynchronous
+        assert bubble.span(bubble.counts(name, 5, 33, chunks), times) == pytest.approx(full)
+
+
+def test_causes_add_up_and_recompute_is_a_forward():
+    candidate = Candidate(tensor=8, microbatch=4, remat="full")
+    spent = step_time(GPT3, candidate, A100, MEGATRON_2022)
+    forward, _, _ = layer.block(GPT3, candidate, A100, MEGATRON_2022)
+    assert spent.recompute == pytest.approx(96 * forward.total)
+    assert spent.bubble == pytest.approx(0)
+    assert spent.sharding == 0
+    assert spent.total == pytest.approx(sum(getattr(spent, key) for key in StepTime.__slots__))
+
+
+def test_arrays_give_what_their_entries_give():
+    random = np.random.default_rng(3)
+    many = _layouts(random, 40)
+    both = step_time(LLAMA_8B, many, H100, JAXPAR).total
+    for i in range(40):
+        one = Candidate(**{key: getattr(many, key)[i] for key in many.__dataclass_fields__})
+        assert both[i] == pytest.approx(float(step_time(LLAMA_8B, one, H100, JAXPAR).total))
+
+
+def _layouts(random, count):
+    pipe = 2 ** random.integers(0, 5, count)
+    name = random.choice(["1f1b", "interleaved_phased", "gpipe", "zb_h1"], count)
+    return Candidate(
+        pipe=pipe, data=2 ** random.integers(0, 4, count), fsdp=2 ** random.integers(0, 5, count),
+        tensor=2 ** random.integers(0, 4, count), zero=random.integers(0, 4, count),
+        sequence=random.random(count) < 0.5, schedule=name, chunks=np.where(name == "interleaved_phased", 2, 1),
+        microbatch=2 ** random.integers(0, 3, count), microbatches=pipe * 2 ** random.integers(1, 5, count),
+        remat=random.choice(["none", "dots", "selective", "full"], count),
+    )  # fmt: skip
+
+
+def test_a_hundred_thousand_layouts_take_seconds():
+    many = _layouts(np.random.default_rng(4), 100_000)
+    start = time.process_time()
+    assert np.isfinite(step_time(LLAMA_70B, many, H100, JAXPAR).total).all()
+    assert time.process_time() - start < 4
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**31),
+    faster=st.floats(1.0, 50.0, **FINITE),
+    part=st.sampled_from(["peak", "memory", "inside", "between", "streaming", "launch", "gemm"]),
+    practice=st.sampled_from([MEGATRON_2022, TORCHTITAN, JAXPAR]),
+)
+def test_better_hardware_is_never_slower(seed, faster, part, practice):
+    link = lambda old: Link(latency=old.latency / faster, bandwidth=old.bandwidth * faster)  # noqa: E731
+    chip = H100.chip
+    better = {
+        "peak": lambda: capped(H100, peak=chip.bf16_flops * faster, bandwidth=chip.bandwidth, source=""),
+        "memory": lambda: capped(H100, peak=chip.bf16_flops, bandwidth=chip.bandwidth * faster, source=""),
+        "inside": lambda: replace(H100, inside=link(H100.inside)),
+        "between": lambda: replace(H100, between=link(H100.between)),
+        "streaming": lambda: replace(H100, streaming=min(1.0, H100.streaming * faster)),
+        "launch": lambda: replace(H100, launch=H100.launch / faster),
+        "gemm": lambda: replace(H100, gemm=replace(H100.gemm, half=H100.gemm.half / faster)),
+    }[part]()
+    many = _layouts(np.random.default_rng(seed), 50)
+    before, after = (step_time(LLAMA_8B, many, hardware, practice).total for hardware in (H100, better))
+    assert (after <= before * (1 + 1e-12)).all()
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 2**31))
+def test_more_work_is_never_faster(seed):
+    many = _layouts(np.random.default_rng(seed), 50)
+    before = step_time(LLAMA_8B, many, H100, JAXPAR).total
+    for more in (
+        replace(many, microbatch=2 * many.microbatch),
+        replace(many, microbatches=2 * many.microbatches),
+        replace(many, remat="full"),
+    ):
+        assert (step_time(LLAMA_8B, more, H100, JAXPAR).total >= before * (1 - 1e-12)).all()
+
+
+def test_published_runs():
+    runs = [predict(run) for run in published()]
+    megatron = [abs(run["error"]) for run in runs if run["system"] == "Megatron-LM"]
+    assert len(megatron) == 8
+    assert sum(megatron) / 8 <= BOUNDS["Megatron-LM mean"] == 0.04
+    assert max(megatron) <= BOUNDS["Megatron-LM max"] == 0.09
+    h100 = [abs(run["error"]) for run in runs if run["gpu"].startswith("H100")]
+    assert len(h100) == 5
+    assert max(h100) <= BOUNDS["H100 max"] == 0.15
+    assert sum(run["fitted"] for run in runs) == 2
+
+
+def test_published_runs_fill_the_machines_they_name():
+    for run in published():
+        shape, candidate, _, _, seconds = read(run)
+        assert candidate.devices == int(run["gpus"])
+        assert candidate.rows == int(run["global_batch"])
+        assert seconds > 0
+        named, unit = re.search(r"(\d+)([BT])$", run["model"]).groups()
+        assert shape.parameters == pytest.approx(float(named) * {"B": 1e9, "T": 1e12}[unit], rel=0.02)
+
+
+def test_without_overlap_sharding_is_all_exposed():
+    candidate = Candidate(fsdp=128, zero=3, microbatch=2, remat="full")
+    none, most = (
+        step_time(LLAMA_70B, candidate, H100, replace(MAXTEXT, overlap=overlap)).sharding for overlap in (0.0, 1.0)
+    )
+    assert none > 1.0
+    assert most == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Link(latency=1e-6, bandwidth=0.0), "bandwidth"),
+        (lambda: Link(latency=float("nan"), bandwidth=1e9), "latency"),
+        (lambda: replace(A100, per_node=0), "per_node"),
+        (lambda: replace(A100, streaming=0.0), "streaming"),
+        (lambda: replace(A100, launch=-1.0), "launch"),
+        (lambda: capped(A100, peak=0.0, bandwidth=1e12, source=""), "bf16_flops"),
+        (lambda: capped(A100, peak=1e12, bandwidth=float("nan"), source=""), "bandwidth"),
+        (lambda: Gemm(top=1.2, half=0.0, source=""), "top"),
+        (lambda: Gemm(top=0.8, half=-1.0, source=""), "half"),
+        (lambda: replace(MAXTEXT, overlap=1.5), "overlap"),
+        (lambda: replace(MAXTEXT, core=(0.0, 0.5)), "core"),
+        (lambda: Candidate(tensor=0), "tensor"),
+        (lambda: Candidate(microbatch=1.5), "microbatch"),
+        (lambda: Candidate(zero=4), "zero"),
+        (lambda: Candidate(remat=np.array(["full", "ful"])), "did you mean 'full'"),
+        (lambda: Candidate(schedule="1f1"), "did you mean '1f1b'"),
+        (lambda: replace(TINY, heads=3), "heads divide dim"),
+        (lambda: replace(TINY, vocab=0), "vocab"),
+    ],
+)
+def test_wrong_numbers_are_refused(make, words):
+    with pytest.raises(JaxparError, match=words):
+        make()
+
+
+def test_a_schedule_that_does_not_take_the_numbers_is_refused():
+    with pytest.raises(JaxparError, match="multiple"):
+        step_time(TINY, Candidate(pipe=4, schedule="interleaved", chunks=2, microbatches=6), A100, JAXPAR)
