@@ -1,6 +1,8 @@
 """The planner's seconds: closed forms, properties, published runs."""
 
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -185,6 +187,12 @@ def _layouts(random, count):
         microbatch=2 ** random.integers(0, 3, count), microbatches=pipe * 2 ** random.integers(1, 5, count),
         remat=random.choice(["none", "dots", "selective", "full"], count),
     )  # fmt: skip
+
+
+def test_planning_needs_no_jax():
+    modules = "bubble candidate hardware layer memory practice shape time traffic".split()
+    code = f"import sys, {', '.join(f'jaxpar.plan.{name}' for name in modules)}; sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_hundred_thousand_layouts_take_seconds():

@@ -84,13 +84,13 @@ def predict(run: dict[str, str]) -> dict[str, Any]:
 def planner() -> dict[str, Any]:
     """Prints every published run beside its prediction, the constants, and whether the bounds hold."""
     runs = [predict(run) for run in published()]
-    print(f"{'run':<42}{'published':>10}{'predicted':>11}{'error':>9}   where the time goes")
+    print(f"{'run':<46}{'published':>10}{'predicted':>11}{'error':>9}   where the time goes")
     for run in runs:
         name = f"{run['system']} {run['model']}, {run['gpus']} GPUs, {run['recompute']}"
         most = sorted(run["causes"].items(), key=lambda item: -item[1])[:3]
         spent = ", ".join(f"{cause} {seconds / run['predicted']:.0%}" for cause, seconds in most)
         print(
-            f"{name:<42}{run['published']:>8.2f} s{run['predicted']:>9.2f} s{run['error']:>+9.1%}"
+            f"{name:<46}{run['published']:>8.2f} s{run['predicted']:>9.2f} s{run['error']:>+9.1%}"
             f"   {'fitted; ' * run['fitted']}{spent}"
         )
     of = lambda gpu, fitted=True: [  # noqa: E731
@@ -106,7 +106,7 @@ def planner() -> dict[str, Any]:
     }
     print()
     for name, found in checks.items():
-        print(f"{name:<42}{found:>8.1%}" + (f"   bound {BOUNDS[name]:.0%}" if name in BOUNDS else ""))
+        print(f"{name:<46}{found:>8.1%}" + (f"   bound {BOUNDS[name]:.0%}" if name in BOUNDS else ""))
     constants = {name: asdict(value) for name, value in (*CHIPS.items(), *PRACTICES.items())}
     _show(constants)
     holds = all(checks[name] <= bound for name, bound in BOUNDS.items())

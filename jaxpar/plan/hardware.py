@@ -107,8 +107,8 @@ class Hardware:
     def send(self, size: Any, stride: Any) -> Any:
         """Returns the seconds of a message to the device `stride` places further: another node's if that is far."""
         far = np.asarray(stride) >= self.per_node
-        time = np.where(far, self.between.time(1) - 1 / self.between.bandwidth, self.inside.latency)
-        return self.launch + time + size / np.where(far, self.between.bandwidth, self.inside.bandwidth)
+        latency = np.where(far, self.between.latency, self.inside.latency)
+        return self.launch + latency + size / np.where(far, self.between.bandwidth, self.inside.bandwidth)
 
 
 def _chip(key: str) -> Chip:
