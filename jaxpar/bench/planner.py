@@ -2,7 +2,8 @@
 
 One run on each family fits the share of the peak that matrix products reach; it says so. All others are predicted.
 How much hangs on that choice: fitted on any other of the eight runs, Megatron-LM's mean is 2.2 to 4.4 %, the largest
-error 5.2 to 10.2 %; fitted on a run of torchtitan, whose cards' peak is not published, MaxText's is 16 to 21 % off.
+error 5.1 to 10.2 %; fitted on a run of torchtitan, whose cards' peak is not published, MaxText's Llama 3 is 16 to
+21 % off, over the bound.
 """
 
 import csv
