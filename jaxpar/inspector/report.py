@@ -31,8 +31,6 @@ from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.schedule import Schedule
 
-USABLE = 0.92  # share of a GPU's memory that a program may take: the rest is CUDA's and NCCL's; assumed, not measured
-
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -89,7 +87,7 @@ class Report:
     @property
     def capacity(self) -> int | None:
         """Bytes of a device that a program may take."""
-        return None if self.chip is None else int(self.chip.visible * USABLE)
+        return None if self.chip is None else self.chip.usable
 
     @property
     def fits(self) -> bool | None:

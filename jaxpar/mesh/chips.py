@@ -10,6 +10,8 @@ What no source says is None, never a guess: whoever needs it asks the user.
 import re
 from dataclasses import dataclass
 
+USABLE = 0.92  # share of a chip's memory that a program may take: the rest is CUDA's and NCCL's; assumed, not measured
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
@@ -73,6 +75,11 @@ class Chip:
     def visible(self) -> int:
         """Bytes of device memory that the driver reports, or those of the sheet, which are fewer."""
         return self.reported or self.memory
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a program may take."""
+        return int(self.visible * USABLE)
 
 
 _HOPPER = Gpu(

@@ -75,8 +75,8 @@ class Hardware:
 
     @property
     def memory(self) -> int:
-        """Bytes of one chip's memory that programs see."""
-        return self.chip.visible
+        """Bytes of one chip's memory that a program may take."""
+        return self.chip.usable
 
     def products(self, flop: Any, count: Any = 1) -> Any:
         """Returns the seconds of `count` matrix products of `flop` FLOP each."""

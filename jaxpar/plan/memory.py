@@ -8,7 +8,8 @@ Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, eq
 
     stream        10: 2 norm inputs, the inputs of two products, 2 masks; sharded with sequence parallelism only
     inner         24 for q, k, v, attention's result, 2 or 3 times hidden; sharded by tensor
-    scores        5 heads seq / dim: softmax, mask, product; sharded by tensor; none in a fused kernel
+    scores        5 heads seq / dim: softmax, mask, product, or as the practice keeps them; sharded by tensor; none in
+                  a fused kernel
 """
 
 from dataclasses import dataclass, fields
@@ -113,14 +114,13 @@ def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple
     result = 2 * tokens * shape.dim / tensor
     hidden = 2 * tokens * shape.width / tensor
     score = tokens * shape.heads * shape.seq / tensor
-    unfused = practice.attention == "unfused"
-    scores = (4 + practice.dropout) * score if unfused else 0 * score
+    scores = practice.kept[0] * score
     inner = qkv + result + (2 + shape.gated) * hidden
     everything = (8 + 2 * practice.dropout) * stream + inner + scores
     dots = 6 * stream + qkv + (1 + shape.gated) * hidden
     kept = {
         "none": everything,
-        "all_dots": dots + result + (2 * score if unfused else 0),
+        "all_dots": dots + result + practice.kept[1] * score,
         "dots": dots,
         "selective": everything - scores,
         "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,

@@ -18,6 +18,7 @@ class Practice:
       attention: "unfused": scores go to memory; "fused": they do not, and a causal kernel does half of them.
       core: Share of the peak that attention's products reach, forward and backward.
       scores: Bytes per score to and from memory, forward and backward, of unfused attention.
+      kept: Bytes per score kept for the backward pass, and of them those of products alone; 0 where attention is fused.
       stream: Bytes per element [tokens, dim] of norms, dropout and residuals, forward and backward.
       inner: Bytes per element of the widths that the tensor axis cuts: q, k, v and the feed-forward's hidden.
       logits: Bytes per logit of the loss, forward and backward together.
@@ -36,6 +37,7 @@ class Practice:
     attention: Literal["unfused", "fused"]
     core: tuple[float, float]
     scores: tuple[float, float] = (0.0, 0.0)
+    kept: tuple[float, float] = (0.0, 0.0)
     stream: tuple[float, float]
     inner: tuple[float, float]
     logits: float
@@ -57,7 +59,7 @@ class Practice:
             {key: (0.0, 1e4) for key in ("logits", "accumulate", "update")}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap")},
         )
-        pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(("scores", "stream", "inner", "wire"), (0.0, 1e4))
+        pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(("scores", "kept", "stream", "inner", "wire"), (0.0, 1e4))
         for key, (low, high) in pairs.items():
             pair = getattr(self, key)
             if not (len(pair) == 2 and all(low <= number <= high for number in pair)):
@@ -72,6 +74,7 @@ MEGATRON_2022 = Practice(
     # forward: QK^T writes 2, softmax 2 + 2, dropout 2 + 2 + mask 1, PV reads 2
     # backward: dV and dP 2 + 2, dropout 2 + 1 + 2, softmax 2 + 2 + 2, dQ and dK 2 + 2
     scores=(13.0, 19.0),
+    kept=(5.0, 2.0),  # softmax 2, mask 1, product 2: Korthikanti et al., section 4.1
     # forward: 2 norms of 2 + 2; 2 times bias, dropout and residual of 2 + 2 + 2 + mask 1
     # backward: 2 norms of 2 + 2 + 2, 2 dropouts of 2 + 1 + 2 and 2 for the bias, 2 sums of 2 + 2 + 2
     stream=(22.0, 38.0),
@@ -111,10 +114,21 @@ MAXTEXT = replace(
     source="MaxText with cuDNN's fused attention, passes as XLA fuses them; overlap assumed",
 )
 
-JAXPAR = replace(
+JAXPAR_FUSED = replace(
     MAXTEXT,
     accumulate=12.0,  # the microbatch's gradient written 4, the sum read 4 and written 4
     run="barrier",
-    source="jaxpar on NVIDIA GPUs: cuDNN's fused attention, one program on all stages; passes as XLA fuses them; "
+    source="jaxpar on NVIDIA GPUs with cuDNN's fused attention, one program on all stages; passes as XLA fuses them; "
     "overlap assumed, not measured",
+)
+
+JAXPAR = replace(
+    JAXPAR_FUSED,
+    attention="unfused",
+    core=(0.6, 0.5),  # assumed, as of Megatron-LM's
+    # forward: QK^T writes 4, mask and softmax 4 + 4 twice, PV reads 2; backward: twice as much, less what is kept
+    scores=(14.0, 22.0),
+    kept=(11.0, 8.0),  # fitted on a Llama 8B over 64 H100 with remat none and all_dots, as XLA 0.12 compiles it
+    source="jaxpar as XLA compiles it where there is no cuDNN: scores in float32, to memory and back; "
+    + "overlap assumed",
 )

@@ -1,0 +1,79 @@
+"""`jaxpar plan JOB`: which layout would be fastest on GPUs that nobody has paid for yet."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cli.options import add_job
+
+EXAMPLE = """\
+  $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
+  $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100 --verify 3
+  $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --between 3GB --write planned.toml
+
+All of it is modelled; --verify compiles the first layouts and shows what XLA made of them beside it.
+Ends with status 1 where nothing fits.
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    verb = verbs.add_parser(
+        "plan",
+        help="the best layout for a job on GPUs that need not be there: which, how fast, why",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job(verb)
+    verb.add_argument("--devices", metavar="N", type=int, required=True, help="how many GPUs")
+    verb.add_argument("--chip", default="h100", help="which (default: h100)")
+    verb.add_argument("--per-node", metavar="N", type=int, default=8, help="GPUs that NVLink joins (default: 8)")
+    verb.add_argument(
+        "--inside", metavar="BYTES", help="per second and GPU inside a node, one way, as collectives reach"
+    )
+    verb.add_argument("--between", metavar="BYTES", help="the same between nodes, of one GPU's NIC")
+    verb.add_argument("--memory", metavar="BYTES", help="of a GPU, that a program may use: 70GiB")
+    verb.add_argument(
+        "--attention",
+        choices=["unfused", "fused"],
+        default="unfused",
+        help="fused: with cuDNN's kernel, as on a GPU in bf16; unfused: as --verify compiles it here (default)",
+    )
+    verb.add_argument("--top", metavar="N", type=int, default=10, help="layouts to show (default: 10)")
+    verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N, and compare")
+    verb.add_argument("--write", metavar="FILE", help="write the job with the first layout")
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Prints the plan."""
+    from jaxpar.errors import refuse
+    from jaxpar.job.plan import compared, overrides, planned, question, verify
+    from jaxpar.job.schema import dumps, load
+    from jaxpar.plan.page import page
+    from jaxpar.plan.search import search
+
+    for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
+        if number < least:
+            raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")
+    if args.write and (Path(args.write).exists() or not Path(args.write).absolute().parent.is_dir()):
+        raise refuse(f"--write {args.write}", rule="a file to be, in a folder that exists", fix="--write planned.toml")
+    job = load(args.job, args.overrides, allow_import=args.allow_import)
+    asked = question(
+        job, devices=args.devices, chip=args.chip, per_node=args.per_node,
+        given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": args.attention},
+    )  # fmt: skip
+    plan = search(asked, top=args.top)
+    print(page(plan))
+    first = plan.best[0].candidate
+    words = overrides(first, asked.shape)
+    print("\nTrain it so:\n  jaxpar train " + " ".join([args.job, *args.overrides, *words]))
+    result: dict[str, Any] = plan.to_dict()
+    if args.verify:
+        checked = verify(job, plan, args.verify)
+        print("\n" + compared(checked))
+        result["verified"] = [each.to_dict() for each in checked]
+    if args.write:
+        Path(args.write).write_text(dumps(planned(job, first, asked.shape)))
+        print(f"job: {args.write}")
+    return result, 0

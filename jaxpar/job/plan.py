@@ -1,0 +1,152 @@
+"""A job is planned: which layout would be fastest on GPUs that nobody has paid for yet, and what XLA makes of it."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.errors import JaxparError, nearest, refuse
+from jaxpar.inspector.report import Report
+from jaxpar.job.build import resolve_loss, resolve_model
+from jaxpar.job.inspect import inspect
+from jaxpar.job.schema import Job, MeshTable, dumps, loads
+from jaxpar.models.decoder import Decoder
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.search import Plan, Question, Ranked, describe
+from jaxpar.plan.shape import Shape
+from jaxpar.units import parse_bytes, show_bytes, show_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """A prediction beside what XLA made of it.
+
+    Attributes:
+      ranked: What was predicted.
+      report: What was compiled; None where jaxpar or XLA refuses the layout.
+      refusal: Why, in that case.
+    """
+
+    ranked: Ranked
+    report: Report | None
+    refusal: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        found = {"layout": describe(self.ranked.candidate), "refusal": self.refusal}
+        if self.report is not None and self.report.timeline is not None:
+            found |= {"compiled_bytes": self.report.total, "replayed_seconds": self.report.timeline.seconds}
+        return found
+
+
+def shape_of(job: Job) -> Shape:
+    """Returns the shape of a job's model.
+
+    Raises:
+      JaxparError: If it is no decoder: the formulas of the planner are those of transformers.
+    """
+    model: Any = resolve_model(job, resolve_loss(job))
+    if getattr(model, "func", None) is not Decoder:
+        raise refuse(
+            f"model.name = {job.model['name']!r}",
+            rule="the planner's formulas are those of a decoder",
+            fix="jaxpar inspect JOB --target h100:8x8, which compiles any model, one layout at a time",
+        )
+    return dataclasses.replace(Shape.of(model.args[0]), seq=job.data.seq)
+
+
+def question(job: Job, *, devices: int, chip: str, per_node: int, given: Mapping[str, str | None]) -> Question:
+    """Returns what is asked about a job.
+
+    Args:
+      job: Its model, sequence and global batch count; its mesh and layout do not.
+      devices: How many.
+      chip: Which, one of `jaxpar.plan.hardware.HARDWARE`.
+      per_node: How many of them NVLink joins.
+      given: Bytes, as texts such as 70GiB, that replace the hardware's: `inside` and `between` per second and device,
+        `memory` of a device, and `attention`: fused is cuDNN's kernel, unfused what XLA compiles where that is not
+        there; None leaves it.
+
+    Raises:
+      JaxparError: If the model is no decoder, or a number is out of its range.
+    """
+    if chip not in HARDWARE:
+        raise refuse(f"--chip {chip}", rule="a chip whose constants are known", fix=nearest(chip, HARDWARE))
+    known = HARDWARE[chip]
+    links = {
+        key: dataclasses.replace(getattr(known, key), bandwidth=float(parse_bytes(text)))
+        for key in ("inside", "between")
+        if (text := given.get(key))
+    }
+    return Question(
+        shape=shape_of(job),
+        devices=devices,
+        rows=job.train.global_batch,
+        hardware=dataclasses.replace(known, per_node=per_node, **links),
+        practice=JAXPAR_FUSED if given.get("attention") == "fused" else JAXPAR,
+        memory=parse_bytes(given.get("memory") or 0),
+    )
+
+
+def overrides(candidate: Candidate, shape: Shape) -> list[str]:
+    """Returns a layout as overrides of a job."""
+    c = candidate
+    words = [f"parallel.{axis}={getattr(c, axis)}" for axis in ("pipe", "data", "fsdp", "tensor")]
+    words += [f"parallel.zero={c.zero}"] * (c.fsdp > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
+    words.append(f"train.remat={c.remat}")
+    if c.pipe == 1:
+        return [*words, f"train.accumulate={c.microbatches}"]
+    words += ["train.accumulate=1", f"parallel.pipeline.schedule={c.schedule}"]
+    words += [f"parallel.pipeline.microbatches={c.microbatches}", f"parallel.pipeline.chunks={c.chunks}"]
+    words.append('parallel.pipeline.keep="residuals"')
+    parts = c.pipe * c.chunks
+    if shape.layers % parts:
+        each, more = divmod(shape.layers, c.pipe)
+        words.append(f"parallel.pipeline.layers={[each + (stage < more) for stage in range(c.pipe)]}")
+    return words
+
+
+def planned(job: Job, candidate: Candidate, shape: Shape) -> Job:
+    """Returns the job with a layout of a plan, for as many devices as that takes.
+
+    Raises:
+      JaxparError: If the job does not go with it.
+    """
+    plain = dataclasses.replace(job, parallel=type(job.parallel)(), mesh=MeshTable(devices=int(candidate.devices)))
+    return loads(dumps(plain), overrides(candidate, shape), allow_import=job.allow_import)
+
+
+def verify(job: Job, plan: Plan, count: int) -> list[Verified]:
+    """Compiles the first layouts of a plan for the GPUs it is for."""
+    asked = plan.question
+    nodes = -(-asked.devices // asked.hardware.per_node)
+    target = f"{asked.hardware.chip.key}:{nodes}x{min(asked.hardware.per_node, asked.devices)}"
+    found = []
+    for ranked in plan.best[:count]:
+        try:
+            report = inspect(planned(job, ranked.candidate, asked.shape), target)
+        except JaxparError as error:
+            found.append(Verified(ranked=ranked, report=None, refusal=str(error.problems[0])))
+        else:
+            found.append(Verified(ranked=ranked, report=report))
+    return found
+
+
+def compared(verified: list[Verified]) -> str:
+    """Returns predictions beside what was compiled, as lines."""
+    lines = ["predicted (modelled) beside compiled (bytes) and replayed (seconds, modelled from the compiled program):"]
+    for each in verified:
+        name, said = describe(each.ranked.candidate), each.report
+        predicted = f"{show_seconds(each.ranked.time.total)}, {show_bytes(each.ranked.memory.total)}"
+        if said is None or said.timeline is None:
+            lines.append(f"  {name}: {predicted}; {each.refusal or 'no time'}")
+            continue
+        seconds, needed = said.timeline.seconds, said.total
+        lines.append(
+            f"  {name}: {predicted}; {show_seconds(seconds)} ({each.ranked.time.total / seconds - 1:+.0%}), "
+            f"{show_bytes(needed)} ({each.ranked.memory.total / needed - 1:+.0%})"
+            + ("" if said.fits else ", DOES NOT FIT")
+        )
+    return "\n".join(lines)

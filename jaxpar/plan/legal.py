@@ -1,0 +1,142 @@
+"""Every layout that a model, a batch and a number of devices allow."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from jaxpar.errors import refuse
+from jaxpar.pipeline.library import LIBRARY
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.shape import Shape
+
+Row = tuple[int, int, int, int, int, str, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a search may choose from.
+
+    Attributes:
+      schedules: Of pipelines.
+      chunks: Parts of the model on each stage, where a schedule interleaves.
+      remats: What may be computed again.
+      tensor: The most devices that share a matrix; 0 means as many as divide it.
+      pipe: The most stages; 0 means as many as there are layers.
+    """
+
+    schedules: tuple[str, ...] = ("1f1b_phased", "interleaved_phased", "gpipe")
+    chunks: tuple[int, ...] = (2, 4)
+    remats: tuple[str, ...] = ("none", "all_dots", "dots", "full")
+    tensor: int = 0
+    pipe: int = 0
+
+
+def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = None) -> Candidate:
+    """Returns all candidates that use all devices, as arrays.
+
+    The tensor axis divides heads, heads of keys and values, and the feed-forward; replicas divide the rows; no stage
+    is without a layer. `fsdp` with zero=0 would be `data`, and is left out.
+
+    Args:
+      shape: The model.
+      devices: How many.
+      rows: Of a step's global batch.
+      choices: What else may vary; the defaults of `Choices`.
+
+    Raises:
+      JaxparError: If there is none: more devices than the model and the batch can use.
+    """
+    choices = choices or Choices()
+    within_reach(devices, rows)
+    found = list(_rows(shape, devices, rows, choices))
+    if not found:
+        raise _unusable(shape, devices, rows, choices)
+    columns = [np.array(column) for column in zip(*found, strict=True)]
+    last = [(sequence, remat) for sequence in (False, True) for remat in choices.remats]
+    count = len(found)
+    table = {
+        key: np.repeat(column, len(last))
+        for key, column in zip(
+            ("pipe", "data", "fsdp", "tensor", "zero", "schedule", "chunks", "microbatch", "microbatches"),
+            columns,
+            strict=True,
+        )
+    }
+    table["sequence"] = np.tile(np.array([sequence for sequence, _ in last]), count)
+    table["remat"] = np.tile(np.array([remat for _, remat in last]), count)
+    whole = ~table["sequence"] | ((table["tensor"] > 1) & (shape.seq % table["tensor"] == 0))
+    return Candidate(**{key: column[whole] for key, column in table.items()})
+
+
+def within_reach(devices: int, rows: int) -> None:
+    """Refuses numbers of devices and rows that are none."""
+    for name, number in (("devices", devices), ("rows of the global batch", rows)):
+        if type(number) is not int or not 1 <= number <= 1_000_000:
+            raise refuse(f"{number!r} {name}", rule="a whole number within 1..1,000,000", fix="64")
+
+
+def at(candidates: Candidate, index: int) -> Candidate:
+    """Returns one of many candidates, with plain numbers."""
+    return Candidate(**{field.name: getattr(candidates, field.name)[index].item() for field in fields(Candidate)})
+
+
+def divisors(number: int) -> list[int]:
+    """Returns what divides a number, smallest first.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _rows(shape: Shape, devices: int, rows: int, choices: Choices) -> Iterator[Row]:
+    for pipe in divisors(devices):
+        if pipe > min(shape.layers, choices.pipe or shape.layers):
+            continue
+        for tensor in divisors(devices // pipe):
+            replicas = devices // pipe // tensor
+            if _shares(shape, tensor, choices) and rows % replicas == 0:
+                yield from _of_mesh(shape, pipe, tensor, replicas, rows // replicas, choices)
+
+
+def _of_mesh(shape: Shape, pipe: int, tensor: int, replicas: int, rows: int, choices: Choices) -> Iterator[Row]:
+    for fsdp in divisors(replicas):
+        for zero in (1, 2, 3) if fsdp > 1 else (0,):
+            for microbatches in divisors(rows):
+                for name, chunks in _tables(shape, pipe, microbatches, choices):
+                    yield pipe, replicas // fsdp, fsdp, tensor, zero, name, chunks, rows // microbatches, microbatches
+
+
+def _tables(shape: Shape, pipe: int, microbatches: int, choices: Choices) -> Iterator[tuple[str, int]]:
+    """Yields the schedules that take so many stages and microbatches, with their chunks."""
+    if pipe == 1:
+        yield "1f1b", 1
+        return
+    for name in choices.schedules:
+        kind = LIBRARY[name]
+        if microbatches < kind.least(pipe) or (kind.whole and microbatches % pipe):
+            continue
+        for chunks in kind.chunks if len(kind.chunks) == 1 else choices.chunks:
+            if chunks in kind.chunks and pipe * chunks <= shape.layers:
+                yield name, chunks
+
+
+def _shares(shape: Shape, tensor: int, choices: Choices) -> bool:
+    """Returns whether so many devices can share the matrices."""
+    within_most = tensor <= (choices.tensor or tensor)
+    return within_most and not any(n % tensor for n in (shape.heads, shape.kv_heads or shape.heads, shape.width))
+
+
+def _unusable(shape: Shape, devices: int, rows: int, choices: Choices):
+    pipe, tensor = choices.pipe or shape.layers, max(n for n in divisors(shape.heads) if _shares(shape, n, choices))
+    most = pipe * tensor * rows
+    return refuse(
+        f"{devices:,} devices for {shape.layers} layers, {shape.heads} heads ({shape.kv_heads or shape.heads} of keys "
+        f"and values) and {rows} rows",
+        rule=f"pipe is at most {pipe}, tensor at most {tensor} and divides the heads, data x fsdp divides the rows"
+        + (f": at most {most:,} devices" if most < devices else ""),
+        fix=f"a global batch of {rows * -(-devices // most)}, or fewer devices" if most < devices
+        else "a number of devices, or a global batch, with more small factors",
+    )  # fmt: skip

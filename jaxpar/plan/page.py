@@ -1,0 +1,75 @@
+"""A plan as a page of text: the layouts, where the first one's time goes, and what the ranking hangs on."""
+
+from dataclasses import fields
+
+from jaxpar.plan.search import Plan, Ranked, describe
+from jaxpar.units import show_bytes, show_count, show_seconds
+
+_BAR = 28
+
+
+def page(plan: Plan) -> str:
+    """Returns the plan, about a screen wide; every number in it is modelled."""
+    return "\n\n".join([_head(plan), _table(plan), _causes(plan), _doubts(plan)])
+
+
+def _head(plan: Plan) -> str:
+    asked = plan.question
+    shape, hardware = asked.shape, asked.hardware
+    nodes = -(-asked.devices // hardware.per_node)
+    size = show_count(shape.parameters).replace("G", "B")
+    inside, between = (f"{link.bandwidth / 1e9:.3g}" for link in (hardware.inside, hardware.between))
+    return (
+        f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} nodes of {hardware.per_node}; "
+        f"{asked.rows} rows of {shape.seq:,} tokens per step\n"
+        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)}; all numbers are "
+        f"modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU "
+        f"inside a node and {between} between nodes"
+    )
+
+
+def _table(plan: Plan) -> str:
+    first = plan.best[0]
+    width = max(len(describe(each.candidate)) for each in plan.best)
+    lines = []
+    for rank, each in enumerate(plan.best, 1):
+        lines.append(
+            f"{rank:>3}  {describe(each.candidate):<{width}}  {show_seconds(each.time.total):>9}  "
+            f"{show_bytes(each.memory.total):>10}  {_why(each, first, plan)}".rstrip()
+        )
+    return "\n".join([f"{'':>3}  {'layout':<{width}}  {'step':>9}  {'per device':>10}  against the first", *lines])
+
+
+def _why(each: Ranked, first: Ranked, plan: Plan) -> str:
+    if each is first:
+        if plan.fastest.candidate == each.candidate:
+            return "the fastest"
+        lost = each.time.total / plan.fastest.time.total - 1
+        return f"simpler than the fastest, {describe(plan.fastest.candidate)}, and {lost:.1%} slower"
+    more = each.slower(first)[:2]
+    gap = each.time.total / first.time.total - 1
+    return f"{gap:+.1%}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in more)
+
+
+def _causes(plan: Plan) -> str:
+    first = plan.best[0]
+    lines = ["Where the first one's step goes:"]
+    for part, unit in ((first.time, show_seconds), (first.memory, show_bytes)):
+        rows = [(each.name, getattr(part, each.name)) for each in fields(part)]
+        scale = max(value for _, value in rows) or 1
+        lines += [
+            f"  {name:<12} {unit(value):>10}  {'█' * max(1, round(_BAR * value / scale))}"
+            for name, value in rows
+            if value > 0
+        ]
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _doubts(plan: Plan) -> str:
+    first = plan.best[0].candidate
+    lines = []
+    for what, other in plan.doubts.items():
+        same = other.candidate == first
+        lines.append(f"  {what}: {'the same' if same else describe(other.candidate)}, {show_seconds(other.time.total)}")
+    return "\n".join(["The first one, if an assumption is wrong:", *lines])

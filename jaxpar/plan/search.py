@@ -1,0 +1,230 @@
+"""The best layout: every legal one is weighed, what does not fit is dropped, the simpler one wins ties."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+
+from jaxpar.errors import refuse
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import Hardware
+from jaxpar.plan.legal import Choices, at, legal
+from jaxpar.plan.memory import Memory, memory
+from jaxpar.plan.practice import Practice
+from jaxpar.plan.shape import Shape
+from jaxpar.plan.time import StepTime, step_time
+from jaxpar.units import show_bytes
+
+MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
+DOUBT = 0.3  # how wrong an assumed bandwidth may be
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+      shape: The model.
+      devices: How many.
+      rows: Of a step's global batch.
+      hardware: Which machines.
+      practice: What the program does with them.
+      choices: What may vary besides the mesh.
+      memory: Bytes of a device that a program may use; 0 means the hardware's.
+      margin: By how large a share a more complicated layout must be faster.
+    """
+
+    shape: Shape
+    devices: int
+    rows: int
+    hardware: Hardware
+    practice: Practice
+    choices: Choices = field(default_factory=Choices)
+    memory: int = 0
+    margin: float = MARGIN
+
+    @property
+    def room(self) -> int:
+        """Bytes that a program may use."""
+        return self.memory or self.hardware.memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A layout with what it is predicted to take.
+
+    Attributes:
+      candidate: The layout.
+      time: Seconds of a step, by cause.
+      memory: Bytes of the fullest device, by cause.
+    """
+
+    candidate: Candidate
+    time: StepTime
+    memory: Memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it: the layout, seconds and bytes by cause."""
+        seconds, bytes_ = asdict(self.time), asdict(self.memory)
+        return asdict(self.candidate) | {"seconds": seconds, "bytes": bytes_, "how": "modelled"}
+
+    def slower(self, than: "Ranked") -> list[tuple[str, float]]:
+        """Returns (cause, seconds more) against another, largest first, of what is more."""
+        more = [(key.name, getattr(self.time, key.name) - getattr(than.time, key.name)) for key in fields(StepTime)]
+        return sorted(((cause, seconds) for cause, seconds in more if seconds > 0), key=lambda each: -each[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The answer.
+
+    Attributes:
+      question: What was asked.
+      best: The layouts, one for each mesh and ZeRO stage, best first: the first is the simplest within the margin of
+        the fastest, the others follow by time.
+      fastest: The fastest of all, which may be the first.
+      considered: Legal layouts.
+      fitting: Those that fit.
+      doubts: What was assumed, and changed by `DOUBT`, to the mesh that would then be first.
+    """
+
+    question: Question
+    best: tuple[Ranked, ...]
+    fastest: Ranked
+    considered: int
+    fitting: int
+    doubts: dict[str, Ranked]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {
+            "considered": self.considered,
+            "fitting": self.fitting,
+            "best": [each.to_dict() for each in self.best],
+            "fastest": self.fastest.to_dict(),
+            "doubts": {what: each.to_dict() for what, each in self.doubts.items()},
+        }
+
+
+def search(question: Question, *, top: int = 10) -> Plan:
+    """Returns the layouts that are predicted to be fastest, of those that fit.
+
+    Raises:
+      JaxparError: If there is no legal layout, or none fits: how much is missing, and what would make it fit.
+    """
+    candidates = legal(question.shape, devices=question.devices, rows=question.rows, choices=question.choices)
+    needed = memory(question.shape, candidates, question.practice).total
+    fits = np.flatnonzero(needed <= question.room)
+    if not len(fits):
+        raise _fits_nowhere(question, candidates, needed)
+    fitting = _pick(candidates, fits)
+    order, fastest = _order(question, fitting)
+    best = _one_of_each(fitting, order)[:top]
+    return Plan(
+        question=question,
+        best=tuple(weigh(question, at(fitting, int(i))) for i in best),
+        fastest=weigh(question, at(fitting, fastest)),
+        considered=len(needed),
+        fitting=len(fits),
+        doubts={what: _first(changed, fitting) for what, changed in _doubted(question).items()},
+    )
+
+
+def weigh(question: Question, candidate: Candidate) -> Ranked:
+    """Returns one layout with its predictions, as plain numbers."""
+    return Ranked(
+        candidate=candidate,
+        time=_plain(step_time(question.shape, candidate, question.hardware, question.practice)),
+        memory=_plain(memory(question.shape, candidate, question.practice)),
+    )
+
+
+def complexity(candidate: Candidate) -> Any:
+    """Returns how much there is to understand in a layout: axes first, then what is done besides."""
+    more = lambda value, least=1: np.greater(value, least).astype(int)  # noqa: E731
+    axes = 3 * more(candidate.pipe) + 2 * more(candidate.tensor) + more(candidate.fsdp) + more(candidate.data)
+    besides = more(candidate.chunks) + np.not_equal(candidate.remat, "none") + np.asarray(candidate.sequence)
+    return axes + besides / 4 + more(candidate.microbatches) / 8
+
+
+def _order(question: Question, fitting: Candidate) -> tuple[np.ndarray, int]:
+    """Returns the candidates by time, the simplest within the margin first, and which is fastest."""
+    seconds = step_time(question.shape, fitting, question.hardware, question.practice).total
+    order = np.argsort(seconds, kind="stable")
+    close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
+    first = close[np.argmin(complexity(_pick(fitting, close)))]
+    return np.concatenate([[first], order[order != first]]), int(order[0])
+
+
+def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
+    """Returns the first of every mesh and ZeRO stage, in order."""
+    keys = np.stack([getattr(fitting, key)[order] for key in ("pipe", "data", "fsdp", "tensor", "zero")], axis=1)
+    first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
+    return order[first].tolist()
+
+
+def _doubted(question: Question) -> dict[str, Question]:
+    """Returns the question with each assumption off by `DOUBT`, to both sides."""
+    hardware, found = question.hardware, {}
+    for sign, word in ((1 + DOUBT, "more"), (1 - DOUBT, "less")):
+        for what, part, rate in (
+            ("bandwidth inside a node", "inside", "bandwidth"),
+            ("bandwidth between nodes", "between", "bandwidth"),
+            ("speed of products", "chip", "bf16_flops"),
+        ):
+            one = getattr(hardware, part)
+            changed = replace(hardware, **{part: replace(one, **{rate: getattr(one, rate) * sign})})
+            found[f"{DOUBT:.0%} {word} {what}"] = replace(question, hardware=changed)
+    return found
+
+
+def _first(question: Question, fitting: Candidate) -> Ranked:
+    order, _ = _order(question, fitting)
+    return weigh(question, at(fitting, int(order[0])))
+
+
+def _pick(candidates: Candidate, which: np.ndarray) -> Candidate:
+    return Candidate(**{each.name: getattr(candidates, each.name)[which] for each in fields(Candidate)})
+
+
+def _plain(numbers: Any) -> Any:
+    return type(numbers)(**{each.name: float(np.asarray(getattr(numbers, each.name))) for each in fields(numbers)})
+
+
+def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray):
+    """Returns the refusal: the leanest layout, and what would make something fit."""
+    i = int(np.argmin(needed))
+    leanest = at(candidates, i)
+    ways: list[tuple[str, Callable[[], Question]]] = [
+        (f"--devices {question.devices * n}", lambda n=n: replace(question, devices=question.devices * n))
+        for n in (2, 4, 8, 16)
+    ]
+    fix = f"a chip with {show_bytes(float(needed[i]))}"
+    for words, changed in ways:
+        asked = changed()
+        rows = asked.rows if asked.rows % asked.devices == 0 or asked.rows > asked.devices else asked.devices
+        try:
+            wider = legal(asked.shape, devices=asked.devices, rows=rows, choices=asked.choices)
+        except ValueError:
+            continue
+        if (memory(asked.shape, wider, asked.practice).total <= asked.room).any():
+            fix = f"{words}, or {fix}"
+            break
+    return refuse(
+        f"{question.devices} devices with {show_bytes(question.room)} each: none of {len(needed):,} layouts fits; the "
+        f"leanest needs {show_bytes(float(needed[i]))} ({describe(leanest)})",
+        rule="parameters, gradients, optimizer state and what the backward pass keeps fit the devices' memory",
+        fix=fix,
+    )
+
+
+def describe(candidate: Candidate) -> str:
+    """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 x 2 rows, remat full`."""
+    sizes = {key: getattr(candidate, key) for key in ("pipe", "data", "fsdp", "tensor")}
+    words = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one device"
+    words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
+    if candidate.pipe > 1:
+        words += f", {candidate.schedule}" + f" of {candidate.chunks} chunks" * (candidate.chunks > 1)
+    words += f", {candidate.microbatches} x {candidate.microbatch} rows" if candidate.microbatches > 1 else ""
+    return words + f", remat {candidate.remat}" * (candidate.remat != "none")

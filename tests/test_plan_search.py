@@ -1,0 +1,224 @@
+"""The search: what is legal, what fits, what is first and why; and the verb that asks it."""
+
+import math
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError
+from jaxpar.job.plan import overrides, planned
+from jaxpar.job.plan import question as asked_of
+from jaxpar.job.schema import load
+from jaxpar.pipeline.library import LIBRARY, schedule
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.legal import Choices, at, legal
+from jaxpar.plan.memory import memory
+from jaxpar.plan.page import page
+from jaxpar.plan.practice import JAXPAR_FUSED as JAXPAR
+from jaxpar.plan.search import Question, complexity, describe, search, weigh
+from jaxpar.plan.shape import Shape
+from jaxpar.plan.time import step_time
+
+H100 = HARDWARE["h100"]
+SMALL = Shape(layers=6, dim=64, heads=8, kv_heads=4, hidden=192, vocab=512, seq=128, gated=True)
+LLAMA_8B = Shape(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=8192, gated=True)
+LLAMA_70B = Shape(layers=80, dim=8192, heads=64, kv_heads=8, hidden=28672, vocab=128256, seq=8192, gated=True)
+LLAMA_405B = Shape(layers=126, dim=16384, heads=128, kv_heads=8, hidden=53248, vocab=128256, seq=8192, gated=True)
+
+
+def question(shape=LLAMA_8B, devices=64, rows=512, **given):
+    return Question(shape=shape, devices=devices, rows=rows, hardware=H100, practice=JAXPAR, **given)
+
+
+def rows_of(candidates):
+    names = [field.name for field in fields(Candidate)]
+    return list(zip(*(getattr(candidates, name).tolist() for name in names), strict=True))
+
+
+@settings(deadline=None, max_examples=30)
+@given(devices=st.sampled_from([1, 2, 6, 8, 12, 24, 32]), rows=st.sampled_from([1, 8, 12, 48, 96]))
+def test_every_legal_layout_uses_all_devices_and_rows_and_none_is_twice(devices, rows):
+    try:
+        found = legal(SMALL, devices=devices, rows=rows)
+    except JaxparError:
+        return
+    assert (found.devices == devices).all()
+    assert (found.rows == rows).all()
+    assert (SMALL.kv_heads % found.tensor == 0).all()
+    assert (found.pipe * found.chunks <= SMALL.layers).all()
+    assert ((found.zero > 0) == (found.fsdp > 1)).all()
+    every = rows_of(found)
+    assert len(set(every)) == len(every)
+
+
+def test_legal_layouts_are_all_that_brute_force_finds():
+    devices, rows = 8, 16
+    found = legal(SMALL, devices=devices, rows=rows)
+    want = 0
+    for pipe in range(1, 9):
+        for tensor in range(1, 9):
+            for fsdp in range(1, 9):
+                data = devices / (pipe * tensor * fsdp)
+                if data != int(data) or pipe > 6 or tensor not in (1, 2, 4) or rows % (fsdp * data):
+                    continue
+                own = int(rows / (fsdp * data))
+                for count in (n for n in range(1, own + 1) if own % n == 0):
+                    tables = 1 if pipe == 1 else sum(
+                        kind_takes(name, pipe, count, chunks)
+                        for name in Choices().schedules for chunks in (1, *Choices().chunks)
+                    )  # fmt: skip
+                    want += tables * (3 if fsdp > 1 else 1) * (2 if tensor > 1 else 1) * len(Choices().remats)
+    assert len(found.pipe) == want
+
+
+def kind_takes(name, pipe, microbatches, chunks):
+    try:
+        schedule(name, stages=pipe, microbatches=microbatches, chunks=chunks)
+    except JaxparError:
+        return 0
+    return pipe * chunks <= SMALL.layers
+
+
+def test_all_schedules_of_a_search_are_of_the_library():
+    assert set(Choices().schedules) <= set(LIBRARY)
+
+
+def test_the_first_is_the_simplest_within_the_margin_and_the_rest_follow_by_time():
+    plan = search(question())
+    first, *rest = plan.best
+    assert first.time.total <= plan.fastest.time.total * 1.05
+    times = [each.time.total for each in rest]
+    assert times == sorted(times)
+    every = legal(LLAMA_8B, devices=64, rows=512)
+    fits = memory(LLAMA_8B, every, JAXPAR).total <= H100.memory
+    seconds = np.where(fits, step_time(LLAMA_8B, every, H100, JAXPAR).total, np.inf)
+    assert plan.fastest.time.total == pytest.approx(seconds.min())
+    close = seconds <= seconds.min() * 1.05
+    assert complexity(first.candidate) == complexity(every)[close].min()
+    assert all(each.memory.total <= H100.memory for each in plan.best)
+
+
+def test_without_a_margin_the_fastest_is_first():
+    plan = search(question(margin=0.0))
+    assert plan.best[0].candidate == plan.fastest.candidate
+
+
+def test_one_at_a_time_weighs_as_many_do():
+    every = legal(SMALL, devices=8, rows=16)
+    seconds = step_time(SMALL, every, H100, JAXPAR).total
+    needed = memory(SMALL, every, JAXPAR).total
+    for i in range(0, len(seconds), 97):
+        one = weigh(question(SMALL, 8, 16), at(every, i))
+        assert one.time.total == pytest.approx(seconds[i])
+        assert one.memory.total == pytest.approx(needed[i])
+
+
+def test_a_hundred_thousand_layouts_take_seconds():
+    asked = question(
+        devices=512, rows=4096,
+        choices=Choices(schedules=("1f1b_phased", "interleaved_phased", "gpipe", "1f1b", "zb_h1"), chunks=(2, 4, 8)),
+    )  # fmt: skip
+    begin = time.perf_counter()
+    plan = search(asked)
+    assert plan.considered > 80_000
+    assert time.perf_counter() - begin < 15  # two seconds on a quiet machine
+
+
+def test_a_pipeline_pays_where_nodes_are_far_from_each_other_and_not_inside_one():
+    one_node = search(question(devices=8, rows=64))
+    assert one_node.best[0].candidate.pipe == 1
+    near = question(LLAMA_70B, rows=128)
+    assert search(near).best[0].candidate.pipe == 1
+    far = replace(near, hardware=replace(H100, between=replace(H100.between, bandwidth=3e9)))
+    assert search(far).best[0].candidate.pipe > 1
+
+
+def test_405b_is_planned_onto_512_gpus():
+    plan = search(question(LLAMA_405B, 512, 512, choices=Choices(tensor=8)))
+    assert plan.best[0].memory.total < H100.memory
+    assert math.prod(getattr(plan.best[0].candidate, axis) for axis in ("pipe", "data", "fsdp", "tensor")) == 512
+
+
+def test_what_fits_nowhere_says_what_would_fit():
+    with pytest.raises(JaxparError, match=r"none of [\d,]+ layouts fits; the leanest needs .*\n.*\n.*--devices 128"):
+        search(question(LLAMA_405B, 64, 512))
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "rows", "said"),
+    [
+        (SMALL, 4096, 8, r"at most 192 devices"),
+        (SMALL, 7, 8, r"more small factors"),
+        (SMALL, 0, 8, r"0 devices"),
+        (SMALL, 8, 0, r"0 rows"),
+    ],
+)
+def test_more_devices_than_the_model_can_use_are_refused(shape, devices, rows, said):
+    with pytest.raises(JaxparError, match=said):
+        search(question(shape, devices, rows))
+
+
+def test_the_page_names_the_first_its_causes_and_what_it_hangs_on():
+    plan = search(question(), top=3)
+    text = page(plan)
+    assert describe(plan.best[0].candidate) in text
+    assert "all numbers are modelled" in text
+    assert "30% less bandwidth between nodes" in text
+    assert text.count("\n  4  ") == 0
+
+
+JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
+
+
+@pytest.mark.parametrize("index", range(0, 20_000, 1_667))
+def test_a_planned_job_is_the_job_with_that_layout(index):
+    job = load(JOB, ["train.global_batch=128"])
+    asked = asked_of(job, devices=64, chip="h100", per_node=8, given={})
+    every = legal(asked.shape, devices=64, rows=128)
+    candidate = at(every, index % len(every.pipe))
+    made = planned(job, candidate, asked.shape)
+    assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
+    assert made.parallel.stage == candidate.zero
+    assert made.train.remat == candidate.remat
+    if candidate.pipe > 1:
+        assert made.parallel.pipeline.table(candidate.pipe).chunks == candidate.chunks
+    else:
+        assert made.train.accumulate == candidate.microbatches
+    assert made.model == job.model
+
+
+def test_layers_that_do_not_divide_are_dealt():
+    words = overrides(Candidate(pipe=4, microbatches=4, schedule="1f1b_phased"), replace(SMALL, layers=6))
+    assert "parallel.pipeline.layers=[2, 2, 1, 1]" in words
+
+
+def test_the_verb_prints_a_plan_and_writes_a_job_that_loads(tmp_path, capsys):
+    out = tmp_path / "planned.toml"
+    assert main(["plan", JOB, "--devices", "64", "--top", "3", "--write", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "8.03 B parameters on 64 x NVIDIA H100 SXM" in said
+    assert "jaxpar train" in said
+    assert math.prod(load(out).parallel.sizes.values()) == 64
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--devices", "64", "--chip", "h1000"], "chip h1000"),
+        (["--devices", "64", "--between", "0GB"], "bandwidth"),
+        (["--devices", "64", "--per-node", "0"], "per_node"),
+        (["--devices", "64", "--top", "0"], "--top 0"),
+        (["--devices", "8", "--memory", "1MiB"], "fits"),
+        (["--devices", "64", "model.name=mlp", "--top", "1"], "model"),
+    ],
+)
+def test_the_verb_refuses_what_is_wrong_in_one_error(words, said, capsys):
+    assert main(["plan", JOB, *words]) == 1
+    assert said in capsys.readouterr().err
