@@ -107,7 +107,7 @@ def initial(layers, tied):
     return jax.device_get(jp.create(layout, optimizer(), seed=1))
 
 
-@lru_cache(maxsize=12)  # not all: a process can't hold so many programs, see conftest.py
+@lru_cache(maxsize=48)  # not all: a process can't hold so many programs, see conftest.py
 def run(name, keep, mesh, *, fill=0.0, microbatches=0, tied=True, **numerics):
     """Returns (losses, state, step) after five steps; what buffers hold before they are written is `fill`."""
     layers = layers_of(name, mesh)

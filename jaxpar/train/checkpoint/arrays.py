@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,6 +118,7 @@ def _elements(shape: Any) -> int:
 def _quiet() -> None:
     """Keeps off the screen what a save that failed prints besides the error that it raises."""
     logging.getLogger("absl").addFilter(_no_traceback)
+    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
     if not isinstance(sys.unraisablehook, _NoClosedLoop):
         sys.unraisablehook = _NoClosedLoop(sys.unraisablehook)
 
