@@ -302,9 +302,7 @@ def test_what_does_not_fit_ends_with_status_1_and_says_what_would_help(capsys):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(
-            path.stem, marks=[] if path.stem.startswith("gpu_") and "405b" not in path.stem else pytest.mark.slow
-        )
+        pytest.param(path.stem, marks=[] if path.stem in ("gpu_gpt2_124m", "gpu_llama_8b_fsdp8") else pytest.mark.slow)
         for path in sorted(Path("configs").glob("*.toml"))
     ],
 )

@@ -77,7 +77,7 @@ def test_stored_outputs_are_whole_and_clean(path):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (not path.stem.startswith("01"))) for path in SOURCES],
+    [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in SOURCES],
 )
 def test_notebook_runs(path):
     if "target_devices(" in path.read_text() and (missing := find_plugin()):

@@ -48,7 +48,10 @@ def evaluated(step, state):
     return float(total / count)
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("seven layers on four stages", "the head spread, HSDP")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_losses_parameters_and_evaluation_equal_one_device(case):
     model, sizes, settings = CASES[case]
     parallel = jp.Parallel(**sizes, pipeline=jp.Pipeline(**{"microbatches": 4, **settings}))
