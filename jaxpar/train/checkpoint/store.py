@@ -86,6 +86,7 @@ class Store:
         write, self._pending = self._pending, None
         error = write.done.exception()
         if error is None:
+            processes.told(0)  # the first has renamed it
             self._unsaved = None
             if processes.is_first():
                 self._delete_old()
