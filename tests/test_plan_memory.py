@@ -15,9 +15,11 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.pipeline.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.memory import FLOAT32, MEGATRON, MIXED, Held, in_flight, layer_bytes, memory, static
+from jaxpar.plan.memory import in_flight, layer_bytes, memory, static
 from jaxpar.plan.practice import JAXPAR, MAXTEXT, MEGATRON_2022
 from jaxpar.plan.shape import Shape
+from jaxpar.plan.zero import JAXPAR as FLOAT32
+from jaxpar.plan.zero import MEGATRON, PAPER, Recipe
 
 GIB = 2**30
 # Korthikanti et al. 2022, figure 1: layers, dim, heads, pipe, chunks, rows, microbatches; GiB of parameters with
@@ -76,12 +78,12 @@ def test_the_equations_of_korthikanti_2022():
 
 
 def test_zero_of_rajbhandari_2019():
-    per = {zero: sum(static(LLAMA, Candidate(fsdp=64, zero=zero), MIXED, "first")) for zero in range(4)}
+    per = {zero: sum(static(LLAMA, Candidate(fsdp=64, zero=zero), PAPER, "first")) for zero in range(4)}
     found = {zero: round(7.5 * float(size) / LLAMA.parameters, 2) for zero, size in per.items()}
     assert found == {0: 120.0, 1: 31.41, 2: 16.64, 3: 1.88}
 
 
-@pytest.mark.parametrize("held", [MIXED, MEGATRON, FLOAT32])
+@pytest.mark.parametrize("held", [PAPER, MEGATRON, FLOAT32])
 def test_one_device_holds_everything(held):
     found = static(LLAMA, Candidate(), held, "first")
     assert found == tuple(LLAMA.parameters * n for n in (held.parameters, held.gradients, held.optimizer))
@@ -93,7 +95,8 @@ def test_stages_together_hold_the_model(tied):
     shape = replace(LLAMA, tied=tied)
     pipe = Candidate(pipe=4)
     first, last = (
-        sum(static(shape, pipe, Held(parameters=1, gradients=0, optimizer=0), end)) for end in ("first", "last")
+        sum(static(shape, pipe, Recipe(name="own", why="", parameters=1, gradients=0, optimizer=0), end))
+        for end in ("first", "last")
     )
     middle = 2 * 8 * shape.layer_parameters
     again = tied * shape.vocab * shape.dim  # on both ends
@@ -187,4 +190,4 @@ def test_arrays_give_what_their_entries_give():
 
 def test_wrong_bytes_are_refused():
     with pytest.raises(JaxparError, match="optimizer"):
-        Held(parameters=2, gradients=2, optimizer=-1)
+        Recipe(name="own", why="", parameters=2, gradients=2, optimizer=-1)

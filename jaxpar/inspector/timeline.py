@@ -233,7 +233,7 @@ class _Player:
                 raise refuse(
                     f"a time of {self.chip.name} over several machines",
                     rule="what joins them is in jaxpar's table of chips",
-                    fix="one machine; jaxpar plan takes --link",
+                    fix="one machine",
                 )
             rate, hop = min(self.chip.nvlink, inside * self.chip.network), HOP["network"]
         seconds = LAUNCH + hop * math.ceil(math.log2(group)) + wire_bytes(kind, payload, group) / (LINE * rate)

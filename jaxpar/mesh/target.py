@@ -185,5 +185,5 @@ def _uncompiled(target: str, chip: Chip) -> JaxparError:
     return refuse(
         f"{target}: {chip.name} is a chip to plan for, without what XLA's compiler wants to know of it",
         rule=f"{FORM}; chips to compile for are {known}",
-        fix=f"jaxpar plan JOB --chip {chip.key}, or --target h100:1x8",
+        fix="--target h100:1x8",
     )

@@ -17,34 +17,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpar.errors import within
 from jaxpar.pipeline.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.practice import Practice
 from jaxpar.plan.shape import Shape
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Bytes per parameter of what is there all the time.
-
-    Attributes:
-      parameters: What the model computes with; where that is float32, its own master copy.
-      gradients: Their sum.
-      optimizer: Two moments, and a float32 copy of the parameters where the model has less.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-
-    def __post_init__(self):
-        within(self, "held", dict.fromkeys(("parameters", "gradients", "optimizer"), (0.0, 64.0)))
-
-
-MIXED = Held(parameters=2, gradients=2, optimizer=12)  # Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1
-MEGATRON = Held(parameters=2, gradients=4, optimizer=12)  # float32 sums of gradients
-FLOAT32 = Held(parameters=4, gradients=4, optimizer=8)  # float32 parameters and Adam, as jaxpar trains
+from jaxpar.plan.zero import JAXPAR, Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,14 +71,14 @@ def stage_parameters(shape: Shape, candidate: Candidate, stage: Literal["first",
     return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
 
 
-def static(shape: Shape, candidate: Candidate, held: Held, stage: Literal["first", "last"]) -> tuple[Any, Any, Any]:
+def static(shape: Shape, candidate: Candidate, recipe: Recipe, stage: Literal["first", "last"]) -> tuple[Any, Any, Any]:
     """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1."""
     count = stage_parameters(shape, candidate, stage)
     shard = lambda zero: np.where(np.greater_equal(candidate.zero, zero), candidate.fsdp, 1)  # noqa: E731
     return (
-        held.parameters * count / shard(3),
-        held.gradients * count / shard(2),
-        held.optimizer * count / shard(1),
+        recipe.parameters * count / shard(3),
+        recipe.gradients * count / shard(2),
+        recipe.optimizer * count / shard(1),
     )
 
 
@@ -146,7 +123,7 @@ def in_flight(candidate: Candidate) -> tuple[Any, Any]:
     return pairs[:, 0].reshape(keys[0].shape), pairs[:, 1].reshape(keys[0].shape)
 
 
-def memory(shape: Shape, candidate: Candidate, practice: Practice, held: Held = FLOAT32) -> Memory:
+def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe = JAXPAR) -> Memory:
     """Returns what a device needs, of the first or the last stage, whichever needs more in all."""
     kept, everything = layer_bytes(shape, candidate, practice)
     deep = candidate.layers(shape.layers)
@@ -158,7 +135,7 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, held: Held = 
     one = np.equal(candidate.pipe, 1)
     sides = []
     for stage, flying in zip(("first", "last"), in_flight(candidate), strict=True):
-        parameters, gradients, optimizer = static(shape, candidate, held, stage)
+        parameters, gradients, optimizer = static(shape, candidate, recipe, stage)
         at_loss = np.where(one | (stage == "last"), logits, 0.0)
         sides.append(
             Memory(

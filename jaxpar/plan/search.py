@@ -1,12 +1,11 @@
 """The best layout: every legal one is weighed, what does not fit is dropped, the simpler one wins ties."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, at, legal
@@ -196,20 +195,14 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
     """Returns the refusal: the leanest layout, and what would make something fit."""
     i = int(np.argmin(needed))
     leanest = at(candidates, i)
-    ways: list[tuple[str, Callable[[], Question]]] = [
-        (f"--devices {question.devices * n}", lambda n=n: replace(question, devices=question.devices * n))
-        for n in (2, 4, 8, 16)
-    ]
     fix = f"a chip with {show_bytes(float(needed[i]))}"
-    for words, changed in ways:
-        asked = changed()
-        rows = asked.rows if asked.rows % asked.devices == 0 or asked.rows > asked.devices else asked.devices
+    for more in (question.devices * n for n in (2, 4, 8, 16)):
         try:
-            wider = legal(asked.shape, devices=asked.devices, rows=rows, choices=asked.choices)
-        except ValueError:
+            wider = legal(question.shape, devices=more, rows=question.rows, choices=question.choices)
+        except JaxparError:  # more than the model and the batch can use
             continue
-        if (memory(asked.shape, wider, asked.practice).total <= asked.room).any():
-            fix = f"{words}, or {fix}"
+        if (memory(question.shape, wider, question.practice).total <= question.room).any():
+            fix = f"--devices {more}, or {fix}"
             break
     return refuse(
         f"{question.devices} devices with {show_bytes(question.room)} each: none of {len(needed):,} layouts fits; the "
