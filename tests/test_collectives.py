@@ -151,6 +151,15 @@ def test_bf16_halves_what_tensor_parallel_moves():
     check(found, {("tensor", "all-reduce"): (4 * L + 2) * SIZE.activation / 2 + 3 * SIZE.statistic})
 
 
+def test_accumulation_under_zero_1_reduces_layers_every_microbatch_and_gathers_once():
+    got = payloads(report(jp.Parallel(fsdp=8, zero=1), accumulate=2))
+    assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)  # parameters, after the update
+    rest = SIZE.all - L * SIZE.layer  # no loop over layers is around it: XLA adds it up first, and scatters it once
+    assert got["fsdp", "all-reduce"] + got["fsdp", "reduce-scatter"] == pytest.approx(
+        2 * L * SIZE.layer + rest, **EXACT
+    )
+
+
 def test_accumulation_under_zero_3_scatters_every_microbatch_and_says_so():
     found = report(jp.Parallel(fsdp=8), accumulate=2, remat="full")
     got = payloads(found)

@@ -57,6 +57,8 @@ class Accumulating:
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
         zeros = (constrained(self.layout, zeros[0], self.layout.gradients), zeros[1])
         (gradients, sums, rest), _ = jax.lax.scan(body, (*zeros, rest), micro)
+        # in stage 1 the update takes shards: without this they reach into the loop, which gathers every time
+        gradients = constrained(self.layout, gradients, self.layout.gradients)
         tokens = sums["loss"][1]
         return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, rest
 
