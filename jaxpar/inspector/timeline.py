@@ -20,6 +20,7 @@ from jaxpar.inspector.flop import op_flop, operand_dtype
 from jaxpar.inspector.groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
 from jaxpar.inspector.hlo import Module, Op
 from jaxpar.inspector.ledger import attribute_text
+from jaxpar.inspector.moved import moved
 from jaxpar.inspector.walk import is_sync, trip_count
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.collective import KINDS, wire_bytes
@@ -185,20 +186,19 @@ class _Player:
         return self.prices[key]
 
     def _price(self, computation: str, op: Op) -> float:
-        here = self.module.named[computation]
         inner = [(name, each) for name in op.called for each in self.module.computations[name]]
         products = [(name, each) for name, each in [(computation, op), *inner] if op_flop(self.module, name, each)]
-        moved = op.bytes + sum(here[name].bytes for name in op.operands)
+        bytes_ = moved(self.module, computation, op)
         if products:
             seconds = 0.0
             for name, each in products:
                 dtype = operand_dtype(self.module, name, each)
                 peak = self.chip.f32_flops if dtype in ("f32", "f64") else self.chip.bf16_flops
                 seconds += op_flop(self.module, name, each) / (PRODUCTS * peak)
-            return max(seconds, moved / self.chip.bandwidth, KERNEL)
+            return max(seconds, bytes_ / self.chip.bandwidth, KERNEL)
         stated = max([entry.get("exec_time_us") or 0.0 for entry in op.config.get("reification_cost", [])], default=0.0)
         # XLA knows which part of an operand a kernel reads; where it knows nothing it may state hours
-        seconds = min(stated * 1e-6, moved / self.chip.bandwidth) if stated else moved / self.chip.bandwidth
+        seconds = min(stated * 1e-6, bytes_ / self.chip.bandwidth) if stated else bytes_ / self.chip.bandwidth
         return max(seconds, KERNEL)
 
     def _collective(self, computation: str, op: Op) -> tuple[str, float, str] | None:
