@@ -33,13 +33,14 @@ def inspect(job: Job, target: str = "") -> Report:
             rule="what is compiled is compiled for a chip",
             fix=f"--target h100, or mesh.target = 'h100:{max(1, device_count(job) // 8)}x8' in the job",
         )
-    found = _report(job, target)
+    found = observe(job, target)
     if found.fits is False:
         found = dataclasses.replace(found, knobs=tuple(_knobs(job, target, found.total)))
     return found
 
 
-def _report(job: Job, target: str) -> Report:
+def observe(job: Job, target: str) -> Report:
+    """Returns what XLA makes of a job's step; `inspect` also asks what would free memory, where it does not fit."""
     if target == CPU:
         count = device_count(job)
         simulate(count)
@@ -88,7 +89,7 @@ def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
     for change, replaced, makes_sense in tries:
         if makes_sense:
             try:
-                freed = total - _report(dataclasses.replace(job, **replaced), target).total
+                freed = total - observe(dataclasses.replace(job, **replaced), target).total
             except JaxparError:  # this change is not legal for this job, so it is no way out
                 continue
             if freed > 0:

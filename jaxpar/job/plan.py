@@ -8,9 +8,10 @@ from typing import Any
 from jaxpar.errors import JaxparError, nearest, refuse
 from jaxpar.inspector.report import Report
 from jaxpar.job.build import resolve_loss, resolve_model
-from jaxpar.job.inspect import inspect
+from jaxpar.job.inspect import observe
 from jaxpar.job.schema import Job, MeshTable, dumps, loads
 from jaxpar.models.decoder import Decoder
+from jaxpar.plan.agreement import rank_correlation
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
@@ -33,11 +34,31 @@ class Verified:
     report: Report | None
     refusal: str = ""
 
+    @property
+    def fits(self) -> bool:
+        """Whether what was compiled fits."""
+        return self.report is not None and bool(self.report.fits)
+
+    @property
+    def seconds(self) -> float:
+        """Of the compiled program, replayed; 0 where there is none."""
+        return self.report.timeline.seconds if self.report is not None and self.report.timeline is not None else 0.0
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Predicted over compiled less 1: of seconds, and of bytes."""
+        if self.report is None or not self.seconds:
+            return 0.0, 0.0
+        return self.ranked.time.total / self.seconds - 1, self.ranked.memory.total / self.report.total - 1
+
     def to_dict(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
         found = {"layout": describe(self.ranked.candidate), "refusal": self.refusal}
-        if self.report is not None and self.report.timeline is not None:
-            found |= {"compiled_bytes": self.report.total, "replayed_seconds": self.report.timeline.seconds}
+        if self.report is not None and self.seconds:
+            predicted = {"seconds": self.ranked.time.total, "bytes": self.ranked.memory.total}
+            replayed = {"seconds": self.seconds, "exposed": self.report.timeline.exposed}  # type: ignore[union-attr]
+            causes = {share.cause: share.bytes for share in self.report.memory}
+            found |= {"predicted": predicted, "replayed": replayed, "compiled": {"bytes": self.report.total} | causes}
         return found
 
 
@@ -126,7 +147,7 @@ def verify(job: Job, plan: Plan, count: int) -> list[Verified]:
     found = []
     for ranked in plan.best[:count]:
         try:
-            report = inspect(planned(job, ranked.candidate, asked.shape), target)
+            report = observe(planned(job, ranked.candidate, asked.shape), target)
         except JaxparError as error:
             found.append(Verified(ranked=ranked, report=None, refusal=str(error.problems[0])))
         else:
@@ -138,15 +159,44 @@ def compared(verified: list[Verified]) -> str:
     """Returns predictions beside what was compiled, as lines."""
     lines = ["predicted (modelled) beside compiled (bytes) and replayed (seconds, modelled from the compiled program):"]
     for each in verified:
-        name, said = describe(each.ranked.candidate), each.report
+        name = describe(each.ranked.candidate)
         predicted = f"{show_seconds(each.ranked.time.total)}, {show_bytes(each.ranked.memory.total)}"
-        if said is None or said.timeline is None:
+        if each.report is None or not each.seconds:
             lines.append(f"  {name}: {predicted}; {each.refusal or 'no time'}")
             continue
-        seconds, needed = said.timeline.seconds, said.total
+        time, memory = each.errors
         lines.append(
-            f"  {name}: {predicted}; {show_seconds(seconds)} ({each.ranked.time.total / seconds - 1:+.0%}), "
-            f"{show_bytes(needed)} ({each.ranked.memory.total / needed - 1:+.0%})"
-            + ("" if said.fits else ", DOES NOT FIT")
+            f"  {name}: {predicted}; {show_seconds(each.seconds)} ({time:+.0%}), "
+            f"{show_bytes(each.report.total)} ({memory:+.0%})" + ("" if each.fits else ", DOES NOT FIT")
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_agreement(verified)])
+
+
+def agreement(verified: list[Verified]) -> dict[str, float]:
+    """Returns how well predictions agree with what was compiled; nothing of fewer than 3 layouts.
+
+    Both are modelled: the seconds of compiled programs are replayed, not measured.
+    """
+    both = [each for each in verified if each.seconds]
+    if len(both) < 3:
+        return {}
+    times, bytes_ = ([each.errors[i] for each in both] for i in (0, 1))
+    predicted = [each.ranked.time.total for each in both]
+    return {
+        "layouts": len(both),
+        "rank_correlation": rank_correlation(predicted, [each.seconds for each in both]),
+        "mean_error_seconds": sum(map(abs, times)) / len(both),
+        "mean_error_bytes": sum(map(abs, bytes_)) / len(both),
+        "largest_error_bytes": max(map(abs, bytes_)),
+    }
+
+
+def _agreement(verified: list[Verified]) -> list[str]:
+    found = agreement(verified)
+    if not found:
+        return []
+    return [
+        f"{found['layouts']} layouts: rank correlation of seconds {found['rank_correlation']:.2f} (Spearman), mean "
+        f"error {found['mean_error_seconds']:.0%}; of bytes {found['mean_error_bytes']:.0%}, at most "
+        f"{found['largest_error_bytes']:.0%}"
+    ]

@@ -55,14 +55,17 @@ class Memory:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def stage_parameters(shape: Shape, candidate: Candidate, stage: Literal["first", "last"]) -> Any:
+def stage_parameters(
+    shape: Shape, candidate: Candidate, stage: Literal["first", "last"], *, everywhere: bool = False
+) -> Any:
     """Returns the parameters on a device of a stage, before fsdp shards them.
 
     The tensor axis cuts matrices, and the biases of those it cuts by outputs; not norms, nor what is added to the
-    stream. The first stage has the embedding; the last, the head, and the embedding where that is tied to it.
+    stream. The first stage has the embedding; the last, the head, and the embedding where that is tied to it; or all
+    stages have both, `everywhere`.
     """
     blocks = candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
-    one = np.equal(candidate.pipe, 1)
+    one = np.equal(candidate.pipe, 1) | everywhere
     table = shape.vocab * shape.dim / candidate.tensor
     places = shape.learned * shape.seq * shape.dim
     norm = (1 + shape.biases) * shape.dim
@@ -71,9 +74,11 @@ def stage_parameters(shape: Shape, candidate: Candidate, stage: Literal["first",
     return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
 
 
-def static(shape: Shape, candidate: Candidate, recipe: Recipe, stage: Literal["first", "last"]) -> tuple[Any, Any, Any]:
+def static(
+    shape: Shape, candidate: Candidate, recipe: Recipe, stage: Literal["first", "last"], *, everywhere: bool = False
+) -> tuple[Any, Any, Any]:
     """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1."""
-    count = stage_parameters(shape, candidate, stage)
+    count = stage_parameters(shape, candidate, stage, everywhere=everywhere)
     shard = lambda zero: np.where(np.greater_equal(candidate.zero, zero), candidate.fsdp, 1)  # noqa: E731
     return (
         recipe.parameters * count / shard(3),
@@ -135,7 +140,7 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
     one = np.equal(candidate.pipe, 1)
     sides = []
     for stage, flying in zip(("first", "last"), in_flight(candidate), strict=True):
-        parameters, gradients, optimizer = static(shape, candidate, recipe, stage)
+        parameters, gradients, optimizer = static(shape, candidate, recipe, stage, everywhere=practice.everywhere)
         at_loss = np.where(one | (stage == "last"), logits, 0.0)
         sides.append(
             Memory(

@@ -52,6 +52,11 @@ class Practice:
     scatter: bool = False
     source: str
 
+    @property
+    def everywhere(self) -> bool:
+        """Whether every stage holds the embedding and the head, as in one program on all devices."""
+        return self.run == "barrier"
+
     def __post_init__(self):
         within(
             self,

@@ -53,7 +53,7 @@ class StepTime:
 
 def optimizer(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
     """Returns the seconds of the update: its bytes of memory, over the share of the parameters a device updates."""
-    held = stage_parameters(shape, candidate, "last")
+    held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
     return hardware.stream(practice.update * held / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1))
 
 
@@ -105,7 +105,7 @@ def sharding(shape: Shape, candidate: Candidate, hardware: Hardware, practice: P
     What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
     microbatch, beside the rest.
     """
-    held = stage_parameters(shape, candidate, "last")
+    held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
     each, once = traffic.gradients(held, candidate, hardware, practice)
     once = once + traffic.replicas(held, candidate, hardware, practice)
     last = compute / candidate.microbatches * 2 / 3
