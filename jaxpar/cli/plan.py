@@ -10,6 +10,9 @@ EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100 --verify 3
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --between 3GB --write planned.toml
+  $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --chip mine.toml
+
+mine.toml is what `jaxpar bench gemm --write mine.toml` and `jaxpar bench links --write mine.toml` measured.
 
 All of it is modelled; --verify compiles the first layouts and shows what XLA made of them beside it.
 Ends with status 1 where nothing fits.
@@ -26,8 +29,10 @@ def add(verbs) -> None:
     )
     add_job(verb)
     verb.add_argument("--devices", metavar="N", type=int, required=True, help="how many GPUs")
-    verb.add_argument("--chip", default="h100", help="which (default: h100)")
-    verb.add_argument("--per-node", metavar="N", type=int, default=8, help="GPUs that NVLink joins (default: 8)")
+    verb.add_argument(
+        "--chip", default="h100", help="a100, b200, h100, h200, or the file of a chip: mine.toml (default: h100)"
+    )
+    verb.add_argument("--per-node", metavar="N", type=int, help="GPUs that NVLink joins (default: 8, or the file's)")
     verb.add_argument(
         "--inside", metavar="BYTES", help="per second and GPU inside a node, one way, as collectives reach"
     )
@@ -48,7 +53,7 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the plan."""
     from jaxpar.errors import refuse
-    from jaxpar.job.plan import compared, overrides, planned, question, verify
+    from jaxpar.job.plan import compared, compiled_chip, overrides, planned, question, verify
     from jaxpar.job.schema import dumps, load
     from jaxpar.plan.page import page
     from jaxpar.plan.search import search
@@ -63,6 +68,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
         given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": args.attention},
     )  # fmt: skip
+    if args.verify:
+        compiled_chip(asked.hardware)
     plan = search(asked, top=args.top)
     print(page(plan))
     first = plan.best[0].candidate

@@ -10,10 +10,12 @@ from jaxpar.inspector.report import Report
 from jaxpar.job.build import resolve_loss, resolve_model
 from jaxpar.job.inspect import observe
 from jaxpar.job.schema import Job, MeshTable, dumps, loads
+from jaxpar.mesh.chips import CHIPS, find_chip
 from jaxpar.models.decoder import Decoder
 from jaxpar.plan.agreement import rank_correlation
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.hardware import HARDWARE, Hardware
+from jaxpar.plan.hardware_file import load_hardware
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.search import Plan, Question, Ranked, describe
 from jaxpar.plan.shape import Shape
@@ -78,36 +80,52 @@ def shape_of(job: Job) -> Shape:
     return dataclasses.replace(Shape.of(model.args[0]), seq=job.data.seq)
 
 
-def question(job: Job, *, devices: int, chip: str, per_node: int, given: Mapping[str, str | None]) -> Question:
+def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: Mapping[str, str | None]) -> Question:
     """Returns what is asked about a job.
 
     Args:
       job: Its model, sequence and global batch count; its mesh and layout do not.
       devices: How many.
-      chip: Which, one of `jaxpar.plan.hardware.HARDWARE`.
-      per_node: How many of them NVLink joins.
+      chip: Which, one of `jaxpar.plan.hardware.HARDWARE`, or a file as in `jaxpar.plan.hardware_file`.
+      per_node: How many of them NVLink joins; None is as many as in the chip's usual machine, or as the file says.
       given: Bytes, as texts such as 70GiB, that replace the hardware's: `inside` and `between` per second and device,
         `memory` of a device, and `attention`: fused is cuDNN's kernel, unfused what XLA compiles where that is not
         there; None leaves it.
 
     Raises:
-      JaxparError: If the model is no decoder, or a number is out of its range.
+      JaxparError: If the model is no decoder, the chip's constants are not known, or a number is out of its range.
     """
-    if chip not in HARDWARE:
-        raise refuse(f"--chip {chip}", rule="a chip whose constants are known", fix=nearest(chip, HARDWARE))
-    known = HARDWARE[chip]
-    links = {
-        key: dataclasses.replace(getattr(known, key), bandwidth=float(parse_bytes(text)))
-        for key in ("inside", "between")
-        if (text := given.get(key))
-    }
+    rates = {key: float(parse_bytes(text)) for key in ("inside", "between") if (text := given.get(key))}
+    known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
+    links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
     return Question(
         shape=shape_of(job),
         devices=devices,
         rows=job.train.global_batch,
-        hardware=dataclasses.replace(known, per_node=per_node, **links),
+        hardware=dataclasses.replace(known, **links),
         practice=JAXPAR_FUSED if given.get("attention") == "fused" else JAXPAR,
         memory=parse_bytes(given.get("memory") or 0),
+    )
+
+
+def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> Hardware:
+    """Returns the machines of a chip that is known, or of a file."""
+    if chip in HARDWARE:
+        return HARDWARE[chip] if per_node is None else dataclasses.replace(HARDWARE[chip], per_node=per_node)
+    if chip.endswith(".toml"):
+        found = load_hardware(chip, devices=devices, per_node=per_node or 0, between=between)
+        return found if per_node is None else dataclasses.replace(found, per_node=per_node)
+    if chip in {each.key for each in CHIPS}:
+        file = f"{chip}.toml"
+        raise refuse(
+            f"--chip {chip}, whose links and share of the peak nobody measured",
+            rule=f"chips with known constants are {', '.join(sorted(HARDWARE))}; others come with a file of their own",
+            fix=f"on one: jaxpar bench gemm --write {file}; jaxpar bench links --write {file}; then --chip {file}",
+        )
+    raise refuse(
+        f"--chip {chip}",
+        rule="a chip whose constants are known, or a .toml file of jaxpar bench links and gemm",
+        fix=nearest(chip, HARDWARE),
     )
 
 
@@ -140,10 +158,14 @@ def planned(job: Job, candidate: Candidate, shape: Shape) -> Job:
 
 
 def verify(job: Job, plan: Plan, count: int) -> list[Verified]:
-    """Compiles the first layouts of a plan for the GPUs it is for."""
+    """Compiles the first layouts of a plan for the GPUs it is for.
+
+    Raises:
+      JaxparError: If XLA can't compile for them.
+    """
     asked = plan.question
-    nodes = -(-asked.devices // asked.hardware.per_node)
-    target = f"{asked.hardware.chip.key}:{nodes}x{min(asked.hardware.per_node, asked.devices)}"
+    nodes, chip = -(-asked.devices // asked.hardware.per_node), compiled_chip(asked.hardware)
+    target = f"{chip}:{nodes}x{min(asked.hardware.per_node, asked.devices)}"
     found = []
     for ranked in plan.best[:count]:
         try:
@@ -153,6 +175,22 @@ def verify(job: Job, plan: Plan, count: int) -> list[Verified]:
         else:
             found.append(Verified(ranked=ranked, report=report))
     return found
+
+
+def compiled_chip(hardware: Hardware) -> str:
+    """Returns what a target calls the chip; that of a user's own file goes by its name, not by the file's.
+
+    Raises:
+      JaxparError: If XLA can't compile for it where it is not there.
+    """
+    chip = find_chip(hardware.chip.name)
+    if chip is None or chip.gpu is None:
+        raise refuse(
+            f"--verify for {hardware.chip.name}",
+            rule=f"chips to compile for are {', '.join(each.key for each in CHIPS if each.gpu)}",
+            fix="leave --verify out",
+        )
+    return chip.key
 
 
 def compared(verified: list[Verified]) -> str:

@@ -1,4 +1,5 @@
 """A chip of the user's own, in TOML, to plan for.
+The file may also have [gemm] and [links], what was measured on the chip: `plan/hardware_file.py` reads them.
 
 [chip]
 name = "Acme One"
@@ -31,19 +32,20 @@ _RATES = {  # lowest and highest that can be meant, and the unit: a number witho
 _WORDS = ("name", "source")
 _LEFT_OUT = ("network", "domain")
 KEYS = (*_WORDS, "memory", *_RATES, "domain")
+MEASURED = ("gemm", "links")  # tables of the same file that are others'
 
 
 def load_chip(path: str | Path) -> Chip:
     """Returns the chip of a TOML file; its key is the name of the file.
 
     Args:
-      path: A file with one table `[chip]`, as above.
+      path: A file with a table `[chip]`, as above.
 
     Raises:
       JaxparError: If it cannot be read, or with everything that is wrong in the table at once.
     """
     path = Path(path)
-    table = _table(path)
+    table = tables(path)["chip"]
     problems = [
         Problem(f"chip.{key} in {path}", f"[chip] has the keys {', '.join(KEYS)}", nearest(key, KEYS))
         for key in table
@@ -64,7 +66,12 @@ def load_chip(path: str | Path) -> Chip:
     return Chip(key=path.stem.lower(), matches="", **found)
 
 
-def _table(path: Path) -> dict[str, Any]:
+def tables(path: Path) -> dict[str, Any]:
+    """Returns what is in a chip's file: a table `chip`, and those of `MEASURED` that are there.
+
+    Raises:
+      JaxparError: If it cannot be read, is no TOML, or has other tables.
+    """
     example = "[chip] with " + ", ".join(KEYS)
     rule, fix = "a chip is a TOML file", f"a file with {example}"
     try:
@@ -75,11 +82,12 @@ def _table(path: Path) -> dict[str, Any]:
         raise refuse(
             f"{path} is no TOML: {error}", rule="a chip is a TOML file", fix=f"a file with {example}"
         ) from error
-    others = [key for key in read if key != "chip"]
+    others = [key for key in read if key != "chip" and key not in MEASURED]
     if others or not isinstance(read.get("chip"), dict):
         got = f"{others[0]} outside of [chip] in {path}" if others else f"no table [chip] in {path}"
-        raise refuse(got, rule="a chip's file has one table, [chip]", fix=example)
-    return read["chip"]
+        measured = ", ".join(f"[{name}]" for name in MEASURED)
+        raise refuse(got, rule=f"a chip's file has a table [chip], and {measured} once measured", fix=example)
+    return read
 
 
 def _value(key: str, value: Any) -> Any:

@@ -5,6 +5,11 @@
 
 `half` is a product's fixed cost in FLOP: launch, the first tiles to arrive, the last wave of blocks that leaves
 processors idle. One set of constants holds for all runs on a family of chips; each says where it comes from.
+
+Runs on A100 and H100 were there to fit. An H200 is an H100 with other memory, and a B200 comes in the same machine one
+generation later: both take the H100's shares and say "assumed". Of the other chips in the table there is none to
+assume: a GH200's or an RTX card's links are the machine's own, and a TPU's torus is not nodes with NICs. They are
+planned for with a file of measurements, `plan/hardware_file.py`.
 """
 
 from collections.abc import Mapping
@@ -118,32 +123,61 @@ def _chip(key: str) -> Chip:
     return chip
 
 
+def _as_on(known: Hardware, key: str) -> Hardware:
+    """Returns nodes of another chip that reaches the same shares of its own sheet; products' fixed cost lasts as long.
+
+    Args:
+      known: What its constants were fitted on.
+      key: A chip whose sheet says what joins it to others.
+    """
+    chip, sheet = _chip(key), known.chip
+    if chip.domain is None or chip.network is None or sheet.network is None:
+        raise refuse(f"chip {key!r}", rule="its sheet says what joins it to others", fix="a file of measurements")
+    link = lambda link, mine, its: replace(link, bandwidth=link.bandwidth * (mine / its))  # noqa: E731
+    half = known.gemm.half * (chip.bf16_flops / sheet.bf16_flops)
+    return replace(
+        known, chip=chip, per_node=chip.domain,
+        inside=link(known.inside, chip.nvlink, sheet.nvlink),
+        between=link(known.between, chip.network, sheet.network),
+        gemm=replace(known.gemm, half=half, source=f"assumed as on {sheet.key.upper()}; {known.gemm.source}"),
+        source=f"assumed as on {sheet.key.upper()}; {known.source}",
+    )  # fmt: skip
+
+
+STREAMING, FAR = 0.85, 10e-6  # share of the memory's bandwidth, seconds to another node: assumed for every chip
 _LINKS = (
-    'NVLink .8 of the sheet on A100, .82 on H100: "protocol overhead (~20%)", 370 of 450 GB/s '
-    "(NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); latencies and .85 of the memory's bandwidth "
-    "assumed"
+    'shares of the sheet seen in nccl-tests; NVLink .8 on A100, .82 on H100: "protocol overhead (~20%)", 370 of 450 '
+    "GB/s (NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); latencies and .85 of the memory's "
+    "bandwidth assumed"
 )
 _CURVE = "half: Calculon's steps for A100, .95, .9 and .6 of the peak from 128, 16 and 1 GFLOP on, drawn as a curve"
-HARDWARE: Mapping[str, Hardware] = {
+_FITTED: Mapping[str, Hardware] = {
     "a100": Hardware(
         chip=_chip("a100"), per_node=8,
-        inside=Link(latency=3e-6, bandwidth=0.8 * 300e9), between=Link(latency=10e-6, bandwidth=0.92 * 25e9),
+        inside=Link(latency=3e-6, bandwidth=0.8 * 300e9), between=Link(latency=FAR, bandwidth=0.92 * 25e9),
         gemm=Gemm(
             top=0.765, half=2.4e9,
-            source=f"top: fitted on Megatron-LM 22B with full recomputation, 8 A100, 1.42 s a step; {_CURVE}",
+            source="fitted to one run of Megatron-LM; top: 22B with full recomputation, 8 A100, 1.42 s a step; "
+            f"{_CURVE}",
         ),
-        streaming=0.85, launch=10e-6, source=_LINKS,
+        streaming=STREAMING, launch=10e-6, source=_LINKS,
     ),
     "h100": Hardware(
         chip=_chip("h100"), per_node=8,
-        inside=Link(latency=3e-6, bandwidth=0.82 * 450e9), between=Link(latency=10e-6, bandwidth=0.92 * 50e9),
+        inside=Link(latency=3e-6, bandwidth=0.82 * 450e9), between=Link(latency=FAR, bandwidth=0.92 * 50e9),
         gemm=Gemm(
             top=0.66, half=7.6e9,
-            source=f"top: fitted on MaxText Llama 2 70B, 64 H100, 7.908 s a step; {_CURVE}, as long on this chip",
+            source="fitted to one run of MaxText; top: Llama 2 70B, 64 H100, 7.908 s a step; "
+            f"{_CURVE}, as long on this chip",
         ),
-        streaming=0.85, launch=10e-6, source=_LINKS,
+        streaming=STREAMING, launch=10e-6, source=_LINKS,
     ),
 }  # fmt: skip
+HARDWARE: Mapping[str, Hardware] = {
+    **_FITTED,
+    "h200": _as_on(_FITTED["h100"], "h200"),
+    "b200": _as_on(_FITTED["h100"], "b200"),
+}
 
 
 def capped(hardware: Hardware, *, peak: float, bandwidth: float, source: str) -> Hardware:

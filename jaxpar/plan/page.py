@@ -19,12 +19,13 @@ def _head(plan: Plan) -> str:
     nodes = -(-asked.devices // hardware.per_node)
     size = show_count(shape.parameters).replace("G", "B")
     inside, between = (f"{link.bandwidth / 1e9:.3g}" for link in (hardware.inside, hardware.between))
+    far = f" inside a node and {between} between nodes" if nodes > 1 else ""
     return (
         f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} nodes of {hardware.per_node}; "
         f"{asked.rows} rows of {shape.seq:,} tokens per step\n"
         f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)}; all numbers are "
-        f"modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU "
-        f"inside a node and {between} between nodes"
+        f"modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per "
+        f"GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}"
     )
 
 
