@@ -10,6 +10,7 @@ EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100 --verify 3
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --between 3GB --write planned.toml
+  $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --advise
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --chip mine.toml
 
 mine.toml is what `jaxpar bench gemm --write mine.toml` and `jaxpar bench links --write mine.toml` measured.
@@ -34,9 +35,9 @@ def add(verbs) -> None:
     )
     verb.add_argument("--per-node", metavar="N", type=int, help="GPUs that NVLink joins (default: 8, or the file's)")
     verb.add_argument(
-        "--inside", metavar="BYTES", help="per second and GPU inside a node, one way, as collectives reach"
+        "--inside", metavar="BYTES", help="per second and GPU inside a node, one way, as collectives reach: 300GB"
     )
-    verb.add_argument("--between", metavar="BYTES", help="the same between nodes, of one GPU's NIC")
+    verb.add_argument("--between", metavar="BYTES", help="the same between nodes, of one GPU's NIC: 3GB, 10Gb/s")
     verb.add_argument("--memory", metavar="BYTES", help="of a GPU, that a program may use: 70GiB")
     verb.add_argument(
         "--attention",
@@ -46,6 +47,7 @@ def add(verbs) -> None:
     )
     verb.add_argument("--top", metavar="N", type=int, default=10, help="layouts to show (default: 10)")
     verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N, and compare")
+    verb.add_argument("--advise", action="store_true", help="also what the published rules of thumb say, and the gap")
     verb.add_argument("--write", metavar="FILE", help="write the job with the first layout")
     verb.set_defaults(run=run)
 
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.errors import refuse
     from jaxpar.job.plan import compared, compiled_chip, overrides, planned, question, verify
     from jaxpar.job.schema import dumps, load
+    from jaxpar.plan.advice import advise
     from jaxpar.plan.page import page
     from jaxpar.plan.search import search
 
@@ -76,6 +79,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     words = overrides(first, asked.shape)
     print("\nTrain it so:\n  jaxpar train " + " ".join([args.job, *args.overrides, *words]))
     result: dict[str, Any] = plan.to_dict()
+    if args.advise:
+        advice = advise(plan)
+        print(f"\n{advice}")
+        result["advice"] = advice.to_dict()
     if args.verify:
         checked = verify(job, plan, args.verify)
         print("\n" + compared(checked))
