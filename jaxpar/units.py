@@ -2,7 +2,7 @@
 
 import re
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ("B", "kB", "MB", "GB", "TB")
@@ -34,6 +34,25 @@ def parse_bytes(text: str | int) -> int:
     if not match or (match[2] or "B") not in scale:
         raise refuse(f"{text!r} is no size", rule=f"a number and one of {', '.join(scale)}", fix='write it as "64 MiB"')
     return int(float(match[1]) * scale[match[2] or "B"])
+
+
+def parse_rate(text: str) -> float:
+    """Returns the bytes per second that a text such as `12GB/s`, `12GB` or, in bits, `10Gb/s` says.
+
+    Raises:
+      JaxparError: If the text is no bandwidth.
+
+    >>> parse_rate("10Gb/s")
+    1250000000.0
+    """
+    bits = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(?:b|bit)(?:/s|ps)\s*", text)
+    if bits:
+        return float(bits[1]) * 1000.0 ** " kMGT".index(bits[2] or " ") / 8
+    try:
+        return float(parse_bytes(text.strip().removesuffix("/s")))
+    except JaxparError as error:
+        rule = "bytes per second, B, or bits per second, b, with k, M, G or T before it"
+        raise refuse(f"{text!r} is no bandwidth", rule=rule, fix="12GB/s, or 10Gb/s") from error
 
 
 def show_count(count: float) -> str:

@@ -67,8 +67,8 @@ def test_seconds_of_vgg_as_published(chains):
     assert found.why == ("2 stages: the fewest that are within 0.05 of the least, 44.2 ms; 1 would take 17.5% more")
     assert str(found).splitlines()[:3] == [
         "15-1 on 16 at 1.25 GB/s: 44.2 ms a minibatch, 1.17 x as fast as data parallel (51.9 ms); modelled",
-        "  stage  layers          replicas  computes  agrees   sends    depth  versions  memory",
-        "  0      node1..node32   15        44.2 ms   5.86 ms  20.6 ms  1      2         27.55 GiB",
+        "  stage  layers          replicas  computes  agrees   sends    depth  versions  memory     limited by",
+        "  0      node1..node32   15        44.2 ms   5.86 ms  20.6 ms  1      2         27.55 GiB  computes",
     ]
 
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli import bench, check, checkpoint, doctor, inspect, launch, plan, sample, schedule, train
+from jaxpar.cli import bench, check, checkpoint, doctor, inspect, launch, partition, plan, sample, schedule, train
 from jaxpar.errors import JaxparError, refuse
 
-VERBS = (train, launch, check, inspect, plan, schedule, sample, checkpoint, bench, doctor)
+VERBS = (train, launch, check, inspect, plan, partition, schedule, sample, checkpoint, bench, doctor)
 
 
 def main(argv: list[str] | None = None) -> int:

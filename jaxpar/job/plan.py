@@ -19,7 +19,7 @@ from jaxpar.plan.hardware_file import load_hardware
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.search import Plan, Question, Ranked, describe
 from jaxpar.plan.shape import Shape
-from jaxpar.units import parse_bytes, show_bytes, show_seconds
+from jaxpar.units import parse_bytes, parse_rate, show_bytes, show_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +88,14 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
       devices: How many.
       chip: Which, one of `jaxpar.plan.hardware.HARDWARE`, or a file as in `jaxpar.plan.hardware_file`.
       per_node: How many of them NVLink joins; None is as many as in the chip's usual machine, or as the file says.
-      given: Bytes, as texts such as 70GiB, that replace the hardware's: `inside` and `between` per second and device,
-        `memory` of a device, and `attention`: fused is cuDNN's kernel, unfused what XLA compiles where that is not
-        there; None leaves it.
+      given: Texts that replace the hardware's: `inside` and `between`, bytes or bits per second and device, as 3GB or
+        10Gb/s; `memory` of a device, as 70GiB; and `attention`: fused is cuDNN's kernel, unfused what XLA compiles
+        where that is not there; None leaves it.
 
     Raises:
       JaxparError: If the model is no decoder, the chip's constants are not known, or a number is out of its range.
     """
-    rates = {key: float(parse_bytes(text)) for key in ("inside", "between") if (text := given.get(key))}
+    rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key))}
     known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
     links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
     return Question(

@@ -54,10 +54,12 @@ class Chain:
         """Returns the chain for so many times the minibatch, if time and activations grow with it (modelled).
 
         Raises:
-          JaxparError: If the factor is not positive.
+          JaxparError: If the factor is not positive, or not finite.
         """
-        if not factor > 0:
-            raise refuse(f"{factor!r} times the minibatch", rule="a factor is above 0", fix="0.5 for half of it")
+        if not (factor > 0 and isfinite(factor)):
+            raise refuse(
+                f"{factor!r} times the minibatch", rule="a factor is above 0, and finite", fix="0.5 for half of it"
+            )
         seconds, activations, crossing = (
             tuple(factor * number for number in numbers) for numbers in (self.seconds, self.activations, self.crossing)
         )

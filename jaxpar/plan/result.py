@@ -1,13 +1,19 @@
 """What the partitioner answers: the plan, what limits it, and why not a simpler one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from typing import Any
 
 from jaxpar.plan.objective import Objective
 from jaxpar.plan.stages import Part, Stage, name
 from jaxpar.plan.topology import Level, devices
 from jaxpar.units import show_bytes, show_seconds
+
+HEADINGS = (
+    *("stage", "layers", "replicas", "computes", "agrees", "sends"),
+    *("depth", "versions", "memory", "limited by"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +49,7 @@ class Partition:
     @property
     def seconds(self) -> float:
         """What it takes."""
-        return max(max(stage.seconds, stage.sends) for stage in self.stages)
+        return max(stage.takes for stage in self.stages)
 
     @property
     def speedup(self) -> float:
@@ -58,13 +64,12 @@ class Partition:
     @property
     def limit(self) -> str:
         """What would have to be faster for all to be."""
-        number = max(range(len(self.stages)), key=lambda at: max(self.stages[at].seconds, self.stages[at].sends))
+        number = max(range(len(self.stages)), key=lambda at: self.stages[at].takes)
         stage = self.stages[number]
-        if stage.sends > stage.seconds:
+        if stage.limit == "sends":
             return f"what stage {number} sends to stage {number + 1}: {show_seconds(stage.sends)}"
-        what = max(stage.terms, key=lambda term: stage.terms[term])
-        took, of = show_seconds(stage.terms[what]), show_seconds(stage.seconds)
-        return f"stage {number}, which {what}: {took}" + (f" of {of}" if of != took else "")
+        took, of = show_seconds(stage.terms[stage.limit]), show_seconds(stage.seconds)
+        return f"stage {number}, which {stage.limit}: {took}" + (f" of {of}" if of != took else "")
 
     @property
     def why(self) -> str:
@@ -80,9 +85,23 @@ class Partition:
             + (gain if self.seconds > self.least * (1 + 1e-9) else "")
         )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it; seconds per minibatch, and bytes."""
+        stages = [
+            asdict(stage) | {"takes": stage.takes, "limit": stage.limit, "memory": stage.memory}
+            for stage in self.stages
+        ]
+        own = {key: getattr(self, key) for key in ("name", "seconds", "data_parallel", "speedup", "noam", "limit")}
+        said = {"why": self.why, "ruled_out": self.ruled_out, "how": "modelled"}
+        levels = [{"size": level.size, **asdict(level.link)} for level in self.tree]
+        objective = {key: value if value != inf else None for key, value in asdict(self.objective).items()}
+        return own | {"stages": stages, "levels": levels, "objective": objective} | said
+
     def __str__(self) -> str:
         many = " x ".join(f"{level.size} at {level.link.bandwidth / 1e9:.4g} GB/s" for level in self.tree)
-        rows = [("stage", "layers", "replicas", "computes", "agrees", "sends", "depth", "versions", "memory")]
+        rows = [
+            ("stage", "layers", "replicas", "computes", "agrees", "sends", "depth", "versions", "memory", "limited by")
+        ]
         rows += [_row(number, stage) for number, stage in enumerate(self.stages)]
         memory = f", {show_bytes(self.objective.memory)} per device" if isfinite(self.objective.memory) else ""
         lines = [
@@ -108,6 +127,7 @@ def _row(number: int, stage: Stage) -> tuple[str, ...]:
         *(str(number), names, str(stage.replicas), show_seconds(stage.computes), agrees),
         *(show_seconds(stage.sends) if stage.sends else "-", str(stage.depth), str(stage.versions)),
         show_bytes(stage.memory),
+        stage.limit.replace(" on its weights", ""),
     )
 
 

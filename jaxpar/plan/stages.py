@@ -87,6 +87,16 @@ class Stage:
             f"agrees on its weights{where}": seconds for where, seconds in zip(over, self.agrees, strict=True)
         }
 
+    @property
+    def takes(self) -> float:
+        """Seconds until it is done with a minibatch and has handed it on: both go on at the same time."""
+        return max(self.seconds, self.sends)
+
+    @property
+    def limit(self) -> str:
+        """What would have to be faster for it to be: sends, or a key of `terms`."""
+        return "sends" if self.sends > self.seconds else max(self.terms, key=lambda term: self.terms[term])
+
 
 def priced(parts: Sequence[Part], chain: Chain, tree: Sequence[Level], objective: Objective) -> tuple[Stage, ...]:
     """Returns the stages of a plan, in their order, with their costs."""

@@ -3,12 +3,13 @@
 ((8, 12e9), (4, Link(latency=2e-5, bandwidth=1.25e9)))      4 servers, each of 8 GPUs
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.plan.links import Link
+from jaxpar.units import parse_rate
 
 Topology = Sequence[tuple[int, Link | float]]
 EXAMPLE = "((8, 12e9), (4, 1.25e9)): 4 servers of 8 GPUs, 1.25e9 bytes/s (10 Gb/s) between servers"
@@ -45,6 +46,30 @@ def levels(topology: Topology) -> tuple[Level, ...]:
         problems += wrong
         if not wrong:
             found.append(Level(size, link if isinstance(link, Link) else Link(latency=0.0, bandwidth=float(link))))
+    if problems:
+        raise JaxparError(*problems)
+    return tuple(found)
+
+
+def parse(words: Iterable[str]) -> Topology:
+    """Returns the topology that words such as `4@12GB/s`, innermost level first, say.
+
+    Raises:
+      JaxparError: With every word that says none.
+
+    >>> parse(["8@12GB/s", "4@10Gb/s"])
+    ((8, 12000000000.0), (4, 1250000000.0))
+    """
+    found, problems = [], []
+    for word in words:
+        size, _, rate = word.partition("@")
+        try:
+            if not size.isdecimal() or not rate:
+                rule = "a level is SIZE@BANDWIDTH: its parts, and bytes or bits per second of each, one way"
+                raise refuse(f"level {word!r}", rule=rule, fix="8@12GB/s 4@10Gb/s: 4 servers of 8 GPUs")
+            found.append((int(size), parse_rate(rate)))
+        except JaxparError as error:
+            problems += error.problems
     if problems:
         raise JaxparError(*problems)
     return tuple(found)
