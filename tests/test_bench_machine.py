@@ -34,9 +34,7 @@ def test_simulated_devices_have_no_speed_and_no_file(name, tmp_path, capsys):
     assert not file.exists()
 
 
-def test_write_belongs_to_the_benches_of_the_machine(capsys):
-    assert main(["bench", "planner", "--write", "mine.toml"]) == 1
-    assert "links and gemm fill in a chip's file" in capsys.readouterr().err
+def test_no_rounds_are_refused(capsys):
     assert main(["bench", "links", "--rounds", "0"]) == 1
     assert "--rounds 0" in capsys.readouterr().err
 

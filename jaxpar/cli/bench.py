@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from jaxpar.cli.options import add_json, prefer_huge_pages
+from jaxpar.cli.options import add_job, add_json, prefer_huge_pages
 
 EXAMPLE = """\
   $ jaxpar bench overhead
@@ -18,6 +18,11 @@ EXAMPLE = """\
   which share of its peak this machine's GPU reaches in bf16 products, for `jaxpar plan JOB --chip mine.toml`
   $ jaxpar bench links --write mine.toml
   latency and bandwidth that collectives reach between this machine's GPUs; started on several, between machines too
+  $ jaxpar bench layers configs/digits.toml --write digits.graph.txt
+  forward and backward time, activations and parameters of each layer of a job's model, on one device of this machine,
+  for a minibatch of train.global_batch rows; the file is a profile for `jaxpar partition`
+
+The first four end with status 1 where a bound does not hold.
 """
 
 
@@ -25,75 +30,100 @@ def add(verbs) -> None:
     """Adds the verb."""
     verb = verbs.add_parser(
         "bench",
-        help="measure jaxpar itself, or this machine for the planner",
+        help="measure jaxpar itself, this machine for the planner, or the layers of a job's model",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("name", choices=list(BENCHES), help="what to measure")
-    verb.add_argument(
-        "--rounds",
-        type=int,
-        help="interleaved pairs per layout of overhead (default 60), of links and gemm (default 20)",
-    )
-    verb.add_argument("--timeout", type=float, default=30.0, help="run.timeout of faults, in seconds (default 30)")
-    verb.add_argument("--write", default="", metavar="FILE.toml", help="the chip's file that links and gemm fill in")
-    verb.add_argument("--per-node", type=int, default=0, help="GPUs of a machine for links (default: of a process)")
-    add_json(verb)
-    verb.set_defaults(run=run)
+    names = "overhead|pipeline|faults|planner|gemm|links|layers"
+    inner = verb.add_subparsers(dest="name", metavar=names, required=True)
+
+    def add_one(name: str, meaning: str, function: Any) -> argparse.ArgumentParser:
+        one = inner.add_parser(name, help=meaning, description=meaning)
+        one.set_defaults(run=function)
+        return one
+
+    one = add_one("overhead", "the step beside a hand-written one", overhead)
+    one.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout (default 60)")
+    add_json(one)
+    add_json(add_one("pipeline", "memory of a pipelined step, by schedule and microbatches", pipeline))
+    one = add_one("faults", "seconds until all processes have noticed what befell one", faults)
+    one.add_argument("--timeout", type=float, default=30.0, help="run.timeout, in seconds (default 30)")
+    add_json(one)
+    add_json(add_one("planner", "predicted step times beside published ones", planner))
+    for name, meaning, function in (
+        ("gemm", "the share of its peak that a GPU reaches in bf16 products", gemm),
+        ("links", "latency and bandwidth that collectives reach between GPUs", links),
+    ):
+        one = add_one(name, meaning, function)
+        one.add_argument("--write", default="", metavar="FILE.toml", help="the chip's file that this fills in")
+        one.add_argument("--rounds", type=int, default=20, help="times per size (default 20)")
+        add_json(one)
+    one.add_argument("--per-node", type=int, default=0, help="GPUs of a machine (default: of a process)")
+    one = add_one("layers", "time, activations and parameters of each layer of a job's model", layers)
+    add_job(one)
+    one.add_argument("--write", metavar="FILE", help="write them as PipeDream's profiler does")
 
 
-def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the table; the status says whether the bounds held."""
-    from jaxpar.errors import refuse
+def overhead(args: argparse.Namespace) -> tuple[Any, int]:
+    """Measures a step beside its hand-written twin."""
+    from jaxpar.bench.overhead import overhead
 
-    if args.write and args.name not in MEASURED:
-        raise refuse(f"bench {args.name} --write", rule="links and gemm fill in a chip's file", fix="--json FILE")
-    if args.rounds is not None and args.rounds < 1:
-        raise refuse(f"--rounds {args.rounds}", rule="at least one", fix="--rounds 20")
-    if args.name not in (*MEASURED, "planner"):
-        prefer_huge_pages()
-    result = BENCHES[args.name](args)
+    prefer_huge_pages()
+    return _held(overhead(rounds=_rounds(args)))
+
+
+def pipeline(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compiles pipelined steps, for their memory."""
+    from jaxpar.bench.pipeline import pipeline
+
+    prefer_huge_pages()
+    return _held(pipeline())
+
+
+def faults(args: argparse.Namespace) -> tuple[Any, int]:
+    """Makes every fault happen, and takes the time."""
+    from jaxpar.bench.faults import faults
+
+    prefer_huge_pages()
+    return _held(faults(timeout=args.timeout))
+
+
+def planner(args: argparse.Namespace) -> tuple[Any, int]:
+    """Predicts published runs."""
+    from jaxpar.bench.planner import planner
+
+    return _held(planner())
+
+
+def gemm(args: argparse.Namespace) -> tuple[Any, int]:
+    """Times products."""
+    from jaxpar.bench.gemm import gemm
+
+    return _held(gemm(write=args.write, rounds=_rounds(args)))
+
+
+def links(args: argparse.Namespace) -> tuple[Any, int]:
+    """Times collectives."""
+    from jaxpar.bench.links import links
+
+    return _held(links(write=args.write, per_node=args.per_node, rounds=_rounds(args)))
+
+
+def layers(args: argparse.Namespace) -> tuple[Any, int]:
+    """Times the layers of a job's model."""
+    from jaxpar.job.layers import measured
+    from jaxpar.job.schema import load
+
+    return measured(load(args.job, args.overrides, allow_import=args.allow_import), args.write), 0
+
+
+def _held(result: dict[str, Any]) -> tuple[Any, int]:
     return result, 0 if result["holds"] else 1
 
 
-def _overhead(args: argparse.Namespace) -> dict[str, Any]:
-    from jaxpar.bench.overhead import overhead
+def _rounds(args: argparse.Namespace) -> int:
+    from jaxpar.errors import refuse
 
-    return overhead(rounds=args.rounds or 60)
-
-
-def _pipeline(args: argparse.Namespace) -> dict[str, Any]:
-    from jaxpar.bench.pipeline import pipeline
-
-    return pipeline()
-
-
-def _faults(args: argparse.Namespace) -> dict[str, Any]:
-    from jaxpar.bench.faults import faults
-
-    return faults(timeout=args.timeout)
-
-
-def _planner(args: argparse.Namespace) -> dict[str, Any]:
-    from jaxpar.bench.planner import planner
-
-    return planner()
-
-
-def _links(args: argparse.Namespace) -> dict[str, Any]:
-    from jaxpar.bench.links import links
-
-    return links(write=args.write, per_node=args.per_node, rounds=args.rounds or 20)
-
-
-def _gemm(args: argparse.Namespace) -> dict[str, Any]:
-    from jaxpar.bench.gemm import gemm
-
-    return gemm(write=args.write, rounds=args.rounds or 20)
-
-
-BENCHES = {
-    "overhead": _overhead, "pipeline": _pipeline, "faults": _faults, "planner": _planner, "links": _links,
-    "gemm": _gemm,
-}  # fmt: skip
-MEASURED = ("links", "gemm")  # on the devices that are there, never on simulated ones
+    if args.rounds < 1:
+        raise refuse(f"--rounds {args.rounds}", rule="at least one", fix="--rounds 20")
+    return args.rounds

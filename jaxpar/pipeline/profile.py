@@ -88,6 +88,24 @@ def load(path: str | Path) -> Profile:
     return Profile(tuple(nodes[name] for name in _in_order(list(nodes), edges, path)), tuple(edges))
 
 
+def dumps(profile: Profile) -> str:
+    """Returns a profile as text, which `load` reads back: times to a nanosecond, bytes exactly.
+
+    Raises:
+      JaxparError: If a layer's words would end its column.
+    """
+    for node in profile.nodes:
+        if " -- " in node.layer or not node.layer.isprintable() or node.layer != node.layer.strip():
+            raise refuse(f"layer {node.layer!r}", rule="what a layer is stands on one line, without --", fix="Block 0")
+    lines = [
+        f"{node.name} -- {node.layer} -- forward_compute_time={node.forward:.6f}, "
+        f"backward_compute_time={node.backward:.6f}, activation_size={node.activations:.1f}, "
+        f"parameter_size={node.parameters:.1f}"
+        for node in profile.nodes
+    ]
+    return "\n".join([*lines, *(f"\t{before} -- {after}" for before, after in profile.edges)]) + "\n"
+
+
 def _node(name: str, layer: str, costs: re.Match) -> Node:
     forward, backward, outputs, parameters = costs.groups()
     computes = not layer.startswith("Input")

@@ -1,0 +1,110 @@
+"""A model on one device in the pieces that a pipeline cuts it into, each of which can be run alone.
+
+embed ──► block, of which one stands for all ──► head and loss
+
+`train.cutting` makes the same cut for stages on a mesh.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import refuse
+from jaxpar.models.remat import remat
+from jaxpar.models.stack import cut, reached
+from jaxpar.parallel.compose import as_blueprint
+from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
+from jaxpar.sharding.rules import name_stacks
+from jaxpar.train.losses import as_sums
+from jaxpar.train.numerics import PRECISIONS, Numerics
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """A model and its loss in pieces; `known` is (rest of the model's state, batch).
+
+    Attributes:
+      blueprint: The model.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      compute: How it computes.
+      count: Layers of its stack.
+      stacked: Paths of the parameters with a leading dim of layers.
+    """
+
+    blueprint: Blueprint
+    loss: Callable
+    compute: Compute
+    count: int
+    stacked: frozenset[str]
+
+    @staticmethod
+    def of(model: Any, loss: Callable, numerics: Numerics) -> "Pieces":
+        """Returns the pieces of what `compose` takes as a model.
+
+        Raises:
+          JaxparError: If it has no stack of equal layers, or several.
+        """
+        blueprint = as_blueprint(model)
+        leaves = name_stacks(blueprint.leaves)
+        stacked = {path: leaf for path, leaf in leaves.items() if leaf.names and leaf.names[0] == "layers"}
+        counts = {leaf.shape[0] for leaf in stacked.values()}
+        if len(counts) != 1:
+            raise refuse(
+                f"{blueprint.name} has {len(counts)} stacks of layers",
+                rule="layers are measured where a model has one stack of equal ones, between an embedding and a head",
+                fix="parameters stacked along a dim 0 named layers, as Decoder and ViT have them",
+            )
+        compute = Compute(train=True, dtype=PRECISIONS[numerics.precision], remat=numerics.remat)
+        return Pieces(blueprint, loss, compute, counts.pop(), frozenset(stacked))
+
+    def arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Returns parameters outside of the stack, and those of one layer: numbers of a usual size, as time has it."""
+        found = {path: jnp.full(self._shape(path), 0.02, leaf.dtype) for path, leaf in self.blueprint.leaves.items()}
+        shared = {path: value for path, value in found.items() if path not in self.stacked}
+        return shared, {path: found[path] for path in self.stacked}
+
+    def _shape(self, path: str) -> tuple[int, ...]:
+        shape = self.blueprint.leaves[path].shape
+        return (1, *shape[1:]) if path in self.stacked else shape
+
+    def _called(self, params: Mapping[str, Any], known: Tree) -> Callable[[], Any]:
+        rest, batch = known
+        leaves = {
+            path: params[path] if path in params else jnp.zeros(self._shape(path), leaf.dtype)
+            for path, leaf in self.blueprint.leaves.items()
+        }
+        dtype = self.compute.dtype
+
+        def use(_: str, value: jax.Array) -> jax.Array:
+            return value if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(dtype)
+
+        tree = nest({tuple(path.split("/")): value for path, value in leaves.items()})
+        model = self.blueprint.bind(tree, rest, use, self.compute)
+        return lambda: self.loss(model, batch)
+
+    def embed(self, shared: Tree, known: Tree) -> tuple[Any, tuple]:
+        """Returns what flows into the first layer, and what each layer has of its own."""
+        found = reached(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
+        if found is None:
+            raise refuse(
+                f"{self.blueprint.name} never says where its layers are",
+                rule="layers are measured where a model calls jp.pipelined(layers, x)",
+                fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+            )
+        return found
+
+    def block(self, one: Tree, known: Tree, mine: tuple, x: Any) -> Any:
+        """Returns what one layer makes of x."""
+
+        def run(one, x):
+            return reached(self._called(one, known), lambda layers, _, __: layers(x, *mine))
+
+        return run(one, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(one, x)
+
+    def head(self, shared: Tree, known: Tree, y: Any) -> jax.Array:
+        """Returns the loss, of what the last layer made."""
+        with cut(lambda layers, x, per_layer: y):
+            return as_sums(self._called(shared, known)(), accumulate=1)["loss"][0]

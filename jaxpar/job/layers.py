@@ -1,0 +1,43 @@
+"""A job's model, measured layer by layer on the device that is there."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jaxpar.bench.layers import layers
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.job.build import abstract_batch, check, resolve_loss, resolve_model
+from jaxpar.job.schema import Job, MeshTable
+from jaxpar.mesh.devices import hush_plugin
+from jaxpar.pipeline.profile import dumps
+from jaxpar.train.numerics import Numerics
+
+
+def measured(job: Job, write: str | None = None) -> dict[str, Any]:
+    """Returns the layers of a job's model as JSON has them, with where they were measured; prints them.
+
+    The minibatch is the job's global batch, on one device; its mesh and layout do not count.
+
+    Args:
+      job: Model, loss, data, batch, precision and remat.
+      write: File for the profile, as PipeDream writes it.
+
+    Raises:
+      JaxparError: With everything that is wrong with the job, or the file is there already.
+    """
+    if write and (Path(write).exists() or not Path(write).absolute().parent.is_dir()):
+        raise refuse(f"--write {write}", rule="a file to be, in a folder that exists", fix="--write own.graph.txt")
+    hush_plugin()
+    train = dataclasses.replace(job.train, accumulate=1)
+    alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)
+    if problems := check(alone):
+        raise JaxparError(*problems)
+    loss = resolve_loss(job)
+    numerics = Numerics(precision=train.precision, remat=train.remat)
+    found = layers(resolve_model(job, loss), loss, abstract_batch(job), numerics)
+    profile = found["profile"]
+    if write:
+        Path(write).write_text(dumps(profile), encoding="utf-8")
+        print(f"profile: {write}")
+    nodes = [dataclasses.asdict(node) for node in profile.nodes]
+    return {"layers": nodes, "where": found["where"], "how": {"times": "measured", "bytes": "exact"}}

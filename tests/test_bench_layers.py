@@ -1,0 +1,182 @@
+"""A model is measured layer by layer, and `jaxpar partition` reads what that writes."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tiny import Annotated, Staged, batches, token_loss
+
+import jaxpar as jp
+from jaxpar.bench import layers as bench
+from jaxpar.bench.pieces import Pieces
+from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError
+from jaxpar.models.mlp import MLP, MLPSettings
+from jaxpar.parallel.compose import as_blueprint
+from jaxpar.pipeline.profile import Node, Profile, dumps, load
+from jaxpar.plan.chain import linearise
+from jaxpar.train.losses import classify
+from jaxpar.train.numerics import Numerics
+
+ROWS, SEQ, DIM, VOCAB = 4, 16, 32, 48
+SETTINGS = jp.DecoderSettings(vocab=VOCAB, seq=SEQ, layers=3, dim=DIM, heads=4)
+TOKENS = jax.ShapeDtypeStruct((ROWS, SEQ), jnp.int32)
+BATCH = {"inputs": TOKENS, "targets": TOKENS}
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch):
+    monkeypatch.setattr(bench, "LONGEST", 0.0)
+
+
+def measured(settings=SETTINGS, **numerics):
+    return bench.measure(partial(jp.Decoder, settings), jp.next_token, BATCH, Numerics(**numerics), said="here")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return measured()
+
+
+def assert_bytes(profile, settings, width):
+    words = [node.layer for node in profile.nodes]
+    assert words == ["Input: here", "Embedding", "Block 0", "Block 1", "Block 2", "Head and loss"]
+    flowing = ROWS * SEQ * DIM * width
+    assert [node.activations for node in profile.nodes] == [2 * ROWS * SEQ * 4, *[flowing] * 4, 4]
+    leaves = as_blueprint(partial(jp.Decoder, settings)).leaves.values()
+    table = VOCAB * DIM * 4
+    assert sum(node.parameters for node in profile.nodes) == sum(leaf.bytes for leaf in leaves) + settings.tied * table
+    assert profile.nodes[1].parameters == table
+
+
+def test_bytes_are_exact(profile):
+    assert_bytes(profile, SETTINGS, 4)
+
+
+def test_bytes_of_another_precision_and_a_table_that_is_the_head_too():
+    other = replace(SETTINGS, tied=not SETTINGS.tied)
+    assert_bytes(measured(other, precision="bf16", remat="full"), other, 2)
+
+
+def test_times_are_of_what_runs(profile):
+    assert all(node.forward > 0 for node in profile.nodes[1:])
+    assert all(node.backward >= 0 for node in profile.nodes)
+    assert profile.nodes[0].forward == profile.nodes[0].backward == 0
+    blocks = {(node.forward, node.backward) for node in profile.nodes[2:-1]}
+    assert len(blocks) == 1  # one is measured
+
+
+def test_pieces_one_after_the_other_are_the_model():
+    pieces = Pieces.of(partial(jp.Decoder, SETTINGS), jp.next_token, Numerics())
+    params, rest = jax.jit(pieces.blueprint.init)(jax.random.key(0))
+    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in
+            jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
+    shared = {path: value for path, value in flat.items() if path not in pieces.stacked}
+    batch = {name: jax.random.randint(jax.random.key(1), leaf.shape, 0, VOCAB) for name, leaf in BATCH.items()}
+    block = jax.jit(pieces.block)
+    x, each = jax.jit(pieces.embed)(shared, (rest, batch))
+    for layer in range(3):
+        one = {path: flat[path][layer : layer + 1] for path in pieces.stacked}
+        mine = jax.tree.map(lambda leaf, layer=layer: leaf[layer : layer + 1], each)
+        x = block(one, (rest, batch), mine, x)
+    whole = pieces.blueprint.bind(params, rest, lambda path, value: value, pieces.compute)
+    want = jax.jit(lambda batch: jp.next_token(whole, batch)["loss"][0])(batch)
+    assert jax.jit(pieces.head)(shared, (rest, batch), x) == pytest.approx(want, rel=1e-5)
+
+
+def test_a_users_own_model_and_loss():
+    batch = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in next(batches(1)).items()}
+    profile = bench.measure(partial(Staged, layers=2, rate=0.1), token_loss, batch, Numerics())
+    assert [node.layer for node in profile.nodes] == ["Input", "Embedding", "Block 0", "Block 1", "Head and loss"]
+
+
+def test_a_profile_is_read_back_as_it_was_written(profile, tmp_path):
+    path = tmp_path / "own.graph.txt"
+    path.write_text(dumps(profile))
+    found = load(path)
+    assert found.edges == profile.edges
+    for got, want in zip(found.nodes, profile.nodes, strict=True):
+        assert (got.name, got.layer, got.activations, got.parameters) == (
+            want.name, want.layer, want.activations, want.parameters
+        )  # fmt: skip
+        assert (got.forward, got.backward) == pytest.approx((want.forward, want.backward), abs=1e-6)
+    assert dumps(found) == dumps(profile)
+    assert linearise(found).crossing[1:] == (*[ROWS * SEQ * DIM * 4.0] * 4, 0.0)
+
+
+@pytest.mark.parametrize("name", ["vgg16", "alexnet", "resnet50", "gnmt_large"])
+def test_published_profiles_survive_being_written(name, tmp_path):
+    """Its layers without time, which are read so, are written so."""
+    profile = load(Path(__file__).parent / "data" / "pipedream" / f"{name}.graph.txt")
+    path = tmp_path / "again.txt"
+    path.write_text(dumps(profile))
+    assert load(path) == profile
+
+
+@pytest.mark.parametrize("words", ["a -- b", "a\nb", " a"])
+def test_words_that_would_end_their_column_are_refused(words):
+    with pytest.raises(JaxparError, match="stands on one line"):
+        dumps(Profile((Node("node0", words, 1.0, 1.0, 1.0, 1.0),), ()))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "said"),
+    [
+        (Annotated, token_loss, "Annotated never says where its layers are"),
+        (partial(MLP, MLPSettings()), classify, "MLP has 0 stacks of layers"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused(model, loss, said):
+    batch = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in next(batches(1)).items()}
+    with pytest.raises(JaxparError, match=said):
+        bench.measure(model, loss, batch, Numerics())
+
+
+def test_simulated_devices_are_not_measured():
+    with pytest.raises(JaxparError, match="8 simulated devices"):
+        bench.layers(partial(jp.Decoder, SETTINGS), jp.next_token, BATCH, Numerics())
+
+
+def test_the_verb_writes_a_profile_that_the_partitioner_reads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "is_simulated", lambda devices: False)
+    profile, result = tmp_path / "own.graph.txt", tmp_path / "layers.json"
+    small = ["model.layers=2", "model.dim=32", "data.seq=16", "train.global_batch=2"]
+    words = ["bench", "layers", str(CONFIGS / "quickstart.toml"), *small, "--write", str(profile)]
+    assert main([*words, "--json", str(result)]) == 0
+    said = capsys.readouterr().out
+    assert "Input: 2 rows, fp32, remat none; measured on one cpu" in said
+    assert "say nothing about a GPU" in said
+    found = json.loads(result.read_text())
+    assert found["how"] == {"times": "measured", "bytes": "exact"}
+    assert [node["layer"] for node in found["layers"]][1:] == ["Embedding", "Block 0", "Block 1", "Head and loss"]
+    assert main(["partition", str(profile), "2@10Gb/s"]) == 0
+    said = capsys.readouterr().out
+    assert "Input: 2 rows, fp32, remat none; measured on one cpu" in said
+    assert "as fast as data parallel" in said
+    assert main(words) == 1  # it is there already
+    assert "a file to be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["layers"], "the following arguments are required: JOB"),
+        (["planner", "job.toml"], "unrecognized arguments: job.toml"),
+        (["planner", "--write", "f"], "unrecognized arguments: --write f"),
+    ],
+)
+def test_each_bench_takes_what_is_its_own(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_job_that_is_not_there_is_refused(capsys):
+    assert main(["bench", "layers", "nothing.toml"]) == 1
+    assert "nothing.toml" in capsys.readouterr().err
