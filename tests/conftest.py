@@ -12,6 +12,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 import jax
 import pytest
+from browser import CHROMIUM, Browser
 
 import jaxpar as jp
 
@@ -30,6 +31,14 @@ def forgotten_programs():
         jax.clear_caches()
         gc.collect()
         allowed = max(MAPPINGS, mappings() + MORE)  # some are held: by a step that a test keeps, or by JAX
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("no chromium, chromium-browser or google-chrome on PATH")
+    with Browser() as started:
+        yield started
 
 
 def mappings():

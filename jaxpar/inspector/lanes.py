@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 
-from jaxpar.inspector.markup import Markup, join, kind_class, percent, tag, titled
+from jaxpar.html.markup import Markup, join, percent, tag, titled
+from jaxpar.inspector.drawings import kind_class
 from jaxpar.inspector.timeline import Event, Timeline
 from jaxpar.units import show_seconds
 

@@ -1,19 +1,15 @@
-"""The report as one HTML file: no network, no script; for a screen, a phone, paper, and a notebook.
-
-Whatever a report says comes from users and is escaped by `tag`; the page's own policy forbids
-scripts and anything from elsewhere besides.
-"""
+"""The report as one HTML file, or as part of a notebook; what it says comes from users, and `tag` escapes it."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.resources import files
 from math import isfinite
 
+from jaxpar.html.bars import memory_bar
+from jaxpar.html.frame import document, in_ascii, style, tile
+from jaxpar.html.markup import HOW, Markup, badge, heading, join, swatch, table, tag
 from jaxpar.inspector.causes import Argument
-from jaxpar.inspector.drawings import labelled_axes, memory_bar, mesh, nodes_of_axes, shaded_axes
+from jaxpar.inspector.drawings import kind_class, labelled_axes, mesh, nodes_of_axes, shaded_axes
 from jaxpar.inspector.flags import Flag
 from jaxpar.inspector.lanes import TURNS, timeline, undrawn
-from jaxpar.inspector.markup import HOW, Markup, badge, heading, join, kind_class, swatch, table, tag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.report import Report
 from jaxpar.inspector.stages import section
@@ -21,8 +17,6 @@ from jaxpar.inspector.timeline import Timeline
 from jaxpar.inspector.traffic import collectives
 from jaxpar.mesh.collective import KINDS
 from jaxpar.units import show_bytes, show_count, show_seconds
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def fragment(report: Report) -> str:
@@ -32,33 +26,13 @@ def fragment(report: Report) -> str:
         for title, body in _sections(report)
     ]
     top = [tag("div", report.title, cls="jx-title"), *_top(report)]
-    return _ascii(tag("div", tag("style", Markup(_style())), *top, *folded, _legend(report), cls="jaxpar jx-fragment"))
+    return in_ascii(tag("div", tag("style", Markup(style())), *top, *folded, _legend(report), cls="jaxpar jx-fragment"))
 
 
 def page(report: Report) -> str:
     """Returns the report as a page."""
     sections = [tag("section", tag("h2", title), body) for title, body in _sections(report)]
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", report.title),
-        tag("style", Markup(_style())),
-    )
-    body = tag("main", tag("h1", report.title), *_top(report), *sections, _legend(report))
-    return _ascii("<!DOCTYPE html>\n" + tag("html", head, tag("body", body, cls="jaxpar jx-page"), lang="en") + "\n")
-
-
-def _ascii(text: str) -> str:
-    """Returns HTML that survives any encoding; what is no character at all, as in a file's name, too."""
-    return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
-
-
-@cache
-def _style() -> str:
-    return files("jaxpar.inspector").joinpath("page.css").read_text("utf-8")
+    return document(report.title, *_top(report), *sections, _legend(report))
 
 
 def _top(report: Report) -> list[Markup]:
@@ -137,18 +111,13 @@ def _numbers(report: Report) -> Markup:
         if report.mfu is not None:
             share = f"{report.mfu:.1%}" if report.mfu >= 0.001 else "< 0.1%"
             tiles.append(("MFU", share, "of the chips' bfloat16 peak", "modelled"))
-    return tag("div", *[_tile(*tile) for tile in tiles], cls="jx-tiles")
+    return tag("div", *[tile(*each) for each in tiles], cls="jx-tiles")
 
 
 def _time(report: Report) -> Timeline | None:
     """Returns the modelled step if there is one that has a length."""
     time = report.timeline if report.chip else None
     return time if time and isfinite(time.seconds) and time.seconds > 0 else None
-
-
-def _tile(name: str, number: str, more: str, how: str) -> Markup:
-    return tag("div", tag("div", tag("span", name), badge(how), cls="jx-name"), tag("b", number),
-               tag("div", more, cls="jx-small"))  # fmt: skip
 
 
 def _flags(flags: Sequence[Flag]) -> list[Markup]:

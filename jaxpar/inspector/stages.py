@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpar.html.markup import Markup, badge, join, tag
 from jaxpar.inspector.causes import STAGE_TO_STAGE
-from jaxpar.inspector.markup import Markup, badge, join, tag
 from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.draw import cut, many, svg
 from jaxpar.pipeline.overview import overview

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from jaxpar.inspector.drawings import bar
-from jaxpar.inspector.markup import Markup, badge, heading, join, kind_class, swatch, table, tag
+from jaxpar.html.bars import bar
+from jaxpar.html.markup import Markup, badge, heading, join, swatch, table, tag
+from jaxpar.inspector.drawings import kind_class
 from jaxpar.inspector.report import Report
 from jaxpar.mesh.collective import Collective
 from jaxpar.units import show_bytes

@@ -3,9 +3,7 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from jaxpar.mesh.collective import KINDS
-
-_EMPTY = ("br", "line", "meta", "rect")
+_EMPTY = ("br", "line", "meta", "path", "rect")
 HOW = {
     "exact": "arithmetic on shapes and specs",
     "compiled": "XLA said so",
@@ -43,11 +41,6 @@ def tag(element: str, /, *inside: str, **attributes: str | None) -> Markup:
 def join(parts: Iterable[str]) -> Markup:
     """Returns text and markup one after the other, the text escaped."""
     return Markup("".join(part if isinstance(part, Markup) else escape(part) for part in parts))
-
-
-def kind_class(kind: str) -> str:
-    """Returns the class that colours a kind of collective."""
-    return f"jx-k{KINDS.index(kind)}" if kind in KINDS[:5] else "jx-other"
 
 
 def percent(share: float) -> str:
