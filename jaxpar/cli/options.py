@@ -27,6 +27,11 @@ def add_json(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", metavar="FILE", help="also write the result as JSON")
 
 
+def wants_colour() -> bool:
+    """Returns whether what is printed is read on a screen that has colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def prefer_huge_pages() -> None:
     """Starts this process again with transparent huge pages for malloc, once, where devices are simulated.
 

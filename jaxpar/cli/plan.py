@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.options import add_job
+from jaxpar.cli.inspect import is_file_to_be
+from jaxpar.cli.options import add_job, wants_colour
 
 EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
@@ -49,15 +50,20 @@ def add(verbs) -> None:
     verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N, and compare")
     verb.add_argument("--advise", action="store_true", help="also what the published rules of thumb say, and the gap")
     verb.add_argument("--write", metavar="FILE", help="write the job with the first layout")
+    verb.add_argument(
+        "--html", metavar="FILE", help="also write a page with pictures, one file that needs nothing else"
+    )
     verb.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the plan."""
     from jaxpar.errors import refuse
-    from jaxpar.job.plan import compared, compiled_chip, overrides, planned, question, verify
+    from jaxpar.job.plan import compiled_chip, overrides, planned, question, verify
     from jaxpar.job.schema import dumps, load
     from jaxpar.plan.advice import advise
+    from jaxpar.plan.agreement import agreement, compared, proposed
+    from jaxpar.plan.document import write
     from jaxpar.plan.page import page
     from jaxpar.plan.search import search
 
@@ -66,6 +72,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
             raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")
     if args.write and (Path(args.write).exists() or not Path(args.write).absolute().parent.is_dir()):
         raise refuse(f"--write {args.write}", rule="a file to be, in a folder that exists", fix="--write planned.toml")
+    if args.html and not is_file_to_be(args.html):
+        raise refuse(f"--html {args.html}", rule="it is a file, in a folder that exists", fix="--html plan.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
@@ -74,20 +82,25 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if args.verify:
         compiled_chip(asked.hardware)
     plan = search(asked, top=args.top)
-    print(page(plan))
-    first = plan.best[0].candidate
-    words = overrides(first, asked.shape)
-    print("\nTrain it so:\n  jaxpar train " + " ".join([args.job, *args.overrides, *words]))
+    print(page(plan, colour=wants_colour()))
     result: dict[str, Any] = plan.to_dict()
     if args.advise:
         advice = advise(plan)
         print(f"\n{advice}")
         result["advice"] = advice.to_dict()
+    checked = []
     if args.verify:
         checked = verify(job, plan, args.verify)
         print("\n" + compared(checked))
-        result["verified"] = [each.to_dict() for each in checked]
+        result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
+    first = proposed(plan, checked).candidate
+    command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.shape)])
+    print(f"\nTrain it so:\n  {command}")
     if args.write:
         Path(args.write).write_text(dumps(planned(job, first, asked.shape)))
         print(f"job: {args.write}")
+    if args.html:
+        made = write(plan, title=f"{Path(args.job).stem}: a plan", command=command, checked=checked)
+        Path(args.html).write_text(made)
+        print(f"page: {args.html}")
     return result, 0

@@ -6,7 +6,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.cli.options import add_json
+from jaxpar.cli.options import add_json, wants_colour
 
 if TYPE_CHECKING:
     from jaxpar.pipeline.price import Price, Times
@@ -194,7 +194,7 @@ def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
     from jaxpar.pipeline.marks import printable
 
     screen = sys.stdout.isatty()
-    colour = screen and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    colour = wants_colour()
     width = shutil.get_terminal_size().columns if screen else None
     kept = ", ".join(f"{peak / schedule.chunks:.3g}" for peak in schedule.peak)
     return "\n".join(

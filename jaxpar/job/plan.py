@@ -2,66 +2,22 @@
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.errors import JaxparError, nearest, refuse
-from jaxpar.inspector.report import Report
 from jaxpar.job.build import resolve_loss, resolve_model
 from jaxpar.job.inspect import observe
 from jaxpar.job.schema import Job, MeshTable, dumps, loads
 from jaxpar.mesh.chips import CHIPS, find_chip
 from jaxpar.models.decoder import Decoder
-from jaxpar.plan.agreement import rank_correlation
+from jaxpar.plan.agreement import Checked
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE, Hardware
 from jaxpar.plan.hardware_file import load_hardware
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
-from jaxpar.plan.search import Plan, Question, Ranked, describe
+from jaxpar.plan.search import Plan, Question, Ranked
 from jaxpar.plan.shape import Shape
-from jaxpar.units import parse_bytes, parse_rate, show_bytes, show_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """A prediction beside what XLA made of it.
-
-    Attributes:
-      ranked: What was predicted.
-      report: What was compiled; None where jaxpar or XLA refuses the layout.
-      refusal: Why, in that case.
-    """
-
-    ranked: Ranked
-    report: Report | None
-    refusal: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether what was compiled fits."""
-        return self.report is not None and bool(self.report.fits)
-
-    @property
-    def seconds(self) -> float:
-        """Of the compiled program, replayed; 0 where there is none."""
-        return self.report.timeline.seconds if self.report is not None and self.report.timeline is not None else 0.0
-
-    @property
-    def errors(self) -> tuple[float, float]:
-        """Predicted over compiled less 1: of seconds, and of bytes."""
-        if self.report is None or not self.seconds:
-            return 0.0, 0.0
-        return self.ranked.time.total / self.seconds - 1, self.ranked.memory.total / self.report.total - 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON has it."""
-        found = {"layout": describe(self.ranked.candidate), "refusal": self.refusal}
-        if self.report is not None and self.seconds:
-            predicted = {"seconds": self.ranked.time.total, "bytes": self.ranked.memory.total}
-            replayed = {"seconds": self.seconds, "exposed": self.report.timeline.exposed}  # type: ignore[union-attr]
-            causes = {share.cause: share.bytes for share in self.report.memory}
-            found |= {"predicted": predicted, "replayed": replayed, "compiled": {"bytes": self.report.total} | causes}
-        return found
+from jaxpar.units import parse_bytes, parse_rate
 
 
 def shape_of(job: Job) -> Shape:
@@ -157,7 +113,7 @@ def planned(job: Job, candidate: Candidate, shape: Shape) -> Job:
     return loads(dumps(plain), overrides(candidate, shape), allow_import=job.allow_import)
 
 
-def verify(job: Job, plan: Plan, count: int) -> list[Verified]:
+def verify(job: Job, plan: Plan, count: int) -> list[Checked]:
     """Compiles the first layouts of a plan for the GPUs it is for.
 
     Raises:
@@ -166,15 +122,20 @@ def verify(job: Job, plan: Plan, count: int) -> list[Verified]:
     asked = plan.question
     nodes, chip = -(-asked.devices // asked.hardware.per_node), compiled_chip(asked.hardware)
     target = f"{chip}:{nodes}x{min(asked.hardware.per_node, asked.devices)}"
-    found = []
-    for ranked in plan.best[:count]:
-        try:
-            report = observe(planned(job, ranked.candidate, asked.shape), target)
-        except JaxparError as error:
-            found.append(Verified(ranked=ranked, report=None, refusal=str(error.problems[0])))
-        else:
-            found.append(Verified(ranked=ranked, report=report))
-    return found
+    return [_checked(job, ranked, asked.shape, target) for ranked in plan.best[:count]]
+
+
+def _checked(job: Job, ranked: Ranked, shape: Shape, target: str) -> Checked:
+    try:
+        report = observe(planned(job, ranked.candidate, shape), target)
+    except JaxparError as error:
+        return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
+    causes = {share.cause: share.bytes for share in report.memory}
+    seconds, exposed = (report.timeline.seconds, report.timeline.exposed) if report.timeline else (None, {})
+    return Checked(
+        ranked=ranked, seconds=seconds, bytes=report.total, fits=bool(report.fits), causes=causes, exposed=exposed,
+        refusal="" if report.timeline else "no time",
+    )  # fmt: skip
 
 
 def compiled_chip(hardware: Hardware) -> str:
@@ -191,50 +152,3 @@ def compiled_chip(hardware: Hardware) -> str:
             fix="leave --verify out",
         )
     return chip.key
-
-
-def compared(verified: list[Verified]) -> str:
-    """Returns predictions beside what was compiled, as lines."""
-    lines = ["predicted (modelled) beside compiled (bytes) and replayed (seconds, modelled from the compiled program):"]
-    for each in verified:
-        name = describe(each.ranked.candidate)
-        predicted = f"{show_seconds(each.ranked.time.total)}, {show_bytes(each.ranked.memory.total)}"
-        if each.report is None or not each.seconds:
-            lines.append(f"  {name}: {predicted}; {each.refusal or 'no time'}")
-            continue
-        time, memory = each.errors
-        lines.append(
-            f"  {name}: {predicted}; {show_seconds(each.seconds)} ({time:+.0%}), "
-            f"{show_bytes(each.report.total)} ({memory:+.0%})" + ("" if each.fits else ", DOES NOT FIT")
-        )
-    return "\n".join([*lines, *_agreement(verified)])
-
-
-def agreement(verified: list[Verified]) -> dict[str, float]:
-    """Returns how well predictions agree with what was compiled; nothing of fewer than 3 layouts.
-
-    Both are modelled: the seconds of compiled programs are replayed, not measured.
-    """
-    both = [each for each in verified if each.seconds]
-    if len(both) < 3:
-        return {}
-    times, bytes_ = ([each.errors[i] for each in both] for i in (0, 1))
-    predicted = [each.ranked.time.total for each in both]
-    return {
-        "layouts": len(both),
-        "rank_correlation": rank_correlation(predicted, [each.seconds for each in both]),
-        "mean_error_seconds": sum(map(abs, times)) / len(both),
-        "mean_error_bytes": sum(map(abs, bytes_)) / len(both),
-        "largest_error_bytes": max(map(abs, bytes_)),
-    }
-
-
-def _agreement(verified: list[Verified]) -> list[str]:
-    found = agreement(verified)
-    if not found:
-        return []
-    return [
-        f"{found['layouts']} layouts: rank correlation of seconds {found['rank_correlation']:.2f} (Spearman), mean "
-        f"error {found['mean_error_seconds']:.0%}; of bytes {found['mean_error_bytes']:.0%}, at most "
-        f"{found['largest_error_bytes']:.0%}"
-    ]

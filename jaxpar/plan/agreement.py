@@ -1,10 +1,117 @@
 """How well predictions agree with what was found: ranks decide which layout is taken, errors how many fit."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from jaxpar.errors import refuse
+from jaxpar.plan.search import Plan, Ranked, describe
+from jaxpar.units import show_bytes, show_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What a compiler made of a layout, beside what was predicted.
+
+    Attributes:
+      ranked: The layout, as predicted.
+      seconds: Of a step, modelled from the compiled program; None if it was refused.
+      bytes: Of a device, compiled; None if it was refused.
+      fits: Whether they fit.
+      refusal: Why there is nothing.
+      causes: Cause to bytes, compiled.
+      exposed: Mesh axes to seconds that computation waits for their collectives, modelled.
+    """
+
+    ranked: Ranked
+    seconds: float | None
+    bytes: float | None
+    fits: bool = True
+    refusal: str = ""
+    causes: Mapping[str, float] = field(default_factory=dict)
+    exposed: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """Predicted over compiled less 1: of seconds, and of bytes; 0 where there is nothing to compare with."""
+        if not self.seconds or not self.bytes:
+            return 0.0, 0.0
+        return self.ranked.time.total / self.seconds - 1, self.ranked.memory.total / self.bytes - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return {
+            "layout": describe(self.ranked.candidate),
+            "refusal": self.refusal,
+            "fits": self.fits,
+            "predicted": self.ranked.to_dict(),
+            "replayed": {"seconds": self.seconds, "exposed": dict(self.exposed)},
+            "compiled": {"bytes": self.bytes} | dict(self.causes),
+        }
+
+    def __str__(self) -> str:
+        predicted = f"{show_seconds(self.ranked.time.total)}, {show_bytes(self.ranked.memory.total)}"
+        line = f"{describe(self.ranked.candidate)}: {predicted}; "
+        if not self.seconds or not self.bytes:
+            return line + self.refusal
+        time, memory = self.errors
+        line += f"{show_seconds(self.seconds)} ({time:+.0%}), {show_bytes(self.bytes)} ({memory:+.0%})"
+        return line + ("" if self.fits else ", DOES NOT FIT")
+
+
+def proposed(plan: Plan, checked: Sequence[Checked] = ()) -> Ranked:
+    """Returns the first layout of a plan; of those that were compiled, the first that fits.
+
+    Raises:
+      JaxparError: If none of them does.
+    """
+    if not checked:
+        return plan.best[0]
+    for each in checked:
+        if each.fits:
+            return each.ranked
+    leanest = min((each.bytes for each in checked if each.bytes), default=0.0)
+    raise refuse(
+        f"none of the {len(checked)} layouts that were compiled fits {show_bytes(plan.question.room)}"
+        + (f"; the leanest needs {show_bytes(leanest)}" if leanest else ""),
+        rule="what is proposed fits as compiled",
+        fix=f"--memory {show_bytes(int(0.8 * plan.question.room)).replace(' ', '')}, which leaves the plan more room",
+    )
+
+
+def compared(checked: Sequence[Checked]) -> str:
+    """Returns predictions beside what was compiled, as lines."""
+    lines = ["predicted (modelled) beside compiled (bytes) and replayed (seconds, modelled from the compiled program):"]
+    lines += [f"  {each}" for each in checked]
+    if found := agreement(checked):
+        lines.append(
+            f"{found['layouts']} layouts: rank correlation of seconds {found['rank_correlation']:.2f} (Spearman), "
+            f"mean error {found['mean_error_seconds']:.0%}; of bytes {found['mean_error_bytes']:.0%}, at most "
+            f"{found['largest_error_bytes']:.0%}"
+        )
+    return "\n".join(lines)
+
+
+def agreement(checked: Sequence[Checked]) -> dict[str, float]:
+    """Returns how well predictions agree with what was compiled; nothing of fewer than 3 layouts.
+
+    Both times are modelled: those of compiled programs are replayed, not measured.
+    """
+    both = [each for each in checked if each.seconds]
+    if len(both) < 3:
+        return {}
+    times, bytes_ = ([abs(each.errors[i]) for each in both] for i in (0, 1))
+    return {
+        "layouts": len(both),
+        "rank_correlation": rank_correlation(
+            [each.ranked.time.total for each in both], [each.seconds or 0.0 for each in both]
+        ),
+        "mean_error_seconds": sum(times) / len(both),
+        "mean_error_bytes": sum(bytes_) / len(both),
+        "largest_error_bytes": max(bytes_),
+    }
 
 
 def ranks(values: Sequence[float]) -> np.ndarray:

@@ -2,15 +2,25 @@
 
 from dataclasses import fields
 
-from jaxpar.plan.search import Plan, Ranked, describe
+import numpy as np
+
+from jaxpar.plan.bars import bars
+from jaxpar.plan.legal import at
+from jaxpar.plan.search import Plan, Ranked, describe, weigh
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
 
 
-def page(plan: Plan) -> str:
-    """Returns the plan, about a screen wide; every number in it is modelled."""
-    return "\n\n".join([_head(plan), _table(plan), _causes(plan), _doubts(plan)])
+def page(plan: Plan, *, colour: bool = False) -> str:
+    """Returns the plan, about a screen wide; every number in it is modelled.
+
+    Args:
+      plan: What to show.
+      colour: Whether to colour the causes.
+    """
+    parts = [_head(plan), _table(plan), bars(plan, colour=colour), _causes(plan), _leaner(plan), _doubts(plan)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _head(plan: Plan) -> str:
@@ -30,25 +40,28 @@ def _head(plan: Plan) -> str:
 
 
 def _table(plan: Plan) -> str:
-    first = plan.best[0]
     width = max(len(describe(each.candidate)) for each in plan.best)
     lines = []
     for rank, each in enumerate(plan.best, 1):
         lines.append(
             f"{rank:>3}  {describe(each.candidate):<{width}}  {show_seconds(each.time.total):>9}  "
-            f"{show_bytes(each.memory.total):>10}  {_why(each, first, plan)}".rstrip()
+            f"{show_bytes(each.memory.total):>10}  {why(each, plan)}".rstrip()
         )
     return "\n".join([f"{'':>3}  {'layout':<{width}}  {'step':>9}  {'per device':>10}  against the first", *lines])
 
 
-def _why(each: Ranked, first: Ranked, plan: Plan) -> str:
+def why(each: Ranked, plan: Plan) -> str:
+    """Returns why the first one is first, or what costs another one more than the first."""
+    first = plan.best[0]
     if each is first:
         if plan.fastest.candidate == each.candidate:
             return "the fastest"
         lost = each.time.total / plan.fastest.time.total - 1
         return f"simpler than the fastest, {describe(plan.fastest.candidate)}, and {lost:.1%} slower"
-    more = each.slower(first)[:2]
+    more = [(cause, seconds) for cause, seconds in each.slower(first)[:2] if seconds >= 1e-5 * first.time.total]
     gap = each.time.total / first.time.total - 1
+    if gap < 0:
+        return f"{gap:+.1%}, but less simple"
     return f"{gap:+.1%}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in more)
 
 
@@ -65,6 +78,26 @@ def _causes(plan: Plan) -> str:
         ]
         lines.append("")
     return "\n".join(lines[:-1])
+
+
+def _leaner(plan: Plan) -> str:
+    """Returns the front in a few lines: what less memory would cost."""
+    rows = leaner(plan, 5)
+    width = max([len(describe(each.candidate)) for each in rows], default=0)
+    lines = []
+    for each in rows:
+        numbers = f"{show_seconds(each.time.total):>9}  {show_bytes(each.memory.total):>10}"
+        lines.append(f"  {describe(each.candidate):<{width}}  {numbers}")
+    return "\n".join(["With less memory, the fastest would be:", *lines]) if rows else ""
+
+
+def leaner(plan: Plan, count: int) -> list[Ranked]:
+    """Returns layouts of the front that need less memory than the first: in equal steps, and the leanest."""
+    limits = np.linspace(plan.best[0].memory.total, 0, count, endpoint=False)
+    found = np.unique(np.concatenate([plan.points.under(limits), plan.points.front[-1:]]))
+    found = found[np.argsort(plan.points.seconds[found], kind="stable")]
+    less = found[plan.points.bytes[found] < plan.best[0].memory.total]
+    return [weigh(plan.question, at(plan.points.layouts, i)) for i in less.tolist()]
 
 
 def _doubts(plan: Plan) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.front import Points
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, at, legal
 from jaxpar.plan.memory import Memory, memory
@@ -86,6 +87,7 @@ class Plan:
       considered: Legal layouts.
       fitting: Those that fit.
       doubts: What was assumed, and changed by `DOUBT`, to the mesh that would then be first.
+      points: All that fit, with time and memory.
     """
 
     question: Question
@@ -94,6 +96,7 @@ class Plan:
     considered: int
     fitting: int
     doubts: dict[str, Ranked]
+    points: Points
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
@@ -103,7 +106,12 @@ class Plan:
             "best": [each.to_dict() for each in self.best],
             "fastest": self.fastest.to_dict(),
             "doubts": {what: each.to_dict() for what, each in self.doubts.items()},
-        }
+            "front": [
+                {"layout": describe(at(self.points.layouts, i)), "seconds": float(self.points.seconds[i]),
+                 "bytes": float(self.points.bytes[i]), "how": "modelled"}
+                for i in self.points.front.tolist()
+            ],
+        }  # fmt: skip
 
 
 def search(question: Question, *, top: int = 10) -> Plan:
@@ -118,15 +126,16 @@ def search(question: Question, *, top: int = 10) -> Plan:
     if not len(fits):
         raise _fits_nowhere(question, candidates, needed)
     fitting = _pick(candidates, fits)
-    order, fastest = _order(question, fitting)
+    seconds, order = _order(question, fitting)
     best = _one_of_each(fitting, order)[:top]
     return Plan(
         question=question,
         best=tuple(weigh(question, at(fitting, int(i))) for i in best),
-        fastest=weigh(question, at(fitting, fastest)),
+        fastest=weigh(question, at(fitting, int(np.argmin(seconds)))),
         considered=len(needed),
         fitting=len(fits),
         doubts={what: _first(changed, fitting) for what, changed in _doubted(question).items()},
+        points=Points(layouts=fitting, seconds=seconds, bytes=needed[fits]),
     )
 
 
@@ -147,13 +156,13 @@ def complexity(candidate: Candidate) -> Any:
     return axes + besides / 4 + more(candidate.microbatches) / 8
 
 
-def _order(question: Question, fitting: Candidate) -> tuple[np.ndarray, int]:
-    """Returns the candidates by time, the simplest within the margin first, and which is fastest."""
+def _order(question: Question, fitting: Candidate) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the candidates' seconds, and their indices by time, the simplest within the margin first."""
     seconds = step_time(question.shape, fitting, question.hardware, question.practice).total
     order = np.argsort(seconds, kind="stable")
     close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
     first = close[np.argmin(complexity(_pick(fitting, close)))]
-    return np.concatenate([[first], order[order != first]]), int(order[0])
+    return seconds, np.concatenate([[first], order[order != first]])
 
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
@@ -179,7 +188,7 @@ def _doubted(question: Question) -> dict[str, Question]:
 
 
 def _first(question: Question, fitting: Candidate) -> Ranked:
-    order, _ = _order(question, fitting)
+    _, order = _order(question, fitting)
     return weigh(question, at(fitting, int(order[0])))
 
 
