@@ -54,8 +54,8 @@ print(page(plan))
 #
 #     jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --attention fused --html plan.html
 #
-# A line such as `fsdp 64 (ZeRO-2)` reads: all 64 GPUs hold the whole model, each keeps its 64th of the optimizer's state and of
-# the gradients, and each works on its own rows. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
+# A line such as `fsdp 64 (ZeRO-3)` reads: each of the 64 GPUs keeps its 64th of the parameters, of the gradients and of the
+# optimizer's state, and works on its own rows; with ZeRO-1 and ZeRO-2 each keeps all parameters. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
 # copies; `remat` says what the backward pass computes again to save memory; `4 x 2 rows` are four microbatches of two rows.
 #
 # ## 2. Why this one
@@ -72,7 +72,7 @@ print(f"on paper {flop / (64 * 0.66 * 989.5e12):.3f} s, planned {best.time.produ
 # %% [markdown]
 # **Explain the gap.** A product needs some time to get going, and a 66 % share is what products without end reach.
 #
-# So three quarters of the step are products that no layout can avoid. What a layout decides is the rest. Work is drawn in
+# So two thirds of the step are products that no layout can avoid. What a layout decides is the rest. Work is drawn in
 # blue, waiting for the network in warm colours, waiting for other stages in grey.
 
 # %%
@@ -102,8 +102,8 @@ def breakdown(plan, count, title):
 breakdown(plan, 8, "8B on 64 H100: the first eight")
 
 # %% [markdown]
-# They are close to each other, and that is the answer too: among the first few, choose by what else you care for. ZeRO-3
-# costs one percent and gives back 29 GiB on every GPU.
+# They are close to each other, and that is the answer too: among the first few, choose by what else you care for. ZeRO-1, 2
+# and 3 are as fast, so the plan names the one that leaves 29 GiB more on every GPU.
 #
 # ## 3. Memory against time
 #
@@ -143,16 +143,16 @@ def against(plan, title):
 against(plan, "8B on 64 H100: every layout that fits")
 
 # %% [markdown]
-# The front falls steeply and then lies flat: one percent more time saves 29 GiB, ten percent more than two thirds of all;
-# after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink and a good network
-# leave it nothing to win.
+# The front falls steeply and then lies flat: a sixth more time halves the memory, and another few percent halve it again;
+# after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
+# and a good network leave it nothing to win.
 #
 # ## 4. What the links decide
 #
-# **Predict.** In every step ZeRO-2 gathers parameters, 16 GB in bf16, and scatters gradients, 32 GB in float32. Through the
-# eight ports of a node, 46 GB/s each, that takes 0.11 s, which the backward pass can hide for the most part. With links ten
-# times slower it takes 1.1 s, and no step of 0.7 s hides that. A pipeline sends activations between stages instead: much less, and only to the neighbour. It pays
-# with a bubble. So somewhere the two curves cross.
+# **Predict.** In every step ZeRO-3 gathers parameters twice, 16 GB each time in bf16, and scatters as many gradients. Through the
+# eight ports of a node, 46 GB/s each, that takes 0.13 s, of which jaxpar's programs hide a third at most. With links ten times
+# slower it takes 1.3 s, more than the rest of the step. A pipeline sends activations between stages instead: much less, and
+# only to the neighbour. It pays with a bubble. So somewhere the two curves cross.
 
 # %%
 speeds = np.array([46, 23, 9.2, 4.6, 2.3, 1.0]) * 1e9
@@ -178,10 +178,8 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Ten times slower, 4.6 GB/s, is where they meet: a pipeline is 3 % ahead, and the plan still says no, since the simpler
-# layout wins unless another is 5 % faster. At twenty times slower, a pipeline pays by a quarter; at 1 GB/s, an ordinary
-# network, it is three times as fast. A larger batch moves the point, for a step has then more work to hide the same
-# gradients behind: with 512 rows, no pipeline pays even at 1 GB/s.
+# Ten times slower, 4.6 GB/s, is where they meet; the plan still says no, since the simpler layout wins unless another is 5 %
+# faster. At twenty times slower a pipeline is ahead by 8 %; at 1 GB/s, an ordinary network, it is twice as fast.
 #
 # **Predict** the opposite: all 64 GPUs in one NVLink domain. There is nothing a pipeline could avoid.
 
@@ -194,8 +192,8 @@ print(f"best pipeline:  {describe(pipe.candidate)}, {show_seconds(pipe.time.tota
 print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
 
 # %% [markdown]
-# As predicted, and no faster than eight nodes: there, too, next to nothing was left to wait for. NVLink between all 64 would
-# be money for nothing in *this* job.
+# As predicted, and no faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
+# would be money for nothing in *this* job.
 #
 # ## 5. What fits nowhere
 #
@@ -214,8 +212,8 @@ for job, devices in ((LLAMA_70B, 8), (LLAMA_405B, 64)):
 # The refusal names the leanest layout of all, what it would need, and what would make one fit. Both ways out hold:
 
 # %%
-for job, devices, chip in ((LLAMA_70B, 16, "h100"), (LLAMA_405B, 128, "h100")):
-    found = search(question(job, devices=devices, chip=chip, per_node=8, given={"attention": "fused"}))
+for job, devices in ((LLAMA_70B, 32), (LLAMA_405B, 128)):
+    found = search(question(job, devices=devices, chip="h100", per_node=8, given={"attention": "fused"}))
     first = found.best[0]
     print(f"{devices} GPUs, {found.fitting:,} of {found.considered:,} layouts fit: {describe(first.candidate)}")
     print(f"    {show_seconds(first.time.total)} a step, {show_bytes(first.memory.total)} per GPU")
@@ -246,22 +244,24 @@ for system in ("Megatron-LM", "torchtitan", "MaxText"):
 # %% [markdown]
 # Megatron-LM's eight runs, fitted one included: 2.5 % on average, 7.7 % at most. The H100s of others: up to 10.3 %.
 #
+# jaxpar's own programs are compiled for GPUs that are not there and replayed: `jaxpar bench layouts` draws thirty layouts of
+# this model by chance, and prints the plan's seconds and bytes beside the compiler's, with their rank correlation.
+#
 # What was **not** checked:
 #
-# * Any layout on a GPU of our own. The published runs are of other programs; jaxpar's overlap of network and work is assumed.
-# * The *ranking*, against a clock: publications show good layouts, seldom the bad ones beside them. Differences of a few percent mean nothing.
-# * ZeRO-1 and ZeRO-2, of which no published run is: they are ranked by the same formulas as ZeRO-3.
+# * Any layout on a GPU of our own. The published runs are of other programs; a replay is a model too.
+# * The *ranking*, against a clock: publications show good layouts, seldom the bad ones beside them. Differences of a few
+#   percent mean nothing.
 # * Links slower than a good cluster's, and networks shared with others. Section 4 is extrapolation.
-# * Memory, but for five layouts that were compiled: of those, three were right to 7 %, ZeRO-1 needed a quarter less than
-#   planned, a pipeline two fifths more. Fragmentation and libraries come on top. `--verify 3` compiles the first three.
+# * cuDNN's fused attention in jaxpar's programs, which cannot be compiled without a GPU; what is compiled has none.
+# * Fragmentation and libraries, which come on top of the memory. `--verify 3` compiles the first three.
 # * Anything but decoders; stragglers, failures, and the time it takes to load data and to write checkpoints.
 #
 # If a number matters, try the other side of it: the plan itself names what would be first with links or products 30 % off.
 #
 # ## 7. 405 billion parameters on 512 GPUs
 #
-# **Predict.** Tensor parallel within a node, since its collectives need NVLink; beyond it, shards or stages. With a good
-# network, shards.
+# **Predict.** Shards, on a good network; with as much tensor parallelism as it takes to fit.
 
 # %%
 on_512 = question(LLAMA_405B, devices=512, chip="h100", per_node=8, given={"attention": "fused"})
@@ -272,9 +272,8 @@ against(large, "405B on 512 H100: every layout that fits")
 
 # %% [markdown]
 # **Explain the gap.** The first has no tensor parallelism at all: with fused attention and full recomputation, one row on each
-# GPU fits, and fetching a layer's parameters from 511 others takes less time than computing with them. What the plan does
-# not know is how a real network of 64 nodes behaves when all GPUs gather at once. The third, not one percent slower, gathers
-# from 127 others. And if the network is ten times slower:
+# GPU fits. What the plan does not know is how a real network of 64 nodes behaves when all GPUs gather at once. And if the
+# network is ten times slower:
 
 # %%
 slow = search(replace(on_512, hardware=at_speed[3]))
@@ -283,5 +282,5 @@ print(f"first {show_seconds(slow.best[0].time.total)} a step; the best without a
 breakdown(slow, 6, "405B on 512 H100, 4.6 GB/s between nodes")
 
 # %% [markdown]
-# Now a pipeline is nearly twice as fast: this is what it is for. The same model on the same GPUs, and another answer, for one
+# Now a pipeline is faster: this is what it is for. The same model on the same GPUs, and another answer, for one
 # number is another. So measure your links before you believe a plan, and pass what you find with `--between`.

@@ -1,5 +1,9 @@
 """Predictions beside what XLA compiled: static bytes to the byte, and how ranks are compared."""
 
+import json
+from collections import Counter
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
+from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.plan.agreement import rank_correlation, ranks
+from jaxpar.mesh.target import find_plugin
+from jaxpar.plan.agreement import Checked, agreement, compared, proposed, rank_correlation, ranks
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.memory import static
 from jaxpar.plan.practice import JAXPAR
+from jaxpar.plan.sample import sample
+from jaxpar.plan.search import Question, search
 from jaxpar.plan.shape import Shape
 from jaxpar.plan.zero import JAXPAR as BYTES
 
 MODEL = jp.DecoderSettings(vocab=64, seq=16, layers=8, dim=64, heads=8, hidden=128, gated=True)
 ROWS = 32
+EIGHT_B = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 GRID = [
     *({"data": 8}, {"tensor": 8}, {"tensor": 8, "sequence": True}),
     *({"fsdp": 8, "zero": zero} for zero in (1, 2, 3)),
@@ -88,3 +98,75 @@ def test_ranks_know_order_alone():
 def test_too_little_to_compare_is_refused(one, other):
     with pytest.raises(JaxparError, match="rank correlation"):
         rank_correlation(one, other)
+
+
+SMALL = Shape(layers=8, dim=64, heads=8, vocab=512, seq=128, gated=True)
+
+
+def asked(**given):
+    known = {"shape": SMALL, "devices": 8, "rows": 32, "hardware": HARDWARE["h100"], "practice": JAXPAR}
+    return Question(**(known | given))
+
+
+def test_a_sample_has_every_kind_alike_and_depends_on_its_seed():
+    drawn = [each.candidate for each in sample(asked(), 28, seed=3)]
+    kinds = Counter((each.pipe > 1, each.tensor > 1, each.zero) for each in drawn)
+    assert len(kinds) == 16  # with and without a pipeline, with and without tensor, four stages of ZeRO
+    assert set(kinds.values()) <= {1, 2}
+    assert len(set(drawn)) == 28
+    assert drawn == [each.candidate for each in sample(asked(), 28, seed=3)]
+    assert drawn != [each.candidate for each in sample(asked(), 28, seed=4)]
+    assert all(each.devices == 8 and each.rows == 32 for each in drawn)
+
+
+@pytest.mark.parametrize("count", [0, 10**9])
+def test_a_sample_of_none_or_of_more_than_there_are_is_refused(count):
+    with pytest.raises(JaxparError, match=f"{count} layouts of"):
+        sample(asked(), count)
+
+
+def checked(*pairs):
+    """Layouts whose predictions stand to what was compiled as these numbers do: seconds, bytes."""
+    layouts = search(asked(), top=len(pairs)).best
+    return [
+        Checked(ranked=each, seconds=each.time.total / time, bytes=each.memory.total / size)
+        for each, (time, size) in zip(layouts, pairs, strict=True)
+    ]
+
+
+def test_agreement_is_the_errors_of_what_was_compiled():
+    found = agreement(checked((1.0, 1.09), (1.2, 0.92), (0.9, 1.2)))
+    assert found["layouts"] == 3
+    assert found["mean_error_seconds"] == pytest.approx(0.1)
+    assert found["largest_error_bytes"] == pytest.approx(0.2)
+    assert found["mean_error_bytes"] == pytest.approx(0.37 / 3)
+    assert found["bytes_within_a_tenth"] == pytest.approx(2 / 3)
+    assert "3 layouts: rank correlation of seconds" in compared(checked((1.0, 1.09), (1.2, 0.92), (0.9, 1.2)))
+    assert agreement(checked((1.0, 1.0))) == {}
+
+
+def test_what_does_not_fit_as_compiled_is_not_proposed():
+    plan = search(asked(), top=3)
+    first, second = (
+        Checked(ranked=each, seconds=1.0, bytes=2.0**30, fits=fits)
+        for each, fits in zip(plan.best, (False, True), strict=False)
+    )
+    assert proposed(plan) == plan.best[0]
+    assert proposed(plan, [first, second]) == plan.best[1]
+    assert str(first).endswith("DOES NOT FIT")
+    with pytest.raises(JaxparError, match=r"none of the 1 layouts that were compiled fits.*leanest needs 1 GiB"):
+        proposed(plan, [first])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
+    small = ["model.layers=4", "model.dim=256", "model.heads=8", "model.kv_heads=4", "model.hidden=512", "data.seq=256"]
+    small += ["model.vocab=2048", "data.vocab=2048", "train.global_batch=32"]
+    file = tmp_path / "found.json"
+    status = main(["bench", "layouts", EIGHT_B, *small, "--devices", "8", "--count", "4", "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert status == (0 if found["holds"] else 1)
+    assert found["agreement"]["layouts"] == 4
+    assert all(each["compiled"]["bytes"] > 0 < each["replayed"]["seconds"] for each in found["layouts"])
+    assert "4 layouts: rank correlation of seconds" in capsys.readouterr().out

@@ -230,13 +230,15 @@ def test_better_hardware_is_never_slower(seed, faster, part, practice):
 @given(seed=st.integers(0, 2**31))
 def test_more_work_is_never_faster(seed):
     many = _layouts(np.random.default_rng(seed), 50)
-    before = step_time(LLAMA_8B, many, H100, JAXPAR).total
+    stay = replace(JAXPAR, keep=0.0)  # else what is kept is moved, which can take longer than to compute it again
+    before = step_time(LLAMA_8B, many, H100, stay).total
     for more in (
         replace(many, microbatch=2 * many.microbatch),
         replace(many, microbatches=2 * many.microbatches),
         replace(many, remat="full"),
     ):
-        assert (step_time(LLAMA_8B, more, H100, JAXPAR).total >= before * (1 - 1e-12)).all()
+        assert (step_time(LLAMA_8B, more, H100, stay).total >= before * (1 - 1e-12)).all()
+    assert (step_time(LLAMA_8B, many, H100, JAXPAR).total >= before).all()
 
 
 def test_published_runs():

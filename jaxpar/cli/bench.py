@@ -21,8 +21,10 @@ EXAMPLE = """\
   $ jaxpar bench layers configs/digits.toml --write digits.graph.txt
   forward and backward time, activations and parameters of each layer of a job's model, on one device of this machine,
   for a minibatch of train.global_batch rows; the file is a profile for `jaxpar partition`
+  $ jaxpar bench layouts configs/gpu_llama_8b_fsdp8.toml --devices 64
+  the planner's seconds and bytes beside what XLA compiles, for thirty layouts drawn by chance; 15 minutes
 
-The first four end with status 1 where a bound does not hold.
+The first four and the last end with status 1 where a bound does not hold.
 """
 
 
@@ -34,7 +36,7 @@ def add(verbs) -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = "overhead|pipeline|faults|planner|gemm|links|layers"
+    names = "overhead|pipeline|faults|planner|gemm|links|layers|layouts"
     inner = verb.add_subparsers(dest="name", metavar=names, required=True)
 
     def add_one(name: str, meaning: str, function: Any) -> argparse.ArgumentParser:
@@ -62,6 +64,12 @@ def add(verbs) -> None:
     one = add_one("layers", "time, activations and parameters of each layer of a job's model", layers)
     add_job(one)
     one.add_argument("--write", metavar="FILE", help="write them as PipeDream's profiler does")
+    one = add_one("layouts", "the planner beside the compiler, over layouts drawn by chance", layouts)
+    add_job(one)
+    one.add_argument("--devices", metavar="N", type=int, required=True, help="how many GPUs")
+    one.add_argument("--chip", default="h100", help="which (default: h100)")
+    one.add_argument("--count", metavar="N", type=int, default=30, help="layouts to draw (default 30)")
+    one.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
 
 
 def overhead(args: argparse.Namespace) -> tuple[Any, int]:
@@ -115,6 +123,15 @@ def layers(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.schema import load
 
     return measured(load(args.job, args.overrides, allow_import=args.allow_import), args.write), 0
+
+
+def layouts(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compares predictions with what is compiled."""
+    from jaxpar.job.layouts import layouts
+    from jaxpar.job.schema import load
+
+    job = load(args.job, args.overrides, allow_import=args.allow_import)
+    return _held(layouts(job, devices=args.devices, chip=args.chip, count=args.count, seed=args.seed))
 
 
 def _held(result: dict[str, Any]) -> tuple[Any, int]:

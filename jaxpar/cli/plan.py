@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         result["advice"] = advice.to_dict()
     checked = []
     if args.verify:
-        checked = verify(job, plan, args.verify)
+        checked = list(verify(job, asked, plan.best[: args.verify]))
         print("\n" + compared(checked))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
     first = proposed(plan, checked).candidate

@@ -1,7 +1,7 @@
 """A job is planned: which layout would be fastest on GPUs that nobody has paid for yet, and what XLA makes of it."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxpar.errors import JaxparError, nearest, refuse
@@ -15,7 +15,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE, Hardware
 from jaxpar.plan.hardware_file import load_hardware
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
-from jaxpar.plan.search import Plan, Question, Ranked
+from jaxpar.plan.search import Question, Ranked
 from jaxpar.plan.shape import Shape
 from jaxpar.units import parse_bytes, parse_rate
 
@@ -113,16 +113,16 @@ def planned(job: Job, candidate: Candidate, shape: Shape) -> Job:
     return loads(dumps(plain), overrides(candidate, shape), allow_import=job.allow_import)
 
 
-def verify(job: Job, plan: Plan, count: int) -> list[Checked]:
-    """Compiles the first layouts of a plan for the GPUs it is for.
+def verify(job: Job, asked: Question, layouts: Iterable[Ranked]) -> Iterator[Checked]:
+    """Yields what XLA makes of layouts, compiled for the GPUs that were asked about.
 
     Raises:
       JaxparError: If XLA can't compile for them.
     """
-    asked = plan.question
     nodes, chip = -(-asked.devices // asked.hardware.per_node), compiled_chip(asked.hardware)
     target = f"{chip}:{nodes}x{min(asked.hardware.per_node, asked.devices)}"
-    return [_checked(job, ranked, asked.shape, target) for ranked in plan.best[:count]]
+    for ranked in layouts:
+        yield _checked(job, ranked, asked.shape, target)
 
 
 def _checked(job: Job, ranked: Ranked, shape: Shape, target: str) -> Checked:

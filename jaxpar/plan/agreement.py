@@ -86,12 +86,20 @@ def compared(checked: Sequence[Checked]) -> str:
     lines = ["predicted (modelled) beside compiled (bytes) and replayed (seconds, modelled from the compiled program):"]
     lines += [f"  {each}" for each in checked]
     if found := agreement(checked):
-        lines.append(
-            f"{found['layouts']} layouts: rank correlation of seconds {found['rank_correlation']:.2f} (Spearman), "
-            f"mean error {found['mean_error_seconds']:.0%}; of bytes {found['mean_error_bytes']:.0%}, at most "
-            f"{found['largest_error_bytes']:.0%}"
-        )
+        lines.append(summary(found))
     return "\n".join(lines)
+
+
+def summary(found: Mapping[str, float]) -> str:
+    """Returns what `agreement` found, in a line."""
+    if not found:
+        return "fewer than 3 layouts: nothing to rank"
+    return (
+        f"{found['layouts']} layouts: rank correlation of seconds {found['rank_correlation']:.3f} (Spearman), mean "
+        f"error {found['mean_error_seconds']:.1%}, largest {found['largest_error_seconds']:.1%}; bytes: mean error "
+        f"{found['mean_error_bytes']:.1%}, largest {found['largest_error_bytes']:.1%}, "
+        f"within 10 % {found['bytes_within_a_tenth']:.0%}"
+    )
 
 
 def agreement(checked: Sequence[Checked]) -> dict[str, float]:
@@ -109,8 +117,10 @@ def agreement(checked: Sequence[Checked]) -> dict[str, float]:
             [each.ranked.time.total for each in both], [each.seconds or 0.0 for each in both]
         ),
         "mean_error_seconds": sum(times) / len(both),
+        "largest_error_seconds": max(times),
         "mean_error_bytes": sum(bytes_) / len(both),
         "largest_error_bytes": max(bytes_),
+        "bytes_within_a_tenth": sum(error <= 0.1 for error in bytes_) / len(both),
     }
 
 

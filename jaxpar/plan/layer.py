@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import Hardware
+from jaxpar.plan.memory import layer_bytes
 from jaxpar.plan.practice import Practice
 from jaxpar.plan.shape import Shape
 
@@ -72,14 +73,17 @@ def scores(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
 def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
     """Returns the seconds of a block's other passes, forward and backward with the sum of gradients.
 
-    The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence.
+    The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence. What is kept
+    goes to the other layers' and comes back.
     """
     count = 1.0 * tokens(shape, candidate)
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     inner = count * (shape.dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
     forward, backward = (practice.stream[i] * stream + practice.inner[i] * inner for i in (0, 1))
     sums = practice.accumulate * shape.cut_layer(candidate.tensor)
-    return hardware.stream(forward), hardware.stream(backward + sums)
+    copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * practice.keep
+    beside = copied / 2 * layer_bytes(shape, candidate, practice)[0]
+    return hardware.stream(forward + beside), hardware.stream(backward + beside + sums)
 
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost, Cost]:

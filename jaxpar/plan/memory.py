@@ -133,8 +133,6 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
     kept, everything = layer_bytes(shape, candidate, practice)
     deep = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq
-    gathered = np.where(np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), 2 * practice.wire[0], 0)
-    working = everything - kept + gathered * shape.cut_layer(candidate.tensor)
     logits = 4 * tokens * shape.vocab / candidate.tensor  # float32, and the two inputs of norm and product
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     one = np.equal(candidate.pipe, 1)
@@ -145,12 +143,42 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
         sides.append(
             Memory(
                 parameters=parameters,
-                gradients=gradients,
+                gradients=_gradients(shape, candidate, practice, recipe, gradients),
                 optimizer=optimizer,
                 activations=flying * deep * kept,
                 logits=at_loss,
-                working=working,
+                working=everything - kept + _gathered(shape, candidate, practice),
             )
         )
     larger = sides[0].total >= sides[1].total
     return Memory(**{f.name: np.where(larger, *(getattr(s, f.name) for s in sides)) for f in fields(Memory)})
+
+
+def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe, held: Any) -> Any:
+    """Returns the bytes of gradients while they are made, `held` being those of ZeRO's stage.
+
+    Reduced for every microbatch: of one, stage 1 can scatter them at once; of several, each is beside their sum. One
+    program on all stages reduces after its table: until then none is sharded, and the ends' are beside their sum.
+    """
+    one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
+    if practice.eager:
+        scattered = one & ~several & np.equal(candidate.zero, 1)
+        beside = np.where(one & several, practice.wire[1] / recipe.gradients * held, 0.0) if recipe.gradients else 0.0
+        held = np.where(scattered, held / candidate.fsdp, held) + beside
+    if practice.everywhere:
+        count = stage_parameters(shape, candidate, "last", everywhere=True)
+        ends = (2 - shape.tied) * shape.vocab * shape.dim / candidate.tensor
+        held = np.where(one, held, recipe.gradients * (count + ends))
+    return held
+
+
+def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
+    """Returns the bytes of parameters made ready to compute with: a layer and the next, or all that a stage has."""
+    layers = 2 * np.where(
+        np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0
+    )
+    if practice.everywhere:
+        layers = np.where(
+            np.equal(candidate.pipe, 1), layers, stage_parameters(shape, candidate, "last", everywhere=True)
+        )
+    return practice.wire[0] * layers

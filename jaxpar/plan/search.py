@@ -126,7 +126,7 @@ def search(question: Question, *, top: int = 10) -> Plan:
     if not len(fits):
         raise _fits_nowhere(question, candidates, needed)
     fitting = _pick(candidates, fits)
-    seconds, order = _order(question, fitting)
+    seconds, order = _order(question, fitting, needed[fits])
     best = _one_of_each(fitting, order)[:top]
     return Plan(
         question=question,
@@ -134,7 +134,7 @@ def search(question: Question, *, top: int = 10) -> Plan:
         fastest=weigh(question, at(fitting, int(np.argmin(seconds)))),
         considered=len(needed),
         fitting=len(fits),
-        doubts={what: _first(changed, fitting) for what, changed in _doubted(question).items()},
+        doubts={what: _first(changed, fitting, needed[fits]) for what, changed in _doubted(question).items()},
         points=Points(layouts=fitting, seconds=seconds, bytes=needed[fits]),
     )
 
@@ -156,12 +156,18 @@ def complexity(candidate: Candidate) -> Any:
     return axes + besides / 4 + more(candidate.microbatches) / 8
 
 
-def _order(question: Question, fitting: Candidate) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the candidates' seconds, and their indices by time, the simplest within the margin first."""
+def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the candidates' seconds, and their indices by time, the simplest within the margin first.
+
+    Of those that are as simple and as fast, within a fifth of the margin, the one that needs least memory.
+    """
     seconds = step_time(question.shape, fitting, question.hardware, question.practice).total
     order = np.argsort(seconds, kind="stable")
     close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
-    first = close[np.argmin(complexity(_pick(fitting, close)))]
+    how = complexity(_pick(fitting, close))
+    simplest = close[how == how.min()]
+    level = simplest[seconds[simplest] <= seconds[simplest[0]] * (1 + question.margin / 5)]
+    first = level[np.argmin(needed[level])]
     return seconds, np.concatenate([[first], order[order != first]])
 
 
@@ -187,8 +193,8 @@ def _doubted(question: Question) -> dict[str, Question]:
     return found
 
 
-def _first(question: Question, fitting: Candidate) -> Ranked:
-    _, order = _order(question, fitting)
+def _first(question: Question, fitting: Candidate, needed: np.ndarray) -> Ranked:
+    _, order = _order(question, fitting, needed)
     return weigh(question, at(fitting, int(order[0])))
 
 

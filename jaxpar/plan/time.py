@@ -106,8 +106,9 @@ def sharding(shape: Shape, candidate: Candidate, hardware: Hardware, practice: P
     microbatch, beside the rest.
     """
     held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
-    each, once = traffic.gradients(held, candidate, hardware, practice)
-    once = once + traffic.replicas(held, candidate, hardware, practice)
+    shards = traffic.gradients(held, candidate, hardware, practice)
+    copies = traffic.replicas(held, candidate, hardware, practice)
+    each, once = (one + other for one, other in zip(shards, copies, strict=True))
     last = compute / candidate.microbatches * 2 / 3
     return traffic.exposed(each * candidate.microbatches, compute - last, practice.overlap) + traffic.exposed(
         once, last, practice.overlap

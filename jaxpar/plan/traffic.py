@@ -3,7 +3,7 @@
     tensor   block: 2 all-reduces of [tokens, dim] each way, or as many gathers and scatters with sequence parallelism
     fsdp     zero 0: all-reduce of gradients; 1: scatter and gather once a step; 2: scatter for every microbatch;
              3: parameters gathered going forward and backward too, for every microbatch
-    data     all-reduce of gradients, of fsdp's share where it shards them
+    data     all-reduce of gradients, of fsdp's share where it shards them; once a step, or as the practice has it
     pipe     [tokens, dim] to the next part and its gradient back
 
 Activations travel in bfloat16, parameters and gradients as the practice has them. Sources: Shoeybi et al. 2019,
@@ -51,17 +51,33 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
 
 
 def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
-    """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step."""
-    gather, scatter = (hardware.gather(size * parameters, candidate.fsdp, candidate.tensor) for size in practice.wire)
+    """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step.
+
+    One program on all stages gathers and reduces once, around its table.
+    """
+    over = candidate.fsdp, candidate.tensor
+    gather, scatter = (hardware.gather(size * parameters, *over) for size in practice.wire)
+    returned = hardware.gather(practice.returned * parameters, *over)
+    around = practice.everywhere & np.greater(candidate.pipe, 1)
+    eager = _eager(candidate, practice)
     stages = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
-    each = np.select(stages, [0.0 * scatter, 0.0 * scatter, scatter, 2 * gather + scatter])
-    return each, np.select(stages, [2 * scatter, scatter + gather, gather, 0.0 * gather])
+    nothing = 0.0 * gather
+    each = np.select(stages, [nothing, eager * 2 * scatter, ~around * scatter, ~around * (2 * gather + scatter)])
+    once = [2 * scatter, ~eager * scatter + returned, around * scatter + returned, around * (gather + scatter)]
+    return each, np.select(stages, once)
 
 
-def replicas(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
-    """Returns the seconds of data's all-reduce of the gradients of so many parameters of a device, once a step."""
+def replicas(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+    """Returns the seconds of data's all-reduce of so many gradients of a device: per microbatch, and per step."""
     size = practice.wire[1] * parameters / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1)
-    return 2 * hardware.gather(size, candidate.data, candidate.tensor * candidate.fsdp)
+    reduced = 2 * hardware.gather(size, candidate.data, candidate.tensor * candidate.fsdp)
+    eager = _eager(candidate, practice)
+    return eager * reduced, ~eager * reduced
+
+
+def _eager(candidate: Candidate, practice: Practice) -> Any:
+    """Returns whether gradients are reduced for every one of several microbatches."""
+    return practice.eager & np.equal(candidate.pipe, 1) & np.greater(candidate.microbatches, 1)
 
 
 def exposed(traffic: Any, compute: Any, overlap: float) -> Any:

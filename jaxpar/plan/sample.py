@@ -1,0 +1,41 @@
+"""Layouts drawn by chance, of every kind alike: a prediction is not to be held only to what it would choose."""
+
+from collections import defaultdict
+
+import numpy as np
+
+from jaxpar.errors import refuse
+from jaxpar.plan.legal import at, legal
+from jaxpar.plan.memory import memory
+from jaxpar.plan.search import Question, Ranked, weigh
+
+MOST = {"pipe": 16, "tensor": 16, "microbatches": 64}  # beyond it layouts are legal, and nobody would run them
+ROOM = 1.5  # times a device's memory: what does not fit is compiled too
+
+
+def sample(question: Question, count: int, *, seed: int = 0) -> list[Ranked]:
+    """Returns layouts with their predictions, drawn without regard to them.
+
+    In turn one of each kind: with a pipeline or without, with a tensor axis or without, of each ZeRO stage.
+
+    Args:
+      question: Model, devices, batch, hardware.
+      count: How many.
+      seed: Of the draw.
+
+    Raises:
+      JaxparError: If there are fewer legal layouts.
+    """
+    candidates = legal(question.shape, devices=question.devices, rows=question.rows, choices=question.choices)
+    usual = memory(question.shape, candidates, question.practice).total < ROOM * question.room
+    for axis, most in MOST.items():
+        usual &= getattr(candidates, axis) <= most
+    possible = np.flatnonzero(usual)
+    if not 1 <= count <= len(possible):
+        raise refuse(f"{count} layouts of {len(possible)}", rule="at least one, and no more than there are", fix="30")
+    kinds = defaultdict(list)
+    for i in np.random.default_rng(seed).permutation(possible).tolist():
+        kinds[bool(candidates.pipe[i] > 1), bool(candidates.tensor[i] > 1), int(candidates.zero[i])].append(i)
+    turns = max(len(each) for each in kinds.values())
+    drawn = [kinds[kind][turn] for turn in range(turns) for kind in sorted(kinds) if turn < len(kinds[kind])]
+    return [weigh(question, at(candidates, i)) for i in drawn[:count]]
