@@ -143,7 +143,7 @@ def against(plan, title):
 against(plan, "8B on 64 H100: every layout that fits")
 
 # %% [markdown]
-# The front falls steeply and then lies flat: a sixth more time halves the memory, and another few percent halve it again;
+# The front falls steeply and then lies flat: an eighth more time halves the memory, and another few percent halve it again;
 # after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
 # and a good network leave it nothing to win.
 #

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxpar.plan.bars import bars
 from jaxpar.plan.legal import at
-from jaxpar.plan.search import Plan, Ranked, describe, weigh
+from jaxpar.plan.search import Plan, Ranked, complexity, describe, weigh
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -57,11 +57,14 @@ def why(each: Ranked, plan: Plan) -> str:
         if plan.fastest.candidate == each.candidate:
             return "the fastest"
         lost = each.time.total / plan.fastest.time.total - 1
-        return f"simpler than the fastest, {describe(plan.fastest.candidate)}, and {lost:.1%} slower"
+        what = "simpler" if complexity(each.candidate) < complexity(plan.fastest.candidate) else "less memory"
+        return f"{what} than the fastest, {describe(plan.fastest.candidate)}, and {lost:.1%} slower"
     more = [(cause, seconds) for cause, seconds in each.slower(first)[:2] if seconds >= 1e-5 * first.time.total]
     gap = each.time.total / first.time.total - 1
     if gap < 0:
-        return f"{gap:+.1%}, but less simple"
+        return f"{gap:+.1%}, but " + (
+            "less simple" if complexity(each.candidate) > complexity(first.candidate) else "more memory"
+        )
     return f"{gap:+.1%}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in more)
 
 

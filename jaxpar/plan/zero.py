@@ -109,7 +109,7 @@ class State:
       stage: Of ZeRO.
       shards: Devices that share what is sharded.
       parameters: Bytes of the parameters.
-      gradients: Bytes of the gradients, while there are any. In stage 1 jaxpar may already have them sharded.
+      gradients: Bytes of the gradients, while there are any. In stage 1 jaxpar scatters a lone microbatch's at once.
       optimizer: Bytes of the optimizer's state.
     """
 
