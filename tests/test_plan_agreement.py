@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 
 import jax
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.job.plan import question
+from jaxpar.job.schema import load
 from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.agreement import Checked, agreement, compared, proposed, rank_correlation, ranks
 from jaxpar.plan.candidate import Candidate
@@ -22,7 +26,7 @@ from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.memory import static
 from jaxpar.plan.practice import JAXPAR
 from jaxpar.plan.sample import sample
-from jaxpar.plan.search import Question, search
+from jaxpar.plan.search import Question, search, weigh
 from jaxpar.plan.shape import Shape
 from jaxpar.plan.zero import JAXPAR as BYTES
 
@@ -170,3 +174,25 @@ def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
     assert found["agreement"]["layouts"] == 4
     assert all(each["compiled"]["bytes"] > 0 < each["replayed"]["seconds"] for each in found["layouts"])
     assert "4 layouts: rank correlation of seconds" in capsys.readouterr().out
+
+
+def test_predictions_still_agree_with_the_compiled_programs_on_record():
+    record = json.loads(files("jaxpar.bench").joinpath("records/layouts_jax0.12.0.json").read_text())
+    kept = record["question"]
+    job = load(EIGHT_B, [], allow_import=False)
+    asked = question(job, devices=kept["devices"], chip=kept["chip"], per_node=None, given={})
+    names = {field.name for field in fields(Candidate)}
+    layouts = [each for each in record["layouts"] if not each["refusal"]]
+    now = [
+        Checked(
+            ranked=weigh(asked, Candidate(**{key: each["predicted"][key] for key in names})),
+            seconds=each["replayed"]["seconds"],
+            bytes=each["compiled"]["bytes"],
+        )
+        for each in layouts
+    ]
+    found = agreement(now)
+    assert found["layouts"] >= 30
+    assert found["rank_correlation"] >= 0.9
+    assert found["mean_error_seconds"] <= 0.1
+    assert found["mean_error_bytes"] <= 0.13
