@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.job.plan import question
+from jaxpar.job.plan import question, verify
 from jaxpar.job.schema import load
 from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.agreement import Checked, agreement, compared, proposed, rank_correlation, ranks
@@ -160,6 +161,16 @@ def test_what_does_not_fit_as_compiled_is_not_proposed():
     assert str(first).endswith("DOES NOT FIT")
     with pytest.raises(JaxparError, match=r"none of the 1 layouts that were compiled fits.*leanest needs 1 GiB"):
         proposed(plan, [first])
+
+
+@pytest.mark.parametrize(("limit", "fits"), [("40GiB", True), ("39GiB", False)])
+def test_what_is_compiled_has_to_fit_the_memory_that_was_asked_for(limit, fits, monkeypatch):
+    report = SimpleNamespace(total=40 * 2**30, memory=(), timeline=None)  # 72 GiB of an H100 are for a program
+    monkeypatch.setattr("jaxpar.job.plan.observe", lambda job, target: report)
+    job = load(EIGHT_B, [], allow_import=False)
+    asked = question(job, devices=64, chip="h100", per_node=None, given={"memory": limit})
+    (found,) = verify(job, asked, search(asked, top=1).best)
+    assert found.fits is fits
 
 
 @pytest.mark.slow

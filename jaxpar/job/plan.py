@@ -122,19 +122,19 @@ def verify(job: Job, asked: Question, layouts: Iterable[Ranked]) -> Iterator[Che
     nodes, chip = -(-asked.devices // asked.hardware.per_node), compiled_chip(asked.hardware)
     target = f"{chip}:{nodes}x{min(asked.hardware.per_node, asked.devices)}"
     for ranked in layouts:
-        yield _checked(job, ranked, asked.shape, target)
+        yield _checked(job, ranked, asked, target)
 
 
-def _checked(job: Job, ranked: Ranked, shape: Shape, target: str) -> Checked:
+def _checked(job: Job, ranked: Ranked, asked: Question, target: str) -> Checked:
     try:
-        report = observe(planned(job, ranked.candidate, shape), target)
+        report = observe(planned(job, ranked.candidate, asked.shape), target)
     except JaxparError as error:
         return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
     causes = {share.cause: share.bytes for share in report.memory}
     seconds, exposed = (report.timeline.seconds, report.timeline.exposed) if report.timeline else (None, {})
     return Checked(
-        ranked=ranked, seconds=seconds, bytes=report.total, fits=bool(report.fits), causes=causes, exposed=exposed,
-        refusal="" if report.timeline else "no time",
+        ranked=ranked, seconds=seconds, bytes=report.total, fits=report.total <= asked.room,
+        causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",
     )  # fmt: skip
 
 
