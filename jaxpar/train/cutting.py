@@ -108,6 +108,8 @@ class Cutting:
         """Refuses lookups on which XLA aborts: of rows split over `fsdp`, in what is split over `tensor`."""
         one = jax.tree.map(lambda leaf: leaf[0], known)
         x, per_layer = Traced(model.embed, shared, one).shapes
+        depth = next(iter(layers.values())).shape[0]  # of this stage; `per_layer` is of all
+        per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((depth, *leaf.shape[1:]), leaf.dtype), per_layer)
         pieces = {
             "layers": Traced(model.stage, layers, one, per_layer, x, jnp.int32(0)),
             "loss": Traced(model.head, shared, one, x),
