@@ -66,7 +66,7 @@ print(page(plan))
 # %%
 best = plan.best[0]
 worked = LLAMA_8B.model["vocab"] * LLAMA_8B.model["dim"]
-flop = 6 * (on_64.shape.parameters - worked) * 128 * 4096
+flop = 6 * (on_64.model.parameters - worked) * 128 * 4096
 print(f"on paper {flop / (64 * 0.66 * 989.5e12):.3f} s, planned {best.time.products:.3f} s of {best.time.total:.3f} s")
 
 # %% [markdown]

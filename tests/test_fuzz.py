@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from jaxpar.errors import JaxparError
 from jaxpar.inspector.groups import parse_groups, parse_pairs
 from jaxpar.inspector.hlo import parse
-from jaxpar.job.schema import dumps, loads
+from jaxpar.job.schema import loads
+from jaxpar.job.toml import dumps
 from jaxpar.models.huggingface.config import FAMILIES, SILENT, settings_of
 from jaxpar.models.huggingface.safetensors import entries
 from jaxpar.pipeline.library import LIBRARY, schedule

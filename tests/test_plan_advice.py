@@ -15,6 +15,7 @@ from jaxpar.plan.advice import advise, situation_of
 from jaxpar.plan.decisions import RULES, Situation
 from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.legal import legal
+from jaxpar.plan.model import Transformer
 from jaxpar.plan.practice import JAXPAR_FUSED
 from jaxpar.plan.search import Question, search
 from jaxpar.plan.shape import Shape
@@ -30,7 +31,12 @@ JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 def question(shape, devices, rows=64, *, memory=0, **bandwidths):
     links = {key: replace(getattr(H100, key), bandwidth=rate) for key, rate in bandwidths.items()}
     return Question(
-        shape=shape, devices=devices, rows=rows, hardware=replace(H100, **links), practice=JAXPAR_FUSED, memory=memory
+        model=Transformer(shape=shape),
+        devices=devices,
+        rows=rows,
+        hardware=replace(H100, **links),
+        practice=JAXPAR_FUSED,
+        memory=memory,
     )
 
 

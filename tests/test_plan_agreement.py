@@ -25,6 +25,7 @@ from jaxpar.plan.agreement import Checked, agreement, compared, proposed, rank_c
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.memory import static
+from jaxpar.plan.model import Transformer
 from jaxpar.plan.practice import JAXPAR
 from jaxpar.plan.sample import sample
 from jaxpar.plan.search import Question, search, weigh
@@ -109,8 +110,13 @@ SMALL = Shape(layers=8, dim=64, heads=8, vocab=512, seq=128, gated=True)
 
 
 def asked(**given):
-    known = {"shape": SMALL, "devices": 8, "rows": 32, "hardware": HARDWARE["h100"], "practice": JAXPAR}
-    return Question(**(known | given))
+    known = {
+        "devices": 8,
+        "rows": 32,
+        "hardware": HARDWARE["h100"],
+        "practice": JAXPAR,
+    }
+    return Question(**({"model": Transformer(shape=SMALL)} | known | given))
 
 
 def test_a_sample_has_every_kind_alike_and_depends_on_its_seed():

@@ -198,7 +198,7 @@ def test_one_node_is_not_told_of_a_network(example, capsys):
     path = example(("between = {latency = 1e-5, bandwidth = 11e9}", ""))
     assert main(["plan", JOB, "--devices", "8", "--chip", str(path), "--top", "1"]) == 0
     said = capsys.readouterr().out
-    assert "1 nodes of 8" in said
+    assert "1 node of 8" in said
     assert "80 GB/s per GPU\n" in said
     assert "products: measured on acme-3; links: measured on acme-3" in said
 

@@ -20,6 +20,7 @@ from jaxpar.plan.document import MEMORY, write
 from jaxpar.plan.front import front
 from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.memory import Memory
+from jaxpar.plan.model import Transformer
 from jaxpar.plan.page import leaner, page
 from jaxpar.plan.practice import JAXPAR_FUSED
 from jaxpar.plan.scatter import Frame, kinds, memory_ticks, thinned, time_ticks
@@ -37,13 +38,15 @@ SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, 
 @cache
 def plan(name="many"):
     h100 = HARDWARE["h100"]
-    asked = Question(shape=LLAMA_8B, devices=64, rows=512, hardware=h100, practice=JAXPAR_FUSED)
+    asked = Question(model=Transformer(shape=LLAMA_8B), devices=64, rows=512, hardware=h100, practice=JAXPAR_FUSED)
     far = replace(h100, between=replace(h100.between, bandwidth=1e9))
     return {
         "many": lambda: search(asked),
         "slow links": lambda: search(replace(asked, hardware=far, rows=128)),
-        "one device": lambda: search(replace(asked, shape=SMALL, devices=1, rows=1)),
-        "small": lambda: search(replace(asked, shape=SMALL, devices=8, rows=16, memory=12 * 2**20), top=100),
+        "one device": lambda: search(replace(asked, model=Transformer(shape=SMALL), devices=1, rows=1)),
+        "small": lambda: search(
+            replace(asked, model=Transformer(shape=SMALL), devices=8, rows=16, memory=12 * 2**20), top=100
+        ),
     }[name]()
 
 

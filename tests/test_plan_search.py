@@ -20,6 +20,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.legal import Choices, at, legal
 from jaxpar.plan.memory import memory
+from jaxpar.plan.model import Transformer
 from jaxpar.plan.page import page
 from jaxpar.plan.practice import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.search import Question, complexity, describe, search, weigh
@@ -34,7 +35,7 @@ LLAMA_405B = Shape(layers=126, dim=16384, heads=128, kv_heads=8, hidden=53248, v
 
 
 def question(shape=LLAMA_8B, devices=64, rows=512, **given):
-    return Question(shape=shape, devices=devices, rows=rows, hardware=H100, practice=JAXPAR, **given)
+    return Question(model=Transformer(shape=shape), devices=devices, rows=rows, hardware=H100, practice=JAXPAR, **given)
 
 
 def rows_of(candidates):
@@ -192,9 +193,9 @@ JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 def test_a_planned_job_is_the_job_with_that_layout(index):
     job = load(JOB, ["train.global_batch=128"])
     asked = asked_of(job, devices=64, chip="h100", per_node=8, given={})
-    every = legal(asked.shape, devices=64, rows=128)
+    every = legal(asked.model.shape, devices=64, rows=128)
     candidate = at(every, index % len(every.pipe))
-    made = planned(job, candidate, asked.shape)
+    made = planned(job, candidate, asked.model.layers)
     assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
     assert made.parallel.stage == candidate.zero
     assert made.train.remat == candidate.remat
@@ -206,7 +207,7 @@ def test_a_planned_job_is_the_job_with_that_layout(index):
 
 
 def test_layers_that_do_not_divide_are_dealt():
-    words = overrides(Candidate(pipe=4, microbatches=4, schedule="1f1b_phased"), replace(SMALL, layers=6))
+    words = overrides(Candidate(pipe=4, microbatches=4, schedule="1f1b_phased"), 6)
     assert "parallel.pipeline.layers=[2, 2, 1, 1]" in words
 
 
@@ -223,7 +224,7 @@ def test_the_verb_prints_a_plan_and_writes_a_job_that_loads(tmp_path, capsys):
     ("words", "said"),
     [
         (["--devices", "64", "--chip", "h1000"], "chip h1000"),
-        (["--devices", "64", "--between", "0GB"], "bandwidth"),
+        (["--devices", "64", "--between", "0GB"], "--between 0GB"),
         (["--devices", "64", "--per-node", "0"], "per_node"),
         (["--devices", "64", "--top", "0"], "--top 0"),
         (["--devices", "8", "--memory", "1MiB"], "fits"),

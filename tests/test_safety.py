@@ -25,10 +25,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.job.build import check, resolve_loss
+from jaxpar.job.check import check
+from jaxpar.job.models import resolve_loss
 from jaxpar.job.objects import import_object
 from jaxpar.job.sample import sample
-from jaxpar.job.schema import dumps, loads
+from jaxpar.job.schema import loads
+from jaxpar.job.toml import dumps
 from jaxpar.models.huggingface.load import load as load_pretrained
 from jaxpar.pipeline.draw import svg
 from jaxpar.pipeline.library import schedule

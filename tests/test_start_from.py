@@ -12,7 +12,8 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
-from jaxpar.job.schema import dumps, loads
+from jaxpar.job.schema import loads
+from jaxpar.job.toml import dumps
 from jaxpar.train.checkpoint import Checkpoints, Store, manifest, partial
 from jaxpar.train.checkpoint.differences import differences, problems
 from jaxpar.train.checkpoint.manifest import Array

@@ -28,7 +28,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
-from jaxpar.job.build import check
+from jaxpar.job.check import check
 from jaxpar.job.sample import sample
 from jaxpar.job.schema import load, loads
 from jaxpar.models.decoder import DecoderSettings

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from jaxpar.cli.options import add_job, add_json, prefer_huge_pages
+from jaxpar.cli.options import add_job, add_json, check_file, prefer_huge_pages
 
 EXAMPLE = """\
   $ jaxpar bench overhead
@@ -122,6 +122,7 @@ def layers(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.layers import measured
     from jaxpar.job.schema import load
 
+    check_file("--write", args.write, "own.graph.txt", anew=True)
     return measured(load(args.job, args.overrides, allow_import=args.allow_import), args.write), 0
 
 

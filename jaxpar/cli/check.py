@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     import jax
 
     from jaxpar.errors import JaxparError
-    from jaxpar.job.build import check, device_count, resolve_loss, resolve_model
+    from jaxpar.job.check import check, device_count
+    from jaxpar.job.models import resolve_loss, resolve_model
     from jaxpar.job.schema import read
     from jaxpar.parallel.compose import compose
 

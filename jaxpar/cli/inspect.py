@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from jaxpar.cli.options import add_job
+from jaxpar.cli.options import add_job, check_file
 
 EXAMPLE = """\
   $ jaxpar inspect configs/gpu_llama_8b_fsdp8.toml
@@ -31,13 +31,11 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the report."""
-    from jaxpar.errors import refuse
     from jaxpar.inspector.compare import compare
     from jaxpar.job.inspect import inspect
     from jaxpar.job.schema import load
 
-    if args.html and not is_file_to_be(args.html):
-        raise refuse(f"--html {args.html}", rule="it is a file, in a folder that exists", fix="--html report.html")
+    check_file("--html", args.html, "report.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     other = load(args.compare, allow_import=args.allow_import) if args.compare else None
     report = inspect(job, args.target)
@@ -51,10 +49,3 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         report.html(args.html)
         print(f"page: {args.html}")
     return result, 0 if fits else 1
-
-
-def is_file_to_be(path: str) -> bool:
-    """Returns whether a file of that name can be written."""
-    from pathlib import Path
-
-    return not Path(path).is_dir() and Path(path).absolute().parent.is_dir()

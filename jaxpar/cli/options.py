@@ -27,6 +27,31 @@ def add_json(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", metavar="FILE", help="also write the result as JSON")
 
 
+def check_file(option: str, path: str | None, example: str, *, anew: bool = False) -> None:
+    """Refuses a file that could not be written, before any work is done for it.
+
+    Args:
+      option: As it is written, such as --html.
+      path: What was given; None where nothing was.
+      example: A name that would do.
+      anew: Whether it must not be there yet.
+
+    Raises:
+      JaxparError: If it is a folder, has none to lie in, or is there already.
+    """
+    from pathlib import Path
+
+    from jaxpar.errors import refuse
+
+    if path is None:
+        return
+    file = Path(path)
+    taken = file.exists() if anew else not path or file.is_dir()
+    if taken or not file.absolute().parent.is_dir():
+        rule = "a file to be, in a folder that exists" if anew else "it is a file, in a folder that exists"
+        raise refuse(f"{option} {path}", rule=rule, fix=f"{option} {example}")
+
+
 def wants_colour() -> bool:
     """Returns whether what is printed is read on a screen that has colours."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

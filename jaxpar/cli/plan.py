@@ -4,8 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.inspect import is_file_to_be
-from jaxpar.cli.options import add_job, wants_colour
+from jaxpar.cli.options import add_job, check_file, wants_colour
 
 EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
@@ -60,7 +59,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the plan."""
     from jaxpar.errors import refuse
     from jaxpar.job.plan import compiled_chip, overrides, planned, question, verify
-    from jaxpar.job.schema import dumps, load
+    from jaxpar.job.schema import load
+    from jaxpar.job.toml import dumps
     from jaxpar.plan.advice import advise
     from jaxpar.plan.agreement import agreement, compared, proposed
     from jaxpar.plan.document import write
@@ -70,10 +70,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
         if number < least:
             raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")
-    if args.write and (Path(args.write).exists() or not Path(args.write).absolute().parent.is_dir()):
-        raise refuse(f"--write {args.write}", rule="a file to be, in a folder that exists", fix="--write planned.toml")
-    if args.html and not is_file_to_be(args.html):
-        raise refuse(f"--html {args.html}", rule="it is a file, in a folder that exists", fix="--html plan.html")
+    check_file("--write", args.write, "planned.toml", anew=True)
+    check_file("--html", args.html, "plan.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
@@ -94,10 +92,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         print("\n" + compared(checked))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
     first = proposed(plan, checked).candidate
-    command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.shape)])
+    command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.model.layers)])
     print(f"\nTrain it so:\n  {command}")
     if args.write:
-        Path(args.write).write_text(dumps(planned(job, first, asked.shape)))
+        Path(args.write).write_text(dumps(planned(job, first, asked.model.layers)))
         print(f"job: {args.write}")
     if args.html:
         made = write(plan, title=f"{Path(args.job).stem}: a plan", command=command, checked=checked)

@@ -6,7 +6,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxpar.cli.options import add_json, wants_colour
+from jaxpar.cli.options import add_json, check_file, wants_colour
 
 if TYPE_CHECKING:
     from jaxpar.pipeline.price import Price, Times
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         return {"compare": rows}, 0
     schedule = _schedule(args)
     for option in ("csv", "svg"):
-        _check_file(option, getattr(args, option))
+        check_file(f"--{option}", getattr(args, option), f"own.{option}")
     cost = price(schedule, times)
     print(_show(schedule, cost, args.times))
     own = row(schedule, cost)
@@ -158,14 +158,6 @@ def _check_numbers(args: argparse.Namespace, what: str) -> None:
             problems.append(Problem(f"--{key} {given}", f"{key} is a positive whole number", f"--{key} {usual}"))
     if problems:
         raise JaxparError(*problems)
-
-
-def _check_file(option: str, path: str | None) -> None:
-    from jaxpar.cli.inspect import is_file_to_be
-    from jaxpar.errors import refuse
-
-    if path is not None and not (path and is_file_to_be(path)):
-        raise refuse(f"--{option} {path}", rule="it is a file, in a folder that exists", fix=f"--{option} own.{option}")
 
 
 def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> None:

@@ -33,10 +33,11 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains and returns the outcome."""
     from jaxpar.errors import refuse
-    from jaxpar.job.schema import load, show_defaults
+    from jaxpar.job.schema import load
+    from jaxpar.job.toml import show_defaults
 
     if args.print_defaults:
-        from jaxpar.job.build import MODELS
+        from jaxpar.job.models import MODELS
 
         print(show_defaults({name: settings for name, (_, settings) in MODELS.items()}))
         return {}, 0

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxpar.errors import nearest, refuse
 from jaxpar.job import pretrained
-from jaxpar.job.build import device_count, resolve_loss, resolve_model
+from jaxpar.job.check import device_count
+from jaxpar.job.models import resolve_loss, resolve_model
 from jaxpar.job.schema import load
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose

@@ -8,8 +8,10 @@ the global batch                stays: it is what the loss curve belongs to
 import math
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.job.build import check
-from jaxpar.job.schema import Job, dumps, loads
+from jaxpar.job.check import check
+from jaxpar.job.schema import loads
+from jaxpar.job.tables import Job
+from jaxpar.job.toml import dumps
 from jaxpar.mesh.axes import BATCH_AXES, infer_sizes
 
 

@@ -6,8 +6,10 @@ import jax
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.inspector.report import Report, report
-from jaxpar.job.build import abstract_batch, assemble, device_count
-from jaxpar.job.schema import Job, MeshTable
+from jaxpar.job.batches import abstract_batch
+from jaxpar.job.build import assemble
+from jaxpar.job.check import device_count
+from jaxpar.job.tables import Job, MeshTable
 from jaxpar.mesh.devices import simulate
 from jaxpar.mesh.target import parse_target, target_devices
 from jaxpar.train.subject import subject

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.bench.layers import layers
-from jaxpar.errors import JaxparError, refuse
-from jaxpar.job.build import abstract_batch, check, resolve_loss, resolve_model
-from jaxpar.job.schema import Job, MeshTable
+from jaxpar.errors import JaxparError
+from jaxpar.job.batches import abstract_batch
+from jaxpar.job.check import check
+from jaxpar.job.models import resolve_loss, resolve_model
+from jaxpar.job.tables import Job, MeshTable
 from jaxpar.mesh.devices import hush_plugin
 from jaxpar.pipeline.profile import dumps
 from jaxpar.train.numerics import Numerics
@@ -20,13 +22,11 @@ def measured(job: Job, write: str | None = None) -> dict[str, Any]:
 
     Args:
       job: Model, loss, data, batch, precision and remat.
-      write: File for the profile, as PipeDream writes it.
+      write: File for the profile, as PipeDream writes it; what is there is replaced.
 
     Raises:
-      JaxparError: With everything that is wrong with the job, or the file is there already.
+      JaxparError: With everything that is wrong with the job.
     """
-    if write and (Path(write).exists() or not Path(write).absolute().parent.is_dir()):
-        raise refuse(f"--write {write}", rule="a file to be, in a folder that exists", fix="--write own.graph.txt")
     hush_plugin()
     train = dataclasses.replace(job.train, accumulate=1)
     alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxpar.bench.record import commit, versions
 from jaxpar.job.plan import question, verify
-from jaxpar.job.schema import Job
+from jaxpar.job.tables import Job
 from jaxpar.plan.agreement import agreement, summary
 from jaxpar.plan.sample import sample
 

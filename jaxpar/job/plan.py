@@ -2,38 +2,21 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from jaxpar.errors import JaxparError, nearest, refuse
-from jaxpar.job.build import resolve_loss, resolve_model
 from jaxpar.job.inspect import observe
-from jaxpar.job.schema import Job, MeshTable, dumps, loads
+from jaxpar.job.schema import loads
+from jaxpar.job.subject import subject
+from jaxpar.job.tables import Job, MeshTable
+from jaxpar.job.toml import dumps
 from jaxpar.mesh.chips import CHIPS, find_chip
-from jaxpar.models.decoder import Decoder
 from jaxpar.plan.agreement import Checked
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE, Hardware
 from jaxpar.plan.hardware_file import load_hardware
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.search import Question, Ranked
-from jaxpar.plan.shape import Shape
 from jaxpar.units import parse_bytes, parse_rate
-
-
-def shape_of(job: Job) -> Shape:
-    """Returns the shape of a job's model.
-
-    Raises:
-      JaxparError: If it is no decoder: the formulas of the planner are those of transformers.
-    """
-    model: Any = resolve_model(job, resolve_loss(job))
-    if getattr(model, "func", None) is not Decoder:
-        raise refuse(
-            f"model.name = {job.model['name']!r}",
-            rule="the planner's formulas are those of a decoder",
-            fix="jaxpar inspect JOB --target h100:8x8, which compiles any model, one layout at a time",
-        )
-    return dataclasses.replace(Shape.of(model.args[0]), seq=job.data.seq)
 
 
 def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: Mapping[str, str | None]) -> Question:
@@ -49,13 +32,16 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         where that is not there; None leaves it.
 
     Raises:
-      JaxparError: If the model is no decoder, the chip's constants are not known, or a number is out of its range.
+      JaxparError: If the model cannot be planned, the chip's constants are not known, or a number is out of its range.
     """
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key))}
+    if slow := [key for key, rate in rates.items() if rate < 1]:
+        key = slow[0]
+        raise refuse(f"--{key} {given[key]}", rule="a link moves at least a byte per second", fix=f"--{key} 3GB")
     known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
     links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
     return Question(
-        shape=shape_of(job),
+        model=subject(job, devices),
         devices=devices,
         rows=job.train.global_batch,
         hardware=dataclasses.replace(known, **links),
@@ -85,7 +71,7 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
     )
 
 
-def overrides(candidate: Candidate, shape: Shape) -> list[str]:
+def overrides(candidate: Candidate, layers: int) -> list[str]:
     """Returns a layout as overrides of a job."""
     c = candidate
     words = [f"parallel.{axis}={getattr(c, axis)}" for axis in ("pipe", "data", "fsdp", "tensor")]
@@ -97,20 +83,20 @@ def overrides(candidate: Candidate, shape: Shape) -> list[str]:
     words += [f"parallel.pipeline.microbatches={c.microbatches}", f"parallel.pipeline.chunks={c.chunks}"]
     words.append('parallel.pipeline.keep="residuals"')
     parts = c.pipe * c.chunks
-    if shape.layers % parts:
-        each, more = divmod(shape.layers, c.pipe)
+    if layers % parts:
+        each, more = divmod(layers, c.pipe)
         words.append(f"parallel.pipeline.layers={[each + (stage < more) for stage in range(c.pipe)]}")
     return words
 
 
-def planned(job: Job, candidate: Candidate, shape: Shape) -> Job:
+def planned(job: Job, candidate: Candidate, layers: int) -> Job:
     """Returns the job with a layout of a plan, for as many devices as that takes.
 
     Raises:
       JaxparError: If the job does not go with it.
     """
     plain = dataclasses.replace(job, parallel=type(job.parallel)(), mesh=MeshTable(devices=int(candidate.devices)))
-    return loads(dumps(plain), overrides(candidate, shape), allow_import=job.allow_import)
+    return loads(dumps(plain), overrides(candidate, layers), allow_import=job.allow_import)
 
 
 def verify(job: Job, asked: Question, layouts: Iterable[Ranked]) -> Iterator[Checked]:
@@ -127,7 +113,7 @@ def verify(job: Job, asked: Question, layouts: Iterable[Ranked]) -> Iterator[Che
 
 def _checked(job: Job, ranked: Ranked, asked: Question, target: str) -> Checked:
     try:
-        report = observe(planned(job, ranked.candidate, asked.shape), target)
+        report = observe(planned(job, ranked.candidate, asked.model.layers), target)
     except JaxparError as error:
         return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
     causes = {share.cause: share.bytes for share in report.memory}

@@ -8,8 +8,10 @@ from typing import Any
 import jax
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.job.build import Built, resolve_loss, resolve_model
-from jaxpar.job.schema import Job, load
+from jaxpar.job.build import Built
+from jaxpar.job.models import resolve_loss, resolve_model
+from jaxpar.job.schema import load
+from jaxpar.job.tables import Job
 from jaxpar.models.decoder import DecoderSettings
 from jaxpar.models.huggingface.config import config_of
 from jaxpar.models.huggingface.export import export

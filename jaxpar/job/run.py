@@ -16,8 +16,11 @@ import jax
 from jaxpar.bench.record import versions, where
 from jaxpar.errors import JaxparError, reading, refuse, said
 from jaxpar.job import pretrained
-from jaxpar.job.build import Built, abstract_batch, build, sound
-from jaxpar.job.schema import Job, dumps
+from jaxpar.job.batches import abstract_batch
+from jaxpar.job.build import Built, build
+from jaxpar.job.models import sound
+from jaxpar.job.tables import Job
+from jaxpar.job.toml import dumps
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.connect import connect
 from jaxpar.mesh.devices import describe, is_simulated

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxpar.errors import refuse
-from jaxpar.job.build import resolve_loss, resolve_model
+from jaxpar.job.models import resolve_loss, resolve_model
 from jaxpar.job.schema import load
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose

@@ -1,166 +1,20 @@
-"""The text of a job becomes a `Job`, or every problem at once.
-
-Each table of the file is a dataclass of the room it belongs to, a table within it a dataclass
-among that one's fields; what its keys mean is read off the docstring, so it is written once.
-"""
+"""The text of a job becomes a `Job`, or every problem at once."""
 
 import dataclasses
-import datetime
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any
 
 import pydantic
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse, within
-from jaxpar.mesh.target import parse_target
-from jaxpar.optim.chain import Optimizer
-from jaxpar.parallel.declare import Parallel
-from jaxpar.train.checkpoint import Checkpoints
-from jaxpar.train.data.spec import Data
-from jaxpar.train.faults import Faults
-from jaxpar.train.metrics import Metrics
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunTable:
-    """Where a run lives.
-
-    Attributes:
-      dir: The run folder; "" means runs/ and the name of the job file.
-      resume: auto goes on from the latest checkpoint if there is one; never starts anew and
-        refuses a folder that has checkpoints; must refuses a folder that has none.
-      timeout: Seconds without a sign of life from another process, or in which it keeps the others
-        waiting, after which the run ends and says so. Compiling and saving may take ten times as long.
-    """
-
-    dir: str = ""
-    resume: Literal["auto", "never", "must"] = "auto"
-    timeout: float = 30.0
-
-    def __post_init__(self):
-        within(self, "run", {"timeout": (1.0, 86400.0)})
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshTable:
-    """Which devices a job uses.
-
-    Attributes:
-      simulate: So many simulated devices on the processor; 0 means the real ones.
-      devices: So many real devices, the first ones; 0 means all. `jaxpar check` believes it
-        on a machine that has fewer.
-      target: The GPUs the job is meant for, CHIP:NODESxGPUS such as h100:16x8; `jaxpar inspect`
-        compiles for them, there or not.
-    """
-
-    simulate: int = 0
-    devices: int = 0
-    target: str = ""
-
-    def __post_init__(self):
-        if self.target and (meant := parse_target(self.target).devices) != (self.devices or meant):
-            raise refuse(
-                f"mesh.target = {self.target!r} and mesh.devices = {self.devices}",
-                rule="the GPUs of the target are the devices of the job",
-                fix=f"mesh.devices = {meant}, or leave it out",
-            )
-        within(self, "mesh", {"simulate": (0, 2**16), "devices": (0, 2**31 - 1)})
-        if self.simulate and self.devices:
-            raise refuse(
-                f"mesh.simulate = {self.simulate} and mesh.devices = {self.devices}",
-                rule="devices are simulated or real",
-                fix="leave one out",
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainTable:
-    """How long, on how much at once, and in which numbers.
-
-    Attributes:
-      steps: Updates of the whole run.
-      global_batch: Examples per step, over all devices and microbatches.
-      accumulate: Microbatches per step.
-      seed: Of the parameters, of dropout and of the order of examples.
-      loss: next_token, classify, or "package.module:function" of (model, batch).
-      precision: fp32, or bf16: products in bfloat16, parameters and optimizer in float32.
-      remat: What the backward pass keeps: none (all), dots, all_dots or full (least).
-      offload: Keep the optimizer state in host memory between steps.
-      eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
-      eval_batches: Most batches per evaluation; 0 takes all that are held out.
-    """
-
-    steps: int = 100
-    global_batch: int = 32
-    accumulate: int = 1
-    seed: int = 0
-    loss: str = "next_token"
-    precision: Literal["fp32", "bf16"] = "fp32"
-    remat: Literal["none", "dots", "all_dots", "full"] = "none"
-    offload: bool = False
-    eval_every: int = 0
-    eval_batches: int = 0
-
-    def __post_init__(self):
-        most = 2**31 - 1  # the step is an int32; a seed has 32 bits
-        lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
-        within(self, "train", {key: (low, most) for key, low in lows.items()})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A training job, as its file declares it.
-
-    Attributes:
-      run: Where it lives.
-      mesh: Which devices.
-      parallel: How they are used.
-      model: `name` (decoder, vit, resnet, mlp or "package.module:Object") and its settings.
-      data: What to train on.
-      optimizer: How gradients become updates.
-      train: How long, on how much at once.
-      checkpoint: When the state is saved.
-      faults: What is done about numbers that go wrong.
-      metrics: What is written down.
-      allow_import: Whether the Python objects it names may come from anywhere, and not only from the working
-        directory's own modules; no key of a file, but said by who loads it.
-    """
-
-    run: RunTable = field(default_factory=RunTable)
-    mesh: MeshTable = field(default_factory=MeshTable)
-    parallel: Parallel = field(default_factory=Parallel)
-    model: dict[str, Any] = field(default_factory=lambda: {"name": "decoder"})
-    data: Data = field(default_factory=Data)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    train: TrainTable = field(default_factory=TrainTable)
-    checkpoint: Checkpoints = field(default_factory=Checkpoints)
-    faults: Faults = field(default_factory=Faults)
-    metrics: Metrics = field(default_factory=Metrics)
-    allow_import: bool = False
-
-
-def inner_tables(cls: type) -> dict[str, type]:
-    """Returns the fields of a dataclass that are tables themselves."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])}
-
-
-def _walk(cls: type, section: str) -> Iterator[tuple[str, type]]:
-    yield section, cls
-    for key, inner in inner_tables(cls).items():
-        yield from _walk(inner, f"{section}.{key}")
-
+from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.job.tables import SECTIONS, TABLES, Job, default, inner_tables, walk
+from jaxpar.job.toml import shown
 
 DEEPEST = 20  # tables and lists in each other
-SECTIONS = tuple(f.name for f in dataclasses.fields(Job) if f.name != "allow_import")
-TABLES: dict[str, type] = {
-    name: table for section, cls in inner_tables(Job).items() for name, table in _walk(cls, section)
-}
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False) -> Job:
@@ -344,7 +198,7 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         return list(cause.problems)
     if error["type"] == "unexpected_keyword_argument":
         keys, word = [f.name for f in dataclasses.fields(cls)], str(error["loc"][0])
-        owners = [name for name, inner in _walk(cls, section) if word in {f.name for f in dataclasses.fields(inner)}]
+        owners = [name for name, inner in walk(cls, section) if word in {f.name for f in dataclasses.fields(inner)}]
         fix = f"{word} belongs to [{owners[0]}]" if owners else nearest(word, keys)
         return [Problem(f"unknown key {key}", f"[{section}] has the keys {', '.join(keys)}", fix)]
     expected = re.sub(r"^Input should be ", "", error["msg"])
@@ -358,92 +212,9 @@ def _problems(cls: type, error: Any, section: str) -> list[Problem]:
         expected = "text or a list of text"
     wrong = error["input"]
     usual = default(cls, str(error["loc"][0]))
-    fix = "leave it out" if usual is None or usual in ("", {}) else f"default: {_shown(usual)}"
+    fix = "leave it out" if usual is None or usual in ("", {}) else f"default: {shown(usual)}"
     if dataclasses.is_dataclass(usual):
         expected, fix = "a table", f"[{key}] on a line of its own"
     if error["type"] == "literal_error" and isinstance(wrong, str):
         fix = nearest(wrong, re.findall(r"'([^']*)'", error["msg"]))
-    return [Problem(f"{key} = {_shown(wrong):.300}", f"{key.removeprefix(section + '.')} is {expected}", fix)]
-
-
-def default(cls: type, key: str) -> Any:
-    """Returns the default value of a dataclass's field."""
-    made = next(f for f in dataclasses.fields(cls) if f.name == key)
-    return made.default if made.default is not dataclasses.MISSING else made.default_factory()  # pyright: ignore
-
-
-def meanings(cls: type) -> dict[str, str]:
-    """Returns what each field of a dataclass means, from the Attributes of its docstring."""
-    text = (cls.__doc__ or "").partition("Attributes:\n")[2]
-    found: dict[str, str] = {}
-    indent, key = None, None
-    for line in text.splitlines():
-        if not line.strip():
-            break
-        indent = indent if indent is not None else len(line) - len(line.lstrip())
-        if len(line) - len(line.lstrip()) == indent:
-            key, _, meaning = line.strip().partition(": ")
-            found[key] = meaning
-        elif key:
-            found[key] += " " + line.strip()
-    return found
-
-
-def show_defaults(models: dict[str, type]) -> str:
-    """Returns every key of a job with its default and meaning, as TOML that can be used."""
-    lines = ["# Every key of a job, its default and its meaning."]
-    model = ["", "[model]", f'{"name = " + _shown("decoder"):<28}# {", ".join(models)}, or "package.module:Object"']
-    for name, settings in models.items():
-        model += [f"# -- of {name}:", *("# " + row for row in _rows(settings))]
-    for section, cls in TABLES.items():
-        lines += [*(model if section == "data" else ()), "", f"[{section}]", *_rows(cls)]
-    return "\n".join(lines)
-
-
-def _rows(cls: type) -> list[str]:
-    rows = []
-    for key, meaning in meanings(cls).items():
-        if key in {f.name for f in dataclasses.fields(cls)} - inner_tables(cls).keys():
-            value = default(cls, key)
-            shown = f"{key} = {_shown(value)}" if value is not None else f"# {key} ="
-            rows.append(f"{shown:<28}# {meaning}")
-    return rows
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(_shown(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_key(k)} = {_shown(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, (int, float)):
-        return repr(value)  # also inf and nan, which JSON spells otherwise
-    return "null" if value is None else _text(str(value))
-
-
-def _text(value: str) -> str:
-    """Returns text as TOML writes it: as JSON does, but for the pairs of surrogates and the last control character."""
-    shown = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return shown.encode("utf-8", "replace").decode()
-
-
-def _key(word: str) -> str:
-    """Returns a key as TOML writes it: bare where it may be."""
-    return word if re.fullmatch(r"[\w-]+", word, re.ASCII) else _text(word)
-
-
-def dumps(job: Job) -> str:
-    """Returns the resolved job as TOML: what `load` reads back as the same job."""
-    return "\n".join(line for name in SECTIONS for line in _table(name, getattr(job, name)))
-
-
-def _table(section: str, value: Any) -> list[str]:
-    """Returns a table, and the tables within it after its own keys."""
-    own = value if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    inner = {key: each for key, each in own.items() if dataclasses.is_dataclass(each)}
-    rows = [f"{_key(key)} = {_shown(each)}" for key, each in own.items() if each is not None and key not in inner]
-    below = [line for key, each in inner.items() for line in _table(f"{section}.{key}", each)]
-    return [f"[{section}]", *rows, "", *below]
+    return [Problem(f"{key} = {shown(wrong):.300}", f"{key.removeprefix(section + '.')} is {expected}", fix)]

@@ -140,7 +140,7 @@ def go_to_meeting(cluster: Cluster, *, until: float, same: str) -> None:
         time.sleep(min(0.2, max(0.0, until - time.monotonic())))
     seconds = time.monotonic() - began
     fix = "is process 0 running, is its host's name known here, and its port open? jaxpar doctor looks"
-    raise _lost(cluster, f"no answer from the coordinator in {seconds:.3g} s: {why}", fix)
+    raise _lost(cluster, f"no answer from the coordinator in {seconds:.1f} s: {why}", fix)
 
 
 def _introduction(guest: socket.socket) -> tuple[int, int, str, str] | None:

@@ -11,11 +11,8 @@ import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.decisions import RULES, Layouts, Rule, Situation, situated
-from jaxpar.plan.legal import at, legal
-from jaxpar.plan.memory import layer_bytes, memory
+from jaxpar.plan.legal import at
 from jaxpar.plan.search import Plan, Question, Ranked, describe, weigh
-from jaxpar.plan.time import step_time
-from jaxpar.plan.zero import JAXPAR
 from jaxpar.units import show_bytes, show_seconds
 
 
@@ -132,24 +129,21 @@ def situation_of(asked: Question) -> Situation:
     A model fits where its state does and what one row keeps, with whatever is best computed again: the page has single
     devices do all they can before others come in.
     """
-    shape, per_node = asked.shape, min(asked.hardware.per_node, asked.devices)
+    per_node = min(asked.hardware.per_node, asked.devices)
     remat = np.array(asked.choices.remats)
     needs = {
-        what: float(np.min(memory(shape, Candidate(fsdp=n, zero=3 * (n > 1), remat=remat), asked.practice).total))
+        what: float(np.min(asked.bytes(Candidate(fsdp=n, zero=3 * (n > 1), remat=remat)).total))
         for what, n in (("device", 1), ("node", per_node))
     }
-    block = JAXPAR.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), asked.practice)[1])
-    ends = (shape.embedding_parameters, shape.head_parameters)
-    needs["layer"] = max(block, *(JAXPAR.total * count for count in ends))
+    needs["layer"] = asked.model.largest(asked.practice)
     nodes = -(-asked.devices // asked.hardware.per_node)
     link = asked.hardware.between if nodes > 1 else asked.hardware.inside
     return situated(nodes=nodes, needs=needs, room=asked.room, bandwidth=link.bandwidth)
 
 
 def _options(asked: Question, rule: Rule) -> Iterator[Option]:
-    candidates = legal(asked.shape, devices=asked.devices, rows=asked.rows, choices=asked.choices)
-    needed = memory(asked.shape, candidates, asked.practice).total
-    seconds = step_time(asked.shape, candidates, asked.hardware, asked.practice).total
+    candidates = asked.legal()
+    needed, seconds = asked.bytes(candidates).total, asked.seconds(candidates).total
     for layouts in rule.layouts:
         named = layouts.among(candidates, asked.hardware.per_node)
         fits = named & (needed <= asked.room)

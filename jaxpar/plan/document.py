@@ -7,7 +7,7 @@ from jaxpar.html.frame import document, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
 from jaxpar.plan.agreement import Checked
 from jaxpar.plan.bars import LETTERS, causes
-from jaxpar.plan.page import leaner, why
+from jaxpar.plan.page import batch_of, leaner, why
 from jaxpar.plan.scatter import scatter
 from jaxpar.plan.search import Plan, Ranked, describe
 from jaxpar.units import show_bytes, show_count, show_seconds
@@ -41,13 +41,13 @@ def write(plan: Plan, *, title: str, command: str = "", checked: Sequence[Checke
 
 def _where(plan: Plan) -> Markup:
     asked = plan.question
-    shape, hardware = asked.shape, asked.hardware
+    hardware = asked.hardware
     nodes = -(-asked.devices // hardware.per_node)
     words = [
-        f"{show_count(shape.parameters).replace('G', 'B')} parameters",
+        f"{show_count(asked.model.parameters).replace('G', 'B')} parameters",
         f"{asked.devices} × {hardware.chip.name}",
         f"{nodes} node{'s' * (nodes > 1)} of {min(hardware.per_node, asked.devices)}",
-        f"{asked.rows} rows of {shape.seq:,} tokens per step",
+        batch_of(asked),
     ]
     return tag("p", " · ".join(words), cls="jx-where")
 
@@ -60,12 +60,13 @@ def _verdict(plan: Plan) -> Markup:
 
 def _numbers(plan: Plan) -> Markup:
     first, asked = plan.best[0], plan.question
-    tokens = asked.rows * asked.shape.seq / first.time.total
+    unit, each = asked.model.unit
+    rate = asked.rows * each / first.time.total
     gemm, room = asked.hardware.gemm, asked.room
     links = " and ".join(f"{link.bandwidth / 1e9:.3g}" for link in (asked.hardware.inside, asked.hardware.between))
     tiles = [
         ("Time of a step", show_seconds(first.time.total),
-         f"{show_count(tokens)} tokens per second, {show_count(tokens / asked.devices)} per device", "modelled"),
+         f"{show_count(rate)} {unit} per second, {show_count(rate / asked.devices)} per device", "modelled"),
         ("Memory per device", show_bytes(first.memory.total),
          f"{first.memory.total / room:.0%} of the {show_bytes(room)} that a program may take", "modelled"),
         ("Layouts weighed", f"{plan.considered:,}", f"all that are legal; {plan.fitting:,} fit (modelled)", "exact"),

@@ -52,8 +52,42 @@ def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = No
     found = list(_rows(shape, devices, rows, choices))
     if not found:
         raise _unusable(shape, devices, rows, choices)
+    every = _arrays(found, (False, True), choices.remats)
+    return pick(every, ~every.sequence | ((every.tensor > 1) & (shape.seq % every.tensor == 0)))
+
+
+def replicated(*, devices: int, rows: int, choices: Choices) -> Candidate:
+    """Returns the candidates that leave a model in one piece: data and fsdp alone, as arrays.
+
+    Raises:
+      JaxparError: If the devices do not divide the rows.
+    """
+    within_reach(devices, rows)
+    if rows % devices:
+        raise refuse(
+            f"{devices:,} devices for {rows} rows",
+            rule="data x fsdp, the devices, divides the rows of the global batch",
+            fix=f"--devices {max(n for n in divisors(rows) if n <= devices)}, or train.global_batch = "
+            f"{-(-rows // devices) * devices}",
+        )
+    found = [
+        (1, devices // fsdp, fsdp, 1, zero, "1f1b", 1, rows // devices // microbatches, microbatches)
+        for fsdp in divisors(devices)
+        for zero in _stages(fsdp)
+        for microbatches in divisors(rows // devices)
+    ]
+    return _arrays(found, (False,), choices.remats)
+
+
+def pick(candidates: Candidate, which: np.ndarray) -> Candidate:
+    """Returns some of many candidates: those that a mask or indices name."""
+    return Candidate(**{each.name: getattr(candidates, each.name)[which] for each in fields(Candidate)})
+
+
+def _arrays(found: list[Row], sequences: tuple[bool, ...], remats: tuple[str, ...]) -> Candidate:
+    """Returns each row with each choice that goes with every row, as arrays."""
     columns = [np.array(column) for column in zip(*found, strict=True)]
-    last = [(sequence, remat) for sequence in (False, True) for remat in choices.remats]
+    last = [(sequence, remat) for sequence in sequences for remat in remats]
     count = len(found)
     table = {
         key: np.repeat(column, len(last))
@@ -65,8 +99,7 @@ def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = No
     }
     table["sequence"] = np.tile(np.array([sequence for sequence, _ in last]), count)
     table["remat"] = np.tile(np.array([remat for _, remat in last]), count)
-    whole = ~table["sequence"] | ((table["tensor"] > 1) & (shape.seq % table["tensor"] == 0))
-    return Candidate(**{key: column[whole] for key, column in table.items()})
+    return Candidate(**table)
 
 
 def within_reach(devices: int, rows: int) -> None:
@@ -103,10 +136,15 @@ def _rows(shape: Shape, devices: int, rows: int, choices: Choices) -> Iterator[R
 
 def _of_mesh(shape: Shape, pipe: int, tensor: int, replicas: int, rows: int, choices: Choices) -> Iterator[Row]:
     for fsdp in divisors(replicas):
-        for zero in (1, 2, 3) if fsdp > 1 else (0,):
+        for zero in _stages(fsdp):
             for microbatches in divisors(rows):
                 for name, chunks in _tables(shape, pipe, microbatches, choices):
                     yield pipe, replicas // fsdp, fsdp, tensor, zero, name, chunks, rows // microbatches, microbatches
+
+
+def _stages(fsdp: int) -> tuple[int, ...]:
+    """Returns the stages of ZeRO that so many devices can share: of one device none, or it would be data."""
+    return (1, 2, 3) if fsdp > 1 else (0,)
 
 
 def _tables(shape: Shape, pipe: int, microbatches: int, choices: Choices) -> Iterator[tuple[str, int]]:

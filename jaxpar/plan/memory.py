@@ -79,12 +79,16 @@ def static(
 ) -> tuple[Any, Any, Any]:
     """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1."""
     count = stage_parameters(shape, candidate, stage, everywhere=everywhere)
-    shard = lambda zero: np.where(np.greater_equal(candidate.zero, zero), candidate.fsdp, 1)  # noqa: E731
-    return (
-        recipe.parameters * count / shard(3),
-        recipe.gradients * count / shard(2),
-        recipe.optimizer * count / shard(1),
-    )
+    return by_stage(count, count / candidate.fsdp, candidate, recipe)
+
+
+def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tuple[Any, Any, Any]:
+    """Returns the bytes of parameters, gradients and optimizer state of so many parameters, whole or as fsdp's shard.
+
+    Source: Rajbhandari et al., figure 1.
+    """
+    held = lambda zero: np.where(np.greater_equal(candidate.zero, zero), shard, whole)  # noqa: E731
+    return recipe.parameters * held(3), recipe.gradients * held(2), recipe.optimizer * held(1)
 
 
 def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
@@ -160,16 +164,22 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     Reduced for every microbatch: of one, stage 1 can scatter them at once; of several, each is beside their sum. One
     program on all stages reduces after its table: until then none is sharded, and the ends' are beside their sum.
     """
-    one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
-    if practice.eager:
-        scattered = one & ~several & np.equal(candidate.zero, 1)
-        beside = np.where(one & several, practice.wire[1] / recipe.gradients * held, 0.0) if recipe.gradients else 0.0
-        held = np.where(scattered, held / candidate.fsdp, held) + beside
+    held = while_made(held, candidate, practice, recipe)
     if practice.everywhere:
         count = stage_parameters(shape, candidate, "last", everywhere=True)
         ends = (2 - shape.tied) * shape.vocab * shape.dim / candidate.tensor
-        held = np.where(one, held, recipe.gradients * (count + ends))
+        held = np.where(np.equal(candidate.pipe, 1), held, recipe.gradients * (count + ends))
     return held
+
+
+def while_made(held: Any, candidate: Candidate, practice: Practice, recipe: Recipe) -> Any:
+    """Returns the bytes of gradients while they are made, where they are reduced for every microbatch."""
+    if not practice.eager or not recipe.gradients:
+        return held
+    one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
+    scattered = one & ~several & np.equal(candidate.zero, 1)
+    beside = np.where(one & several, practice.wire[1] / recipe.gradients * held, 0.0)
+    return np.where(scattered, held / candidate.fsdp, held) + beside
 
 
 def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxpar.plan.bars import bars
 from jaxpar.plan.legal import at
-from jaxpar.plan.search import Plan, Ranked, complexity, describe, weigh
+from jaxpar.plan.search import Plan, Question, Ranked, complexity, describe, weigh
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -25,18 +25,25 @@ def page(plan: Plan, *, colour: bool = False) -> str:
 
 def _head(plan: Plan) -> str:
     asked = plan.question
-    shape, hardware = asked.shape, asked.hardware
+    hardware = asked.hardware
     nodes = -(-asked.devices // hardware.per_node)
-    size = show_count(shape.parameters).replace("G", "B")
+    several = "s" * (nodes > 1)
+    size = show_count(asked.model.parameters).replace("G", "B")
     inside, between = (f"{link.bandwidth / 1e9:.3g}" for link in (hardware.inside, hardware.between))
     far = f" inside a node and {between} between nodes" if nodes > 1 else ""
     return (
-        f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} nodes of {hardware.per_node}; "
-        f"{asked.rows} rows of {shape.seq:,} tokens per step\n"
+        f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} node{several} of {hardware.per_node}; "
+        f"{batch_of(asked)}\n"
         f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)}; all numbers are "
         f"modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per "
         f"GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}"
     )
+
+
+def batch_of(asked: Question) -> str:
+    """Returns the batch of a step in words: `128 rows of 4,096 tokens per step`."""
+    unit, each = asked.model.unit
+    return f"{asked.rows} rows{f' of {each:,} {unit}' * (each > 1)} per step"
 
 
 def _table(plan: Plan) -> str:

@@ -5,8 +5,7 @@ from collections import defaultdict
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.plan.legal import at, legal
-from jaxpar.plan.memory import memory
+from jaxpar.plan.legal import at
 from jaxpar.plan.search import Question, Ranked, weigh
 
 MOST = {"pipe": 16, "tensor": 16, "microbatches": 64}  # beyond it layouts are legal, and nobody would run them
@@ -26,8 +25,8 @@ def sample(question: Question, count: int, *, seed: int = 0) -> list[Ranked]:
     Raises:
       JaxparError: If there are fewer legal layouts.
     """
-    candidates = legal(question.shape, devices=question.devices, rows=question.rows, choices=question.choices)
-    usual = memory(question.shape, candidates, question.practice).total < ROOM * question.room
+    candidates = question.legal()
+    usual = question.bytes(candidates).total < ROOM * question.room
     for axis, most in MOST.items():
         usual &= getattr(candidates, axis) <= most
     possible = np.flatnonzero(usual)

@@ -29,7 +29,7 @@ class Frame:
 
     def __init__(self, points: Points, room: float):
         low, high = log(points.seconds.min()), log(points.seconds.max())
-        pad = max(0.03 * (high - low), 0.01)
+        pad = max(0.03 * (high - low), 0.015)  # at least two of the finest ticks fit
         self.low, self.high, self.room, self.top = low - pad, high + pad, room, room * 1.07
 
     def x(self, seconds: Any) -> Any:

@@ -9,11 +9,11 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.front import Points
 from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.legal import Choices, at, legal
-from jaxpar.plan.memory import Memory, memory
+from jaxpar.plan.legal import Choices, at, pick
+from jaxpar.plan.memory import Memory
+from jaxpar.plan.model import Model
 from jaxpar.plan.practice import Practice
-from jaxpar.plan.shape import Shape
-from jaxpar.plan.time import StepTime, step_time
+from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes
 
 MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
@@ -25,7 +25,7 @@ class Question:
     """What is asked.
 
     Attributes:
-      shape: The model.
+      model: Which model.
       devices: How many.
       rows: Of a step's global batch.
       hardware: Which machines.
@@ -35,7 +35,7 @@ class Question:
       margin: By how large a share a more complicated layout must be faster.
     """
 
-    shape: Shape
+    model: Model
     devices: int
     rows: int
     hardware: Hardware
@@ -48,6 +48,18 @@ class Question:
     def room(self) -> int:
         """Bytes that a program may use."""
         return self.memory or self.hardware.memory
+
+    def legal(self, devices: int = 0) -> Candidate:
+        """Returns all layouts for these devices, or for so many."""
+        return self.model.legal(devices=devices or self.devices, rows=self.rows, choices=self.choices)
+
+    def bytes(self, candidate: Candidate) -> Memory:
+        """Returns what the fullest device needs."""
+        return self.model.memory(candidate, self.practice)
+
+    def seconds(self, candidate: Candidate) -> StepTime:
+        """Returns what a step takes."""
+        return self.model.time(candidate, self.hardware, self.practice)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +132,12 @@ def search(question: Question, *, top: int = 10) -> Plan:
     Raises:
       JaxparError: If there is no legal layout, or none fits: how much is missing, and what would make it fit.
     """
-    candidates = legal(question.shape, devices=question.devices, rows=question.rows, choices=question.choices)
-    needed = memory(question.shape, candidates, question.practice).total
+    candidates = question.legal()
+    needed = question.bytes(candidates).total
     fits = np.flatnonzero(needed <= question.room)
     if not len(fits):
         raise _fits_nowhere(question, candidates, needed)
-    fitting = _pick(candidates, fits)
+    fitting = pick(candidates, fits)
     seconds, order = _order(question, fitting, needed[fits])
     best = _one_of_each(fitting, order)[:top]
     return Plan(
@@ -143,8 +155,8 @@ def weigh(question: Question, candidate: Candidate) -> Ranked:
     """Returns one layout with its predictions, as plain numbers."""
     return Ranked(
         candidate=candidate,
-        time=_plain(step_time(question.shape, candidate, question.hardware, question.practice)),
-        memory=_plain(memory(question.shape, candidate, question.practice)),
+        time=_plain(question.seconds(candidate)),
+        memory=_plain(question.bytes(candidate)),
     )
 
 
@@ -161,10 +173,10 @@ def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[
 
     Of those that are as simple and as fast, within a fifth of the margin, the one that needs least memory.
     """
-    seconds = step_time(question.shape, fitting, question.hardware, question.practice).total
+    seconds = question.seconds(fitting).total
     order = np.argsort(seconds, kind="stable")
     close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
-    how = complexity(_pick(fitting, close))
+    how = complexity(pick(fitting, close))
     simplest = close[how == how.min()]
     level = simplest[seconds[simplest] <= seconds[simplest[0]] * (1 + question.margin / 5)]
     first = level[np.argmin(needed[level])]
@@ -198,10 +210,6 @@ def _first(question: Question, fitting: Candidate, needed: np.ndarray) -> Ranked
     return weigh(question, at(fitting, int(order[0])))
 
 
-def _pick(candidates: Candidate, which: np.ndarray) -> Candidate:
-    return Candidate(**{each.name: getattr(candidates, each.name)[which] for each in fields(Candidate)})
-
-
 def _plain(numbers: Any) -> Any:
     return type(numbers)(**{each.name: float(np.asarray(getattr(numbers, each.name))) for each in fields(numbers)})
 
@@ -213,10 +221,10 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
     fix = f"a chip with {show_bytes(float(needed[i]))}"
     for more in (question.devices * n for n in (2, 4, 8, 16)):
         try:
-            wider = legal(question.shape, devices=more, rows=question.rows, choices=question.choices)
+            wider = question.legal(more)
         except JaxparError:  # more than the model and the batch can use
             continue
-        if (memory(question.shape, wider, question.practice).total <= question.room).any():
+        if (question.bytes(wider).total <= question.room).any():
             fix = f"--devices {more}, or {fix}"
             break
     return refuse(

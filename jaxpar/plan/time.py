@@ -51,9 +51,8 @@ class StepTime:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def optimizer(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
-    """Returns the seconds of the update: its bytes of memory, over the share of the parameters a device updates."""
-    held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
+def optimizer(held: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
+    """Returns the seconds of the update: its bytes of memory, over the share of the `held` that a device updates."""
     return hardware.stream(practice.update * held / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1))
 
 
@@ -85,7 +84,8 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     count = candidate.microbatches * candidate.chunks * deep
     heads = candidate.microbatches
     busy = count / deep * sum(times[:3]) + heads * (times[3] + times[4])
-    traveling = sharding(shape, candidate, hardware, practice, compute=busy)
+    held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
+    traveling = sharding(held, candidate, hardware, practice, compute=busy)
     return StepTime(
         products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
@@ -95,17 +95,18 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         sharding=traveling,
         bubble=np.maximum(still - busy, 0.0),
         send=np.maximum(moving - still, 0.0),
-        optimizer=optimizer(shape, candidate, hardware, practice),
+        optimizer=optimizer(held, candidate, hardware, practice),
     )
 
 
-def sharding(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice, *, compute: Any) -> Any:
-    """Returns the exposed seconds of collectives over fsdp and data; `compute` may hide the practice's share of them.
+def sharding(held: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, compute: Any) -> Any:
+    """Returns the exposed seconds of fsdp's and data's collectives for `held` parameters of a device.
+
+    `compute` seconds may hide the practice's share of them.
 
     What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
     microbatch, beside the rest.
     """
-    held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
     shards = traffic.gradients(held, candidate, hardware, practice)
     copies = traffic.replicas(held, candidate, hardware, practice)
     each, once = (one + other for one, other in zip(shards, copies, strict=True))

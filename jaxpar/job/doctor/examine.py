@@ -9,7 +9,8 @@ from typing import Any
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.job.doctor import devices, machine, network, software
 from jaxpar.job.doctor.finding import Finding, limited
-from jaxpar.job.schema import Job, read
+from jaxpar.job.schema import read
+from jaxpar.job.tables import Job
 
 DEVICES, MEETING = 10.0, 3.0  # seconds, so that all of it stays below 15
 SERVER = "a run.dir on a file server that answers"
@@ -77,7 +78,7 @@ def _job(job: Job, count: int) -> tuple[list[Finding], int]:
         return [], 0
     import jax
 
-    from jaxpar.job.build import resolve_loss, resolve_model
+    from jaxpar.job.models import resolve_loss, resolve_model
     from jaxpar.mesh.devices import hush_plugin
     from jaxpar.optim import chain
     from jaxpar.parallel.compose import compose

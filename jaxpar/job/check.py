@@ -1,0 +1,169 @@
+"""Everything that is wrong with a job, without a device and before any compile."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.job.batches import abstract_batch
+from jaxpar.job.models import accepting, resolve_loss, resolve_model
+from jaxpar.job.tables import Job
+from jaxpar.mesh.axes import AXES, infer_sizes
+from jaxpar.mesh.target import parse_target
+from jaxpar.optim import chain
+from jaxpar.parallel.compose import compose
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Compute
+from jaxpar.train import losses
+from jaxpar.train.data import arrays, text
+from jaxpar.train.numerics import PRECISIONS, Numerics
+from jaxpar.train.pipelined import Pipelined
+from jaxpar.train.updating import Updating
+
+
+def check(job: Job, *, whole: bool = True) -> list[Problem]:
+    """Returns everything that is wrong with a job, without a device and before any compile.
+
+    Args:
+      job: The job.
+      whole: Whether it is as it was written. Where some keys have their defaults instead, model,
+        loss and data need not belong together, so that is not asked.
+    """
+    problems: list[Problem] = []
+
+    def attempt(function: Callable, *args):
+        try:
+            return function(*args)
+        except JaxparError as error:
+            problems.extend(problem for problem in error.problems if problem not in problems)
+            return None
+
+    loss = attempt(resolve_loss, job)
+    attempt(_check_data, job)
+    attempt(_check_faults, job)
+    if whole:
+        attempt(_check_path, job)
+    sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
+    if sizes:
+        problems.extend(_check_batch(job, sizes))
+    # without a loss or a batch, a Linen module cannot be called
+    blueprint = (
+        attempt(resolve_model, job, loss or losses.next_token)
+        if (whole and not problems) or ":" not in job.model["name"]
+        else None
+    )
+    layout = attempt(compose, blueprint, job.parallel, device_count(job)) if blueprint else None
+    if blueprint is None:
+        problems.extend(problem for problem in job.parallel.problems() if problem not in problems)
+    if layout and whole and not problems:
+        attempt(_trace, job, layout, loss)
+    return problems
+
+
+def device_count(job: Job) -> int:
+    """Returns how many devices the job is for, whether they are there or not."""
+    mesh = job.mesh
+    return mesh.simulate or mesh.devices or (parse_target(mesh.target).devices if mesh.target else len(jax.devices()))
+
+
+def _check_path(job: Job) -> None:
+    if job.data.path and job.data.source not in ("text", "arrays"):
+        raise refuse(
+            f"data.path = {job.data.path!r} with data.source = {job.data.source!r}, which reads no path",
+            rule="a path is read by text and arrays",
+            fix='source = "text"',
+        )
+
+
+def _check_faults(job: Job) -> None:
+    if job.faults.on_bad_step == "rollback" and not job.checkpoint.every:
+        raise refuse(
+            "faults.on_bad_step = 'rollback' with checkpoint.every = 0, which saves at the end only",
+            rule="a rollback goes to a checkpoint",
+            fix=f"checkpoint.every = {max(1, job.train.steps // 20)}",
+        )
+
+
+def _check_data(job: Job) -> None:
+    if job.data.is_text and job.parallel.sequence and job.parallel.tensor > 1 and job.data.seq % job.parallel.tensor:
+        ways = job.parallel.tensor
+        raise refuse(
+            f"data.seq = {job.data.seq}, sequence=true over tensor={ways}",
+            rule="`tensor` divides the sequence that it splits",
+            fix=f"data.seq = {-(-job.data.seq // ways) * ways}",
+        )
+    if job.data.source == "text":
+        files = text.text_files(job.data)
+        if job.data.tokenizer == "bytes":
+            text.check_length(sum(file.stat().st_size + 1 for file in files), job.data)
+    elif job.data.source == "arrays":
+        arrays.load_arrays(Path(str(job.data.path)))
+
+
+def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:
+    problems, pieces = [], {"accumulate": job.train.accumulate}
+    if sizes["pipe"] > 1:
+        try:
+            count = job.parallel.pipeline.table(sizes["pipe"]).microbatches
+        except JaxparError:  # `compose` says so
+            count = 1
+        if job.train.accumulate > 1:
+            problems.append(
+                Problem(
+                    f"train.accumulate = {job.train.accumulate} with pipe={sizes['pipe']}",
+                    "a pipeline accumulates over its microbatches",
+                    f"accumulate = 1, and parallel.pipeline.microbatches = {job.train.accumulate * count}",
+                )
+            )
+        pieces = {"microbatches": count}
+    factors = {"data": sizes["data"], "fsdp": sizes["fsdp"]} | pieces
+    ways = math.prod(factors.values())
+    if job.train.global_batch % ways:
+        problems.append(
+            Problem(
+                f"train.global_batch = {job.train.global_batch} over "
+                + " x ".join(f"{name}={size}" for name, size in factors.items()),
+                f"{' x '.join(factors)} ({ways}) divides the global batch",
+                f"global_batch = {-(-job.train.global_batch // ways) * ways}",
+            )
+        )
+    return problems
+
+
+def _trace(job: Job, layout: Layout, loss: Callable) -> None:
+    """Runs model and loss on shapes alone: what would fail in the first step fails here, with one message."""
+    blueprint = layout.blueprint
+    batch = abstract_batch(job)
+
+    def forward(key, batch):
+        params, rest = blueprint.init(key)
+        model = blueprint.bind(params, rest, lambda path, value: value, Compute(remat=job.train.remat))
+        return losses.as_sums(loss(model, batch), accumulate=job.train.accumulate)
+
+    with accepting(job, blueprint.name, batch):
+        jax.eval_shape(forward, jax.random.key(0), batch)
+        if layout.sizes["pipe"] > 1:
+            _trace_pipeline(job, layout, loss, batch)
+
+
+def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
+    """Cuts the model and runs the table on shapes, on a mesh that needs no devices."""
+    numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
+    axes = [axis for axis in AXES if axis in layout.sizes]
+    mesh: Any = AbstractMesh(
+        tuple(layout.sizes[axis] for axis in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+    )
+    parts = (dataclasses.replace(layout, mesh=mesh), loss, numerics, PRECISIONS[numerics.precision])
+    params, rest = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
+    if layout.parallel.pipeline.weights == "flush":
+        jax.eval_shape(Pipelined(*parts).gradients, params, rest, batch)
+    else:
+        optimizer = chain.build(job.optimizer, job.train.steps)
+        state = jax.eval_shape(optimizer.init, params)
+        jax.eval_shape(partial(Updating(*parts).updated, optimizer), params, state, rest, batch)

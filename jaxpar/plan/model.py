@@ -1,0 +1,94 @@
+"""What a plan asks of a model; a transformer answers with formulas, any other is traced (`plan/traced.py`)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import Hardware
+from jaxpar.plan.legal import Choices, legal
+from jaxpar.plan.memory import Memory, layer_bytes, memory
+from jaxpar.plan.practice import Practice
+from jaxpar.plan.shape import Shape
+from jaxpar.plan.time import StepTime, step_time
+from jaxpar.plan.zero import JAXPAR, Recipe
+
+
+class Model(Protocol):
+    """A model as a search weighs it. Fields of candidates may be arrays, and so are then all numbers."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, all of them."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Blocks that stages of a pipeline can share."""
+        ...
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """What throughput is counted in, and how many a row has: ("tokens", 8192)."""
+        ...
+
+    def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
+        """Returns all layouts for so many devices and rows of a step, as arrays."""
+        ...
+
+    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+        """Returns the bytes of the fullest device, by cause."""
+        ...
+
+    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+        """Returns the seconds of a step, by cause."""
+        ...
+
+    def largest(self, practice: Practice) -> float:
+        """Returns the bytes of the largest layer: its training state, and what it keeps of one row."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder, by the formulas of `plan/memory.py` and `plan/time.py`.
+
+    Attributes:
+      shape: Its widths.
+      recipe: Bytes per parameter of the training state.
+    """
+
+    shape: Shape
+    recipe: Recipe = JAXPAR
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, all of them."""
+        return self.shape.parameters
+
+    @property
+    def layers(self) -> int:
+        """Blocks that stages of a pipeline can share."""
+        return self.shape.layers
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Tokens, and how many a row has."""
+        return "tokens", self.shape.seq
+
+    def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
+        """Returns all layouts; see `jaxpar.plan.legal.legal`."""
+        return legal(self.shape, devices=devices, rows=rows, choices=choices)
+
+    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+        """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""
+        return memory(self.shape, candidate, practice, self.recipe)
+
+    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+        """Returns the seconds of a step; see `jaxpar.plan.time`."""
+        return step_time(self.shape, candidate, hardware, practice)
+
+    def largest(self, practice: Practice) -> float:
+        """Returns the bytes of a block with what it keeps, or of an embedding."""
+        shape = self.shape
+        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), practice)[1])
+        return max(block, *(self.recipe.total * ends for ends in (shape.embedding_parameters, shape.head_parameters)))
