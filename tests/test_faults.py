@@ -12,13 +12,14 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from covering import some
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job import run as job_run
-from jaxpar.job.build import check
+from jaxpar.job.check import check
 from jaxpar.job.schema import load, loads
 from jaxpar.train.data.arrays import Arrays
 from jaxpar.train.data.sound import CorruptBatch, Sound
@@ -44,7 +45,7 @@ def bits(state):
     return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(jax.tree.map(tiny._bits, parts)))]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some(CASES, ["zero3", "pipeline without a flush"]))
 def test_a_skipped_step_leaves_the_state_bit_for_bit(case):
     model, parallel, numerics = CASES[case]
     chain = tiny.optimizer()

@@ -226,6 +226,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step(folder):
     assert [path.name for path in (folder / "told" / "checkpoints").iterdir() if path.name.isdigit()] == [f"{last:06d}"]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("launch")
 def test_a_refused_job_is_said_once_and_not_started_again(folder):
     _, err = end(start(folder, "launch", "-n", "3", "train", job(folder, "thirds")), status=1)

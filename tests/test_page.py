@@ -390,15 +390,15 @@ def artifacts(tmp_path):
     "name",
     [
         "gpus",
-        "simulated",
-        "too large",
-        "tiny",
-        "one node of many",
+        pytest.param("simulated", marks=pytest.mark.slow),
+        pytest.param("too large", marks=pytest.mark.slow),
+        pytest.param("tiny", marks=pytest.mark.slow),
+        pytest.param("one node of many", marks=pytest.mark.slow),
         "much",
-        "long words",
+        pytest.param("long words", marks=pytest.mark.slow),
         "hostile",
         "pipeline",
-        "large pipeline",
+        pytest.param("large pipeline", marks=pytest.mark.slow),
     ],
 )
 def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, artifacts, name):

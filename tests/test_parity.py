@@ -1,11 +1,17 @@
-"""The promise: losses and parameters after five steps equal one device, whatever the layout."""
+"""The promise: losses and parameters after five steps equal one device, whatever the layout.
 
+SOME    in every run: each layout, and each pair of model and variant
+EVERY   marked slow: models x variants x layouts
+"""
+
+import itertools
 from contextlib import nullcontext
 from functools import cache
 
 import jax
 import numpy as np
 import pytest
+from covering import covering
 from tiny import assert_same_arrays, batches, models, on_one_device, optimizer, token_loss, train
 
 import jaxpar as jp
@@ -38,17 +44,22 @@ def alone(kind, variant):
     return losses, state
 
 
-CASES = [
-    pytest.param(
-        kind, variant, layout, id=f"{kind}, {variant}, {layout}", marks=pytest.mark.xdist_group(f"{kind} {variant}")
-    )
-    for kind in MODELS
-    for variant in VARIANTS
-    for layout in LAYOUTS
-]
+EVERY = list(itertools.product(MODELS, VARIANTS, LAYOUTS))
+SOME = covering(EVERY, lambda kind, variant, layout: {(kind, variant), layout})
 
 
-@pytest.mark.parametrize(("kind", "variant", "layout"), CASES)
+def case_of(each):
+    marks = [pytest.mark.xdist_group(" ".join(each[:2]))] + [pytest.mark.slow] * (each not in SOME)
+    return pytest.param(*each, id=", ".join(each), marks=marks)
+
+
+def test_the_cases_of_every_run_have_each_layout_and_each_kind_of_step():
+    assert {each[:2] for each in SOME} == set(itertools.product(MODELS, VARIANTS))
+    assert {each[2] for each in SOME} == set(LAYOUTS)
+    assert len(SOME) == len(LAYOUTS)
+
+
+@pytest.mark.parametrize(("kind", "variant", "layout"), [case_of(each) for each in EVERY])
 def test_losses_and_parameters_equal_one_device(kind, variant, layout):
     want, reference = alone(kind, variant)
     unnamed = LAYOUTS[layout].sequence and kind != "linen"  # names too few activations for it, and is told so

@@ -56,7 +56,9 @@ def found(name):
 
 
 def each(names):
-    return pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"gpu {n}")) for n in names])
+    """In every run: one phased and one mixed table, each compiled once; the others are marked slow."""
+    marks = lambda n: [pytest.mark.xdist_group(f"gpu {n}")] + [pytest.mark.slow] * (n not in (PHASED[0], MIXED[0]))  # noqa: E731
+    return pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in names])
 
 
 def opcodes(module):

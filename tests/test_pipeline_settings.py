@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from covering import some
 from tiny import assert_same_arrays, batches, token_loss, train
 
 import jaxpar as jp
@@ -13,11 +14,14 @@ import jaxpar as jp
 MODELS = {
     "tied": jp.DecoderSettings(vocab=32, seq=8, layers=4, dim=16, heads=4, hidden=32, tied=True),
     "untied": jp.DecoderSettings(vocab=32, seq=8, layers=4, dim=16, heads=4, hidden=32),
+    "dropped": jp.DecoderSettings(vocab=32, seq=8, layers=4, dim=16, heads=4, hidden=32, tied=True, dropout=0.2),
     "seven layers": jp.DecoderSettings(vocab=32, seq=8, layers=7, dim=16, heads=4, hidden=32, dropout=0.1),
 }
 CASES = {
     "each layer gathered where it runs": (
         "tied", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"gather": "tick"}),  # with jp.next_token
+    "each layer gathered where it runs, with dropout": (
+        "dropped", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"gather": "tick"}),
     "gathered where it runs, HSDP, what the backward reads kept": (
         "untied", {"pipe": 2, "data": 2, "fsdp": 2}, {"gather": "tick", "keep": "residuals"}),
     "seven layers on four stages": (
@@ -48,10 +52,7 @@ def evaluated(step, state):
     return float(total / count)
 
 
-SLOW = ("seven layers on four stages", "the head spread, HSDP")
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
+@pytest.mark.parametrize("case", some(CASES, ["the head spread, tied"]))
 def test_losses_parameters_and_evaluation_equal_one_device(case):
     model, sizes, settings = CASES[case]
     parallel = jp.Parallel(**sizes, pipeline=jp.Pipeline(**{"microbatches": 4, **settings}))

@@ -80,8 +80,14 @@ def assert_same(found, reference):
 
 
 # a model stays in one worker of pytest-xdist, which trains it on one device once
-@pytest.mark.parametrize("sizes", [SHARDED, MIXED], ids=str)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in NAMES])
+@pytest.mark.parametrize("sizes", [pytest.param(SHARDED, marks=pytest.mark.slow), MIXED], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.xdist_group(n)] + [pytest.mark.slow] * (n not in ("gemma", "resnet")))
+        for n in NAMES
+    ],
+)
 def test_a_published_model_trains_as_on_one_device(name, sizes):
     losses, state = train(name, sizes)
     expected, reference = on_one_device(name)
@@ -91,6 +97,7 @@ def test_a_published_model_trains_as_on_one_device(name, sizes):
     assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(state.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "numerics"),
     [

@@ -130,7 +130,7 @@ def test_the_same_job_again_is_the_same_run_bit_for_bit(whole, folder):
     assert losses(folder / "again") == losses(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     target = folder / f"stopped{number}"
     with start("train", folder / "job.toml", f"run.dir={target}") as process:
@@ -146,6 +146,7 @@ def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     assert {step: row[:2] for step, row in losses(target).items()} == {step: row[:2] for step, row in want.items()}
 
 
+@pytest.mark.slow  # test_kills.py kills a loop ten times
 def test_a_command_that_is_killed_goes_on_with_the_same_losses(whole, folder):
     """Twice, while it trains; `test_kills.py` kills more often, and at worse moments."""
     target, moments = folder / "killed", random.Random(0)

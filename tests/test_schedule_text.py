@@ -85,6 +85,7 @@ def test_any_lines_below_a_header_are_read_or_refused(bits, stages):
     clean(f"x,stages={stages},microbatches=1,chunks=1,placement=ring\n" + "".join(bits))
 
 
+@pytest.mark.slow
 @settings(SLOW, max_examples=6000)
 @given(
     TABLES, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 3), st.sampled_from(BITS)), min_size=1, max_size=4)
