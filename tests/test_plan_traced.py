@@ -208,9 +208,13 @@ def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsy
     said = capsys.readouterr().out
     assert "rows per step" in said
     assert "of 1 rows" not in said
+    assert "remat all_dots, dots, full: " in said
+    assert "microbatches" not in said.partition("Not among them:")[2].partition("\n\n")[0]
     best = json.loads(Path("plan.json").read_text())["best"]
     assert {each["remat"] for each in best} == {"none"}  # it places none
-    assert "rows per second" in Path("plan.html").read_text()
+    page = Path("plan.html").read_text()
+    assert "rows per second" in page
+    assert "Not weighed: tensor and pipe" in page
     assert main(["check", "planned.toml"]) == 0
 
 
@@ -219,6 +223,13 @@ def test_a_mean_has_no_microbatches(own):
     plan = search(question(text), top=100)
     assert {each.candidate.microbatches for each in plan.best} == {1}
     assert len(search(question(Path(own("total")).read_text())).points.seconds) > len(plan.points.seconds)
+    assert "microbatches: the loss is a mean" in " ".join(plan.to_dict()["left_out"])
+
+
+def test_what_fsdp_would_split_nothing_of_is_left_out_by_name(own):
+    plan = search(question(Path(own()).read_text(), "train.global_batch=63", devices=7), top=100)
+    assert {each.candidate.fsdp for each in plan.best} == {1}
+    assert any("fsdp=7 does nothing" in each for each in plan.question.model.left_out)
 
 
 @pytest.mark.parametrize(

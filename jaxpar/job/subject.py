@@ -77,20 +77,22 @@ def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devi
 
     with accepting(job, blueprint.name, known(2)[1]):
         found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
+    shards, refused = _shards(blueprint, devices)
     return Traced(
-        name=blueprint.name, shards=_shards(blueprint, devices), piece=_piece(blueprint), recipe=recipe, trace=found,
+        name=blueprint.name, shards=shards, refused=refused, piece=_piece(blueprint), recipe=recipe, trace=found,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
         sums=_is_sum(forward("none", accumulate=2), params, known(2)),
     )  # fmt: skip
 
 
-def _shards(blueprint: Blueprint, devices: int) -> dict[int, int]:
-    """Returns the parameters on each of so many devices of fsdp, for all numbers of them that the model allows."""
-    found = {}
+def _shards(blueprint: Blueprint, devices: int) -> tuple[dict[int, int], dict[int, str]]:
+    """Returns the parameters on each of so many devices of fsdp, for all numbers of them; or why it can't be."""
+    found, refused = {}, {}
     for fsdp in divisors(devices):
         try:
             layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0), fsdp)
-        except JaxparError:  # too much of it would stay whole, and `jaxpar check` says what
+        except JaxparError as error:
+            refused[fsdp] = error.problems[0].got
             continue
         places = layout.placements.values()
         sizes = [
@@ -98,7 +100,7 @@ def _shards(blueprint: Blueprint, devices: int) -> dict[int, int]:
             for each in places
         ]
         found[fsdp] = sum(sizes)
-    return found
+    return found, refused
 
 
 def _piece(blueprint: Blueprint) -> int:

@@ -33,7 +33,7 @@ def write(plan: Plan, *, title: str, command: str = "", checked: Sequence[Checke
         ("Compiled", _checked(checked)),
         ("Train it so", tag("div", tag("code", command), cls="jx-scroll jx-command") if command else Markup()),
     ]
-    top = [_where(plan), _verdict(plan), _numbers(plan)]
+    top = [_where(plan), _verdict(plan), _numbers(plan), _left_out(plan)]
     known = [how for how in HOW if how != "compiled" or checked]
     legend = tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")
     return document(title, *top, *[tag("section", tag("h2", name), body) for name, body in sections if body], legend)
@@ -74,6 +74,11 @@ def _numbers(plan: Plan) -> Markup:
          f"per device inside a node and between nodes; products reach at most {gemm.top:.0%} of the peak", "modelled"),
     ]  # fmt: skip
     return tag("div", *[tile(*each) for each in tiles], cls="jx-tiles")
+
+
+def _left_out(plan: Plan) -> Markup:
+    why = plan.question.model.left_out
+    return tag("p", "Not weighed: ", "; ".join(why), cls="jx-small") if why else Markup()
 
 
 def _breakdown(plan: Plan) -> Markup:

@@ -31,6 +31,11 @@ class Model(Protocol):
         """What throughput is counted in, and how many a row has: ("tokens", 8192)."""
         ...
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What jaxpar trains and no layout of this model's search has: each with the reason."""
+        ...
+
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts for so many devices and rows of a step, as arrays."""
         ...
@@ -74,6 +79,11 @@ class Transformer:
     def unit(self) -> tuple[str, int]:
         """Tokens, and how many a row has."""
         return "tokens", self.shape.seq
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Nothing."""
+        return ()
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts; see `jaxpar.plan.legal.legal`."""

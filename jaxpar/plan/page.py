@@ -19,7 +19,8 @@ def page(plan: Plan, *, colour: bool = False) -> str:
       plan: What to show.
       colour: Whether to colour the causes.
     """
-    parts = [_head(plan), _table(plan), bars(plan, colour=colour), _causes(plan), _leaner(plan), _doubts(plan)]
+    drawn = bars(plan, colour=colour)
+    parts = [_head(plan), _left_out(plan), _table(plan), drawn, _causes(plan), _leaner(plan), _doubts(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -38,6 +39,11 @@ def _head(plan: Plan) -> str:
         f"modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per "
         f"GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}"
     )
+
+
+def _left_out(plan: Plan) -> str:
+    why = plan.question.model.left_out
+    return "\n".join(["Not among them:", *[f"  {each}" for each in why]]) if why else ""
 
 
 def batch_of(asked: Question) -> str:

@@ -115,6 +115,7 @@ class Plan:
         return {
             "considered": self.considered,
             "fitting": self.fitting,
+            "left_out": list(self.question.model.left_out),
             "best": [each.to_dict() for each in self.best],
             "fastest": self.fastest.to_dict(),
             "doubts": {what: each.to_dict() for what, each in self.doubts.items()},

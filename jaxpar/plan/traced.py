@@ -41,6 +41,7 @@ class Traced:
     Attributes:
       name: What the user calls it.
       shards: Number of devices of fsdp to the parameters that one of them holds; of 1, all.
+      refused: Numbers of devices of fsdp that the model does not take, and why.
       piece: Parameters of the largest piece that is gathered at once: a parameter, or a layer of a stack.
       recipe: Bytes per parameter of the training state.
       trace: Its products, and what it keeps.
@@ -50,6 +51,7 @@ class Traced:
 
     name: str
     shards: Mapping[int, int]
+    refused: Mapping[int, str]
     piece: int
     recipe: Recipe
     trace: Trace
@@ -70,6 +72,17 @@ class Traced:
     def unit(self) -> tuple[str, int]:
         """Rows."""
         return "rows", 1
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the model does not take, and the axes whose cost is known of decoders alone."""
+        remats = [name for name in AGAIN if name not in self.trace.kept]
+        return (
+            "tensor and pipe: what they cost is known of decoders alone",
+            *["microbatches: the loss is a mean; one that returns (sum, count) adds up over them"] * (not self.sums),
+            *[f"remat {', '.join(remats)}: {self.name} marks no blocks for it"] * bool(remats),
+            *self.refused.values(),
+        )
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts of data and fsdp, with the remat policies that the model can place.
