@@ -8,13 +8,13 @@ from jaxpar.cli.options import add_json
 EXAMPLE = """\
   $ jaxpar partition vgg16.graph.txt 16@10Gb/s
   41 layers, 527.8 MiB of parameters, 673 ms a minibatch on one device
-  15-1 on 16 at 1.25 GB/s: 44.2 ms a minibatch, 1.17 x as fast as data parallel (51.9 ms); modelled
+  15-1 on 16 at 1.25 GB/s: 47.1 ms a minibatch, 1.55 x as fast as data parallel (72.9 ms); modelled
     stage  layers          replicas  computes  agrees   sends    depth  versions  memory     limited by
     0      node1..node32   15        44.2 ms   5.86 ms  20.6 ms  1      2         27.55 GiB  computes
     1      node33..node41  1         10.2 ms   -        -        0      1         496.4 MiB  computes
-    limited by stage 0, which computes: 44.2 ms; NOAM 2: minibatches in flight per replica of stage 0
-    2 stages: the fewest that are within 0.05 of the least, 44.2 ms; 1 would take 17.5% more
-    objective: coefficient ring, overlap 1
+    limited by stage 0, which computes: 44.2 ms of 47.1 ms; NOAM 2: minibatches in flight per replica of stage 0
+    2 stages: the fewest that are within 0.05 of the least, 47.1 ms; 1 would take 54.8% more
+    objective: coefficient ring, overlap 0.5
 
   $ jaxpar partition vgg16.graph.txt 4@12GB/s 4@10Gb/s      4 servers, 10 Gb/s between them, of 4 GPUs
   $ jaxpar bench layers JOB --write own.graph.txt           a profile of a model of your own
@@ -40,7 +40,7 @@ def add(verbs) -> None:
         "--coefficient", default="ring", help="how weights are agreed on: ring (default), shared, released, ftpipe"
     )
     verb.add_argument(
-        "--overlap", metavar="SHARE", type=float, default=1.0, help="of that, what computing hides (default: 1)"
+        "--overlap", metavar="SHARE", type=float, default=0.5, help="of that, what computing hides (default: 0.5)"
     )
     verb.add_argument(
         "--margin", metavar="SHARE", type=float, default=0.05, help="by which more stages must pay (default: 0.05)"
