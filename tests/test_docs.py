@@ -55,6 +55,19 @@ def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
     )  # the text is this Python's own
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "jaxpar plan configs/digits.toml --devices 8",
+        "jaxpar check configs/digits.toml",
+        "python -c 'import jaxpar as jp; jp.compose(lambda rngs: jp.ViT(jp.ViTSettings(), rngs=rngs), jp.Parallel())'",
+    ],
+)
+def test_where_only_the_compiler_for_gpus_is_installed_nobody_complains_that_there_is_no_gpu(command):
+    done = shell(command)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 def test_the_block_of_the_readme_on_inspection_runs_as_printed():
     code = next(block for block in blocks("python") if "jp.inspect" in block)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.mesh.devices import describe, hush_plugin, is_simulated
+from jaxpar.mesh.devices import describe, is_simulated, visible
 
 REPEATS = (2, 12)  # of the operation, in the shorter and in the longer program
 
@@ -47,11 +47,10 @@ def measured_devices(what: str) -> list[Any]:
     from jaxpar.mesh.connect import connect
     from jaxpar.mesh.processes import detect
 
-    hush_plugin()
     cluster = detect(os.environ)
     if cluster and not jax.distributed.is_initialized():
         connect(cluster)
-    devices = jax.devices()
+    devices = visible()
     if is_simulated(devices):
         raise refuse(
             f"bench {what} on {describe(devices)}",

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpar.bench.pieces import Pieces
 from jaxpar.bench.record import where
 from jaxpar.errors import refuse
-from jaxpar.mesh.devices import is_simulated
+from jaxpar.mesh.devices import is_simulated, visible
 from jaxpar.pipeline.dataflow import Traced
 from jaxpar.pipeline.profile import Node, Profile
 from jaxpar.sharding.names import Tree
@@ -42,7 +42,7 @@ def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numer
     Raises:
       JaxparError: If the devices are simulated ones, or the model does not say where its layers are.
     """
-    devices = jax.devices()
+    devices = visible()
     if len(devices) > 1 and is_simulated(devices):
         raise refuse(
             f"{len(devices)} simulated devices",

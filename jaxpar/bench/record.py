@@ -6,9 +6,7 @@ import platform
 import subprocess
 from typing import Any
 
-import jax
-
-from jaxpar.mesh.devices import describe
+from jaxpar.mesh.devices import describe, visible
 
 PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -16,7 +14,7 @@ PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "num
 def where() -> dict[str, Any]:
     """Returns the devices, the machine, the versions and the commit of this process."""
     return {
-        "devices": describe(jax.devices()),
+        "devices": describe(visible()),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "versions": versions(),
         "commit": commit(),

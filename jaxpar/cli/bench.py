@@ -130,7 +130,9 @@ def layouts(args: argparse.Namespace) -> tuple[Any, int]:
     """Compares predictions with what is compiled."""
     from jaxpar.job.layouts import layouts
     from jaxpar.job.schema import load
+    from jaxpar.mesh.devices import leave_alone
 
+    leave_alone()
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     return _held(layouts(job, devices=args.devices, chip=args.chip, count=args.count, seed=args.seed))
 

@@ -30,19 +30,18 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Returns the problems; raises if there are any."""
-    import jax
-
     from jaxpar.errors import JaxparError
     from jaxpar.job.check import check, device_count
     from jaxpar.job.models import resolve_loss, resolve_model
     from jaxpar.job.schema import read
+    from jaxpar.mesh.devices import leave_alone
     from jaxpar.parallel.compose import compose
 
     job, problems = read(args.job, args.overrides, allow_import=args.allow_import)
     if job is None:
         raise JaxparError(*problems)
-    if any((job.mesh.simulate, job.mesh.devices, job.mesh.target)):  # they need not be there, so do not look for them
-        jax.config.update("jax_platforms", "cpu")
+    if job.mesh.declared:
+        leave_alone()
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
         problems += check(job, whole=not problems)
     if problems:

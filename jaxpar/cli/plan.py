@@ -61,12 +61,14 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.plan import compiled_chip, overrides, planned, question, verify
     from jaxpar.job.schema import load
     from jaxpar.job.toml import dumps
+    from jaxpar.mesh.devices import leave_alone
     from jaxpar.plan.advice import advise
     from jaxpar.plan.agreement import agreement, compared, proposed
     from jaxpar.plan.document import write
     from jaxpar.plan.page import page
     from jaxpar.plan.search import search
 
+    leave_alone()
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
         if number < least:
             raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")

@@ -14,7 +14,7 @@ from jaxpar.job.batches import open_source
 from jaxpar.job.check import check
 from jaxpar.job.models import resolve_loss, resolve_model
 from jaxpar.job.tables import Job
-from jaxpar.mesh.devices import simulate
+from jaxpar.mesh.devices import simulate, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
@@ -56,7 +56,7 @@ def build(job: Job, *, processes: int = 1) -> Built:
     """
     if job.mesh.simulate:
         simulate(job.mesh.simulate, processes=processes)
-    devices = jax.devices()
+    devices = visible()
     if job.mesh.devices > len(devices):
         raise refuse(
             f"mesh.devices = {job.mesh.devices}, {len(devices)} visible ({devices[0].platform})",

@@ -15,6 +15,7 @@ from jaxpar.job.batches import abstract_batch
 from jaxpar.job.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.tables import Job
 from jaxpar.mesh.axes import AXES, infer_sizes
+from jaxpar.mesh.devices import visible
 from jaxpar.mesh.target import parse_target
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
@@ -69,7 +70,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
 def device_count(job: Job) -> int:
     """Returns how many devices the job is for, whether they are there or not."""
     mesh = job.mesh
-    return mesh.simulate or mesh.devices or (parse_target(mesh.target).devices if mesh.target else len(jax.devices()))
+    return mesh.simulate or mesh.devices or (parse_target(mesh.target).devices if mesh.target else len(visible()))
 
 
 def _check_path(job: Job) -> None:

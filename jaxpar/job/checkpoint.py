@@ -13,6 +13,7 @@ from jaxpar.job import pretrained
 from jaxpar.job.check import device_count
 from jaxpar.job.models import resolve_loss, resolve_model
 from jaxpar.job.schema import load
+from jaxpar.mesh.devices import leave_alone, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.train import state
@@ -69,8 +70,8 @@ def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
       JaxparError: With what is wrong with the job.
     """
     made = load(job, overrides)
-    if any((made.mesh.simulate, made.mesh.devices, made.mesh.target)):  # they need not be there
-        jax.config.update("jax_platforms", "cpu")
+    if made.mesh.declared:
+        leave_alone()
     layout = compose(resolve_model(made, resolve_loss(made)), made.parallel, device_count(made))
     return arrays.described(state.abstract(layout, chain.build(made.optimizer, made.train.steps)))
 
@@ -103,7 +104,7 @@ def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, fl
         if wrong := manifest.check(path):
             raise refuse(f"{path}: {wrong[0]}", rule="every byte is as written", fix=f"jaxpar checkpoint verify {path}")
     found = {}
-    alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    alone = jax.sharding.SingleDeviceSharding(visible()[0])
     for name, array in listed.items():
         kind = jax.random.key(0).dtype if array.dtype.startswith("key<") else array.dtype
         want = {name: jax.ShapeDtypeStruct(array.shape, kind, sharding=alone)}

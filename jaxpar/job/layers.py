@@ -10,7 +10,6 @@ from jaxpar.job.batches import abstract_batch
 from jaxpar.job.check import check
 from jaxpar.job.models import resolve_loss, resolve_model
 from jaxpar.job.tables import Job, MeshTable
-from jaxpar.mesh.devices import hush_plugin
 from jaxpar.pipeline.profile import dumps
 from jaxpar.train.numerics import Numerics
 
@@ -27,7 +26,6 @@ def measured(job: Job, write: str | None = None) -> dict[str, Any]:
     Raises:
       JaxparError: With everything that is wrong with the job.
     """
-    hush_plugin()
     train = dataclasses.replace(job.train, accumulate=1)
     alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)
     if problems := check(alone):

@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxpar.errors import refuse
 from jaxpar.job.models import resolve_loss, resolve_model
 from jaxpar.job.schema import load
+from jaxpar.mesh.devices import visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declare import Parallel
@@ -59,9 +60,9 @@ def sample(
             rule="text is sampled from a model of text",
             fix="a run with data.source = 'text'",
         )
-    layout = compose(resolve_model(job, resolve_loss(job)), Parallel(), jax.devices()[:1])
+    layout = compose(resolve_model(job, resolve_loss(job)), Parallel(), visible()[:1])
     store = Store(folder / "checkpoints", job.checkpoint, say=partial(print, file=sys.stderr), owned=False)
-    alone = SingleDeviceSharding(jax.devices()[0])
+    alone = SingleDeviceSharding(visible()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone),
         state.abstract(layout, chain.build(job.optimizer, job.train.steps)),

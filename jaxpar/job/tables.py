@@ -55,6 +55,11 @@ class MeshTable:
     devices: int = 0
     target: str = ""
 
+    @property
+    def declared(self) -> bool:
+        """Whether the devices are said, so that they need not be there to be counted."""
+        return any((self.simulate, self.devices, self.target))
+
     def __post_init__(self):
         if self.target and (meant := parse_target(self.target).devices) != (self.devices or meant):
             raise refuse(

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import AXES, infer_sizes
+from jaxpar.mesh.devices import visible
 
 
 def build(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
@@ -23,7 +24,7 @@ def build(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mes
     Raises:
       JaxparError: If the sizes do not multiply to the number of devices.
     """
-    chosen = jax.devices() if devices is None else list(devices) if isinstance(devices, Iterable) else [devices]
+    chosen = visible() if devices is None else list(devices) if isinstance(devices, Iterable) else [devices]
     if not chosen or not all(isinstance(device, jax.Device) for device in chosen) or len(set(chosen)) < len(chosen):
         raise refuse(
             f"devices={devices!r:.80}",

@@ -2,6 +2,9 @@
 
 import logging
 import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 import jax
 
@@ -11,11 +14,29 @@ PLUGIN = "jax_plugins.xla_cuda13"  # XLA's compiler for NVIDIA GPUs
 THREADS = 8  # threads per simulated device, see `_make_devices`
 
 
+def visible() -> list[Any]:
+    """Returns the devices that this process sees; of several processes, all of theirs."""
+    hush_plugin()
+    return jax.devices()
+
+
+def leave_alone() -> None:
+    """Keeps this process off accelerators: what is only described or planned takes no memory of theirs."""
+    hush_plugin()
+    jax.config.update("jax_platforms", "cpu")
+
+
 def hush_plugin() -> None:
     """Keeps the plugin from saying in every process that it misses its other half, which only running needs."""
-    log = logging.getLogger(PLUGIN)
+    _drop(PLUGIN, lambda message: "is not found" in message)
+    if find_spec("jax_cuda13_plugin") is None:  # else what JAX says of it is a finding
+        _drop("jax._src.xla_bridge", lambda message: PLUGIN in message)
+
+
+def _drop(logger: str, unwanted: Callable[[str], bool]) -> None:
+    log = logging.getLogger(logger)
     if not log.filters:
-        log.addFilter(lambda record: "is not found" not in record.getMessage())
+        log.addFilter(lambda record: not unwanted(record.getMessage()))
 
 
 def simulate(count: int, *, processes: int = 1) -> None:
@@ -38,9 +59,8 @@ def simulate(count: int, *, processes: int = 1) -> None:
             rule="every process has as many devices",
             fix=f"mesh.simulate = {-(-count // processes) * processes}, or another number of processes",
         )
-    hush_plugin()
     try:
-        jax.config.update("jax_platforms", "cpu")
+        leave_alone()
         jax.config.update("jax_num_cpu_devices", count // processes)
     except RuntimeError:
         pass  # the devices exist already; whether they are the ones asked for is checked next

@@ -17,7 +17,7 @@ import jax
 
 from jaxpar.errors import JaxparError, nearest, refuse
 from jaxpar.mesh.chips import CHIPS, Chip
-from jaxpar.mesh.devices import PLUGIN, hush_plugin
+from jaxpar.mesh.devices import PLUGIN, hush_plugin, leave_alone
 
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
 MOST = 65_536
@@ -121,7 +121,7 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
     hush_plugin()
     before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
     if before is None:  # else the plugin looks for CUDA's libraries, which compiling does not need
-        jax.config.update("jax_platforms", "cpu")
+        leave_alone()
     try:
         found = topologies.get_topology_desc(
             platform="cuda", target_config=described, topology=f"1x{target.nodes}x{target.per_node}"

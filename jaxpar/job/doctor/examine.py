@@ -79,13 +79,12 @@ def _job(job: Job, count: int) -> tuple[list[Finding], int]:
     import jax
 
     from jaxpar.job.models import resolve_loss, resolve_model
-    from jaxpar.mesh.devices import hush_plugin
+    from jaxpar.mesh.devices import leave_alone
     from jaxpar.optim import chain
     from jaxpar.parallel.compose import compose
     from jaxpar.train.state import abstract
 
-    hush_plugin()
-    jax.config.update("jax_platforms", "cpu")  # shapes alone: the devices stay with the process that looked at them
+    leave_alone()  # shapes alone: the devices stay with the process that looked at them
     use = job.mesh.devices or count
     if use > count:
         text = f"mesh.devices = {use}, {count} are seen"
