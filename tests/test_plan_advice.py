@@ -109,12 +109,12 @@ def test_where_they_differ_it_says_by_how_much_and_why():
     advice = advise(search(question(LLAMA_1B, 16, between=5e8)))
     assert not advice.agrees
     first, own = advice.plan.best[0], advice.recommended
-    assert advice.gap == own.time.total / first.time.total - 1 > 0.5
+    assert advice.gap == own.time.total / first.time.total - 1 > 0.4
     assert re.search(rf"they differ: .*takes \+{advice.gap:.1%}, sharding \+", advice.verdict)
 
 
 def test_what_does_not_fit_is_named_with_what_it_needs():
-    advice = advise(search(question(LLAMA_8B, 8, memory=200 * 10**8)))
+    advice = advise(search(question(LLAMA_8B, 8, memory=210 * 10**8)))
     said = {option.layouts.name: option.why for option in advice.options}
     assert re.match(r"does not fit: the leanest, pipe 8, .* needs .*GiB", said["PP"])
     assert said["TP"] == ""

@@ -107,12 +107,13 @@ def test_the_first_is_the_simplest_within_the_margin_and_the_rest_follow_by_time
 
 
 def test_of_what_is_as_simple_and_as_fast_less_memory_is_first():
-    plan = search(question(rows=128, shape=replace(LLAMA_8B, seq=4096)))
+    plan = search(question(rows=128, shape=replace(LLAMA_8B, seq=4096), choices=Choices(remats=("dots",))))
     first, second = plan.best[:2]
     assert complexity(first.candidate) == complexity(second.candidate)
     assert second.time.total <= first.time.total <= 1.01 * second.time.total
     assert first.memory.total < second.memory.total
     said = page(plan)
+    assert "  context and expert: jaxpar trains over neither yet\n  schedules 1f1b, interleaved," in said
     assert "less memory than the fastest" in said
     assert "but more memory" in said
 

@@ -2,11 +2,13 @@
 
     static        parameters, gradients, optimizer state, each over tensor, and over fsdp as `zero` says
     activations   what a layer keeps for its backward, x layers of a part x (microbatch, chunk) pairs in flight
+    logits        of the loss: gone before a layer's backward begins, so they count where they are more than that
     working       what the backward of one layer computes again, and the parameters gathered for it and the next
 
 Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, for any widths):
 
-    stream        10: 2 norm inputs, the inputs of two products, 2 masks; sharded with sequence parallelism only
+    stream        10: 2 norm inputs, the inputs of two products, 2 masks, or as the practice keeps it; sharded with
+                  sequence parallelism only
     inner         24 for q, k, v, attention's result, 2 or 3 times hidden; sharded by tensor
     scores        5 heads seq / dim: softmax, mask, product, or as the practice keeps them; sharded by tensor; none in
                   a fused kernel
@@ -92,7 +94,7 @@ def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tu
 
 
 def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
-    """Returns what a layer keeps of one microbatch with the candidate's remat, and what it would keep with none."""
+    """Returns what a layer keeps of one microbatch with the candidate's remat, and what its backward works with."""
     tokens = 1.0 * candidate.microbatch * shape.seq
     tensor = candidate.tensor
     stream = tokens * shape.dim / np.where(candidate.sequence, tensor, 1)
@@ -101,19 +103,22 @@ def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple
     hidden = 2 * tokens * shape.width / tensor
     score = tokens * shape.heads * shape.seq / tensor
     scores = practice.kept[0] * score
+    rows, keys = candidate.microbatch, (shape.kv_heads or shape.heads) / tensor
+    kept_twice, worked_twice = (practice.relaid * np.greater(*each) for each in ((rows * keys, 1), (rows, keys)))
     inner = qkv + result + (2 + shape.gated) * hidden
-    everything = (8 + 2 * practice.dropout) * stream + inner + scores
+    everything = (practice.residual + 2 * practice.dropout) * stream + inner + scores
+    working = everything + worked_twice / 2 * scores
     dots = 6 * stream + qkv + (1 + shape.gated) * hidden
     kept = {
         "none": everything,
-        "all_dots": dots + result + practice.kept[1] * score,
+        "all_dots": dots + result + practice.kept[1] * (1 + kept_twice) * score,
         "dots": dots,
         "selective": everything - scores,
         "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,
         "full": 2 * stream,
     }
     remat = np.asarray(candidate.remat)
-    return np.select([remat == name for name in kept], list(kept.values())), everything
+    return np.select([remat == name for name in kept], list(kept.values())), working
 
 
 def in_flight(candidate: Candidate) -> tuple[Any, Any]:
@@ -143,15 +148,15 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
     sides = []
     for stage, flying in zip(("first", "last"), in_flight(candidate), strict=True):
         parameters, gradients, optimizer = static(shape, candidate, recipe, stage, everywhere=practice.everywhere)
-        at_loss = np.where(one | (stage == "last"), logits, 0.0)
+        at_loss, again = np.where(one | (stage == "last"), logits, 0.0), everything - kept
         sides.append(
             Memory(
                 parameters=parameters,
                 gradients=_gradients(shape, candidate, practice, recipe, gradients),
                 optimizer=optimizer,
                 activations=flying * deep * kept,
-                logits=at_loss,
-                working=everything - kept + _gathered(shape, candidate, practice),
+                logits=np.where(at_loss > again, at_loss, 0.0),
+                working=np.where(at_loss > again, 0.0, again) + _gathered(shape, candidate, practice),
             )
         )
     larger = sides[0].total >= sides[1].total
@@ -164,7 +169,8 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     Reduced for every microbatch: of one, stage 1 can scatter them at once; of several, each is beside their sum. One
     program on all stages reduces after its table: until then none is sharded, and the ends' are beside their sum.
     """
-    held = while_made(held, candidate, practice, recipe)
+    stacked = shape.layers * shape.layer_parameters / shape.parameters
+    held = while_made(held, candidate, practice, recipe, stacked=stacked)
     if practice.everywhere:
         count = stage_parameters(shape, candidate, "last", everywhere=True)
         ends = (2 - shape.tied) * shape.vocab * shape.dim / candidate.tensor
@@ -172,23 +178,30 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     return held
 
 
-def while_made(held: Any, candidate: Candidate, practice: Practice, recipe: Recipe) -> Any:
-    """Returns the bytes of gradients while they are made, where they are reduced for every microbatch."""
+def while_made(held: Any, candidate: Candidate, practice: Practice, recipe: Recipe, *, stacked: float = 1.0) -> Any:
+    """Returns the bytes of gradients while they are made, where they are reduced for every microbatch.
+
+    A scan over layers gives their gradients all at once, `stacked` of all parameters; others are added as they come.
+    """
     if not practice.eager or not recipe.gradients:
         return held
     one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
     scattered = one & ~several & np.equal(candidate.zero, 1)
-    beside = np.where(one & several, practice.wire[1] / recipe.gradients * held, 0.0)
+    beside = np.where(one & several, stacked * held, 0.0)
     return np.where(scattered, held / candidate.fsdp, held) + beside
 
 
 def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
-    """Returns the bytes of parameters made ready to compute with: a layer and the next, or all that a stage has."""
+    """Returns the bytes of parameters made ready to compute with: a layer and the next, or all that a stage has.
+
+    Where a stage has several chunks its layers are not neighbours: they are dealt out, and their gradients collected.
+    """
     layers = 2 * np.where(
         np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0
     )
     if practice.everywhere:
-        layers = np.where(
-            np.equal(candidate.pipe, 1), layers, stage_parameters(shape, candidate, "last", everywhere=True)
-        )
+        blocks = candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
+        whole = stage_parameters(shape, candidate, "last", everywhere=True)
+        dealt = 2 * blocks * np.greater(candidate.chunks, 1)
+        layers = np.where(np.equal(candidate.pipe, 1), layers, whole + dealt)
     return practice.wire[0] * layers

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxpar.pipeline.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, legal
@@ -31,9 +32,8 @@ class Model(Protocol):
         """What throughput is counted in, and how many a row has: ("tokens", 8192)."""
         ...
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """What jaxpar trains and no layout of this model's search has: each with the reason."""
+    def left_out(self, choices: Choices) -> tuple[str, ...]:
+        """Returns what no layout of this model's search has, each with the reason or the way to it."""
         ...
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
@@ -80,10 +80,13 @@ class Transformer:
         """Tokens, and how many a row has."""
         return "tokens", self.shape.seq
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
+    def left_out(self, choices: Choices) -> tuple[str, ...]:
+        """Returns axes that jaxpar does not train over, and schedules that are not weighed."""
+        others = ", ".join(name for name in LIBRARY if name not in choices.schedules)
+        compared = (
+            f"schedules {others}: `jaxpar schedule NAME --compare` prices them, parallel.pipeline.schedule sets one"
+        )
+        return ("context and expert: jaxpar trains over neither yet", *[compared] * bool(others))
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts; see `jaxpar.plan.legal.legal`."""

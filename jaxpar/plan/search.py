@@ -53,6 +53,11 @@ class Question:
         """Returns all layouts for these devices, or for so many."""
         return self.model.legal(devices=devices or self.devices, rows=self.rows, choices=self.choices)
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What no layout of the search has, each with the reason or the way to it."""
+        return self.model.left_out(self.choices)
+
     def bytes(self, candidate: Candidate) -> Memory:
         """Returns what the fullest device needs."""
         return self.model.memory(candidate, self.practice)
@@ -115,7 +120,7 @@ class Plan:
         return {
             "considered": self.considered,
             "fitting": self.fitting,
-            "left_out": list(self.question.model.left_out),
+            "left_out": list(self.question.left_out),
             "best": [each.to_dict() for each in self.best],
             "fastest": self.fastest.to_dict(),
             "doubts": {what: each.to_dict() for what, each in self.doubts.items()},

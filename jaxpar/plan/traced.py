@@ -73,9 +73,8 @@ class Traced:
         """Rows."""
         return "rows", 1
 
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """What the model does not take, and the axes whose cost is known of decoders alone."""
+    def left_out(self, choices: Choices) -> tuple[str, ...]:
+        """Returns what the model does not take, and the axes whose cost is known of decoders alone."""
         remats = [name for name in AGAIN if name not in self.trace.kept]
         return (
             "tensor and pipe: what they cost is known of decoders alone",
