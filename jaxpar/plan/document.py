@@ -69,7 +69,8 @@ def _numbers(plan: Plan) -> Markup:
          f"{show_count(rate)} {unit} per second, {show_count(rate / asked.devices)} per device", "modelled"),
         ("Memory per device", show_bytes(first.memory.total),
          f"{first.memory.total / room:.0%} of the {show_bytes(room)} that a program may take", "modelled"),
-        ("Layouts weighed", f"{plan.considered:,}", f"all that are legal; {plan.fitting:,} fit (modelled)", "exact"),
+        ("Layouts weighed", f"{plan.considered:,}",
+         f"all that are legal; {plan.fitting:,} fit with {asked.spare:.0%} to spare (modelled)", "exact"),
         ("Taken for granted", f"{links} GB/s",
          f"per device inside a node and between nodes; products reach at most {gemm.top:.0%} of the peak", "modelled"),
     ]  # fmt: skip

@@ -35,9 +35,10 @@ def _head(plan: Plan) -> str:
     return (
         f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} node{several} of {hardware.per_node}; "
         f"{batch_of(asked)}\n"
-        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)}; all numbers are "
-        f"modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per "
-        f"GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}"
+        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {asked.spare:.0%} to "
+        f"spare; all numbers are modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives "
+        f"{inside} GB/s per GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: "
+        f"{hardware.source.partition(';')[0]}"
     )
 
 

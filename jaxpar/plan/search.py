@@ -16,6 +16,7 @@ from jaxpar.plan.practice import Practice
 from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes
 
+SPARE = 0.05  # of the memory stays free: predictions are off by about as much
 MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
 DOUBT = 0.3  # how wrong an assumed bandwidth may be
 
@@ -32,6 +33,7 @@ class Question:
       practice: What the program does with them.
       choices: What may vary besides the mesh.
       memory: Bytes of a device that a program may use; 0 means the hardware's.
+      spare: Share of that which predictions leave free.
       margin: By how large a share a more complicated layout must be faster.
     """
 
@@ -42,12 +44,18 @@ class Question:
     practice: Practice
     choices: Choices = field(default_factory=Choices)
     memory: int = 0
+    spare: float = SPARE
     margin: float = MARGIN
 
     @property
     def room(self) -> int:
         """Bytes that a program may use."""
         return self.memory or self.hardware.memory
+
+    @property
+    def limit(self) -> float:
+        """Bytes up to which a layout is taken to fit."""
+        return self.room * (1 - self.spare)
 
     def legal(self, devices: int = 0) -> Candidate:
         """Returns all layouts for these devices, or for so many."""
@@ -140,7 +148,7 @@ def search(question: Question, *, top: int = 10) -> Plan:
     """
     candidates = question.legal()
     needed = question.bytes(candidates).total
-    fits = np.flatnonzero(needed <= question.room)
+    fits = np.flatnonzero(needed <= question.limit)
     if not len(fits):
         raise _fits_nowhere(question, candidates, needed)
     fitting = pick(candidates, fits)
@@ -224,18 +232,18 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
     """Returns the refusal: the leanest layout, and what would make something fit."""
     i = int(np.argmin(needed))
     leanest = at(candidates, i)
-    fix = f"a chip with {show_bytes(float(needed[i]))}"
+    fix = f"a chip with {show_bytes(float(needed[i]) / (1 - question.spare))}"
     for more in (question.devices * n for n in (2, 4, 8, 16)):
         try:
             wider = question.legal(more)
         except JaxparError:  # more than the model and the batch can use
             continue
-        if (question.bytes(wider).total <= question.room).any():
+        if (question.bytes(wider).total <= question.limit).any():
             fix = f"--devices {more}, or {fix}"
             break
     return refuse(
-        f"{question.devices} devices with {show_bytes(question.room)} each: none of {len(needed):,} layouts fits; the "
-        f"leanest needs {show_bytes(float(needed[i]))} ({describe(leanest)})",
+        f"{question.devices} devices with {show_bytes(question.room)} each, of which {question.spare:.0%} stays free: "
+        f"none of {len(needed):,} layouts fits; the leanest needs {show_bytes(float(needed[i]))} ({describe(leanest)})",
         rule="parameters, gradients, optimizer state and what the backward pass keeps fit the devices' memory",
         fix=fix,
     )
