@@ -102,8 +102,8 @@ def breakdown(plan, count, title):
 breakdown(plan, 8, "8B on 64 H100: the first eight")
 
 # %% [markdown]
-# They are close to each other, and that is the answer too: among the first few, choose by what else you care for. ZeRO-1, 2
-# and 3 are as fast, so the plan names the one that leaves 29 GiB more on every GPU.
+# They are close to each other, and that is the answer too: among the first few, choose by what else you care for. The plan
+# names the simplest, which computes nothing again. To keep only products is as fast, and leaves 25 GiB more on every GPU.
 #
 # ## 3. Memory against time
 #
@@ -179,7 +179,7 @@ plt.show()
 
 # %% [markdown]
 # Ten times slower, 4.6 GB/s, is where they meet; the plan still says no, since the simpler layout wins unless another is 5 %
-# faster. At twenty times slower a pipeline is ahead by 8 %; at 1 GB/s, an ordinary network, it is twice as fast.
+# faster. At twenty times slower a pipeline is ahead by 6 %; at 1 GB/s, an ordinary network, it is twice as fast.
 #
 # **Predict** the opposite: all 64 GPUs in one NVLink domain. There is nothing a pipeline could avoid.
 
@@ -255,7 +255,8 @@ for system in ("Megatron-LM", "torchtitan", "MaxText"):
 # * Links slower than a good cluster's, and networks shared with others. Section 4 is extrapolation.
 # * cuDNN's fused attention in jaxpar's programs, which cannot be compiled without a GPU; what is compiled has none.
 # * Fragmentation and libraries, which come on top of the memory. `--verify 3` compiles the first three.
-# * Anything but decoders; stragglers, failures, and the time it takes to load data and to write checkpoints.
+# * Models other than decoders, but for a vision transformer on eight GPUs, compiled beside its plan.
+# * Stragglers, failures, and the time it takes to load data and to write checkpoints.
 #
 # If a number matters, try the other side of it: the plan itself names what would be first with links or products 30 % off.
 #

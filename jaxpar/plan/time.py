@@ -93,7 +93,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         recompute=count * again.total,
         tensor=count * (ahead + back + repeated),
         sharding=traveling,
-        bubble=np.maximum(still - busy, 0.0),
+        bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
         send=np.maximum(moving - still, 0.0),
         optimizer=optimizer(held, candidate, hardware, practice),
     )
