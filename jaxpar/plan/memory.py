@@ -194,7 +194,7 @@ def while_made(held: Any, candidate: Candidate, practice: Practice, recipe: Reci
 def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
     """Returns the bytes of parameters made ready to compute with: a layer and the next, or all that a stage has.
 
-    Where a stage has several chunks its layers are not neighbours: they are dealt out, and their gradients collected.
+    Where a stage has several chunks its layers are not neighbours: they are dealt out, a copy more.
     """
     layers = 2 * np.where(
         np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0
@@ -202,6 +202,6 @@ def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
     if practice.everywhere:
         blocks = candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
         whole = stage_parameters(shape, candidate, "last", everywhere=True)
-        dealt = 2 * blocks * np.greater(candidate.chunks, 1)
+        dealt = blocks * np.greater(candidate.chunks, 1)
         layers = np.where(np.equal(candidate.pipe, 1), layers, whole + dealt)
     return practice.wire[0] * layers
