@@ -138,18 +138,18 @@ def in_flight(candidate: Candidate) -> tuple[Any, Any]:
 
 
 def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe = JAXPAR) -> Memory:
-    """Returns what a device needs, of the first or the last stage, whichever needs more in all."""
+    """Returns what a device needs, of the first or the last stage, or at its update, whichever is most in all."""
     kept, everything = layer_bytes(shape, candidate, practice)
     deep = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq
     logits = 4 * tokens * shape.vocab / candidate.tensor  # float32, and the two inputs of norm and product
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     one = np.equal(candidate.pipe, 1)
-    sides = []
+    moments = []
     for stage, flying in zip(("first", "last"), in_flight(candidate), strict=True):
         parameters, gradients, optimizer = static(shape, candidate, recipe, stage, everywhere=practice.everywhere)
         at_loss, again = np.where(one | (stage == "last"), logits, 0.0), everything - kept
-        sides.append(
+        moments.append(
             Memory(
                 parameters=parameters,
                 gradients=_gradients(shape, candidate, practice, recipe, gradients),
@@ -159,8 +159,28 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
                 working=np.where(at_loss > again, 0.0, again) + _gathered(shape, candidate, practice),
             )
         )
-    larger = sides[0].total >= sides[1].total
-    return Memory(**{f.name: np.where(larger, *(getattr(s, f.name) for s in sides)) for f in fields(Memory)})
+    if practice.eager:
+        moments.append(_update(shape, candidate, practice, recipe))
+    most = np.argmax(np.stack(np.broadcast_arrays(*[each.total for each in moments])), axis=0)
+    return Memory(**{f.name: np.choose(most, [getattr(each, f.name) for each in moments]) for f in fields(Memory)})
+
+
+def _update(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe) -> Memory:
+    """Returns what a device holds when the new shards of its feed-forward weights, the most of all, are gathered."""
+    parameters, _, optimizer = static(shape, candidate, recipe, "last", everywhere=practice.everywhere)
+    count = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
+    weights = [inputs * outputs for inputs, outputs in shape.matrices[2:]]
+    share = shape.layers * sum(weights) / shape.parameters
+    whole = np.isin(candidate.zero, (1, 2)) & np.greater(candidate.fsdp, 1)
+    nothing = 0.0 * count
+    return Memory(
+        parameters=parameters,
+        gradients=(1 - share) * recipe.gradients * count / candidate.fsdp,
+        optimizer=optimizer,
+        activations=nothing,
+        logits=nothing,
+        working=np.where(whole, practice.returned * share * count, 0.0),
+    )
 
 
 def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe, held: Any) -> Any:
