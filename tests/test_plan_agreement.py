@@ -193,23 +193,32 @@ def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
     assert "4 layouts: rank correlation of seconds" in capsys.readouterr().out
 
 
-def test_predictions_still_agree_with_the_compiled_programs_on_record():
-    record = json.loads(files("jaxpar.bench").joinpath("records/layouts_jax0.12.0.json").read_text())
+def on_record(seed):
+    """Returns what was compiled of a draw, beside what is predicted now."""
+    record = json.loads(files("jaxpar.bench").joinpath(f"records/layouts_seed{seed}_jax0.12.0.json").read_text())
     kept = record["question"]
     job = load(EIGHT_B, [], allow_import=False)
     asked = question(job, devices=kept["devices"], chip=kept["chip"], per_node=None, given={})
     names = {field.name for field in fields(Candidate)}
-    layouts = [each for each in record["layouts"] if not each["refusal"]]
-    now = [
+    return [
         Checked(
             ranked=weigh(asked, Candidate(**{key: each["predicted"][key] for key in names})),
             seconds=each["replayed"]["seconds"],
             bytes=each["compiled"]["bytes"],
         )
-        for each in layouts
+        for each in record["layouts"]
+        if not each["refusal"]
     ]
-    found = agreement(now)
-    assert found["layouts"] >= 30
-    assert found["rank_correlation"] >= 0.9
-    assert found["mean_error_seconds"] <= 0.1
-    assert found["mean_error_bytes"] <= 0.13
+
+
+@pytest.mark.parametrize(
+    ("seeds", "count", "rank", "seconds", "bytes_"),
+    [((1,), 32, 0.97, 0.07, 0.05), ((3,), 32, 0.88, 0.1, 0.08), ((1, 3), 64, 0.92, 0.085, 0.065)],
+)
+def test_predictions_still_agree_with_the_compiled_programs_on_record(seeds, count, rank, seconds, bytes_):
+    """Formulas of bytes were read off seed 1; seed 3 came after, and with it in sight a term was halved, two added."""
+    found = agreement([each for seed in seeds for each in on_record(seed)])
+    assert found["layouts"] == count
+    assert found["rank_correlation"] >= rank
+    assert found["mean_error_seconds"] <= seconds
+    assert found["mean_error_bytes"] <= bytes_

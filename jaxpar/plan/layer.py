@@ -8,6 +8,7 @@
 t is the tensor axis. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A, for what t divides.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +75,7 @@ def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     """Returns the seconds of a block's other passes, forward and backward with the sum of gradients.
 
     The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence. What is kept
-    goes to the other layers' and comes back.
+    goes to the other layers' and comes back; a second order of the scores is what their product writes.
     """
     count = 1.0 * tokens(shape, candidate)
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
@@ -82,7 +83,7 @@ def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     forward, backward = (practice.stream[i] * stream + practice.inner[i] * inner for i in (0, 1))
     sums = practice.accumulate * shape.cut_layer(candidate.tensor)
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * practice.keep
-    beside = copied / 2 * layer_bytes(shape, candidate, practice)[0]
+    beside = copied / 2 * layer_bytes(shape, candidate, replace(practice, relaid=0.0))[0]
     return hardware.stream(forward + beside), hardware.stream(backward + beside + sums)
 
 
