@@ -179,6 +179,14 @@ def test_what_is_compiled_has_to_fit_the_memory_that_was_asked_for(limit, fits, 
     assert found.fits is fits
 
 
+@pytest.mark.parametrize(("words", "said"), [([], False), (["--between", "2GB"], True)])
+def test_a_replay_over_other_links_than_those_given_says_so(words, said, monkeypatch, capsys):
+    report = SimpleNamespace(total=2**30, memory=(), timeline=None)
+    monkeypatch.setattr("jaxpar.job.plan.observe", lambda job, target: report)
+    assert main(["plan", EIGHT_B, "--devices", "64", "--verify", "1", *words]) == 0
+    assert ("replayed over the chip's own links" in capsys.readouterr().out) is said
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
