@@ -66,7 +66,7 @@ def stage_parameters(
     stream. The first stage has the embedding; the last, the head, and the embedding where that is tied to it; or all
     stages have both, `everywhere`.
     """
-    blocks = candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
+    blocks = _blocks(shape, candidate)
     one = np.equal(candidate.pipe, 1) | everywhere
     table = shape.vocab * shape.dim / candidate.tensor
     places = shape.learned * shape.seq * shape.dim
@@ -74,6 +74,11 @@ def stage_parameters(
     if stage == "first":
         return blocks + table + places + np.where(one, norm + (not shape.tied) * table, 0)
     return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
+
+
+def _blocks(shape: Shape, candidate: Candidate) -> Any:
+    """Returns the parameters of the layers on a device of a stage, before fsdp shards them."""
+    return candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
 
 
 def static(
@@ -190,7 +195,7 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     program on all stages reduces after its table: until then none is sharded, and the ends' are beside their sum.
     """
     stacked = shape.layers * shape.layer_parameters / shape.parameters
-    held = while_made(held, candidate, practice, recipe, stacked=stacked)
+    held = while_made(held, candidate, practice, stacked=stacked)
     if practice.everywhere:
         count = stage_parameters(shape, candidate, "last", everywhere=True)
         ends = (2 - shape.tied) * shape.vocab * shape.dim / candidate.tensor
@@ -198,12 +203,12 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     return held
 
 
-def while_made(held: Any, candidate: Candidate, practice: Practice, recipe: Recipe, *, stacked: float = 1.0) -> Any:
+def while_made(held: Any, candidate: Candidate, practice: Practice, *, stacked: float = 1.0) -> Any:
     """Returns the bytes of gradients while they are made, where they are reduced for every microbatch.
 
     A scan over layers gives their gradients all at once, `stacked` of all parameters; others are added as they come.
     """
-    if not practice.eager or not recipe.gradients:
+    if not practice.eager:
         return held
     one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
     scattered = one & ~several & np.equal(candidate.zero, 1)
@@ -220,8 +225,7 @@ def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
         np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0
     )
     if practice.everywhere:
-        blocks = candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
         whole = stage_parameters(shape, candidate, "last", everywhere=True)
-        dealt = blocks * np.greater(candidate.chunks, 1)
+        dealt = _blocks(shape, candidate) * np.greater(candidate.chunks, 1)
         layers = np.where(np.equal(candidate.pipe, 1), layers, whole + dealt)
     return practice.wire[0] * layers

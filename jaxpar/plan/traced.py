@@ -101,7 +101,7 @@ class Traced:
         gathered = np.equal(candidate.zero, 3) * 2.0 * self.itemsize * self.piece
         return Memory(
             parameters=parameters,
-            gradients=while_made(gradients, candidate, self._practice(practice), self.recipe),
+            gradients=while_made(gradients, candidate, practice),
             optimizer=moments,
             activations=kept,
             logits=0.0 * kept,
