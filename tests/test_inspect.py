@@ -3,6 +3,7 @@
 import json
 import resource
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,8 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.schema import load
 from jaxpar.job.toml import dumps
-from jaxpar.mesh.target import find_plugin
+from jaxpar.mesh.chips import find_chip
+from jaxpar.mesh.target import Target, find_plugin
 from jaxpar.pipeline import stage as executor
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
@@ -260,6 +262,37 @@ def test_an_axis_that_never_communicates_is_found():
     report = jp.inspect(step, shaped(mesh, (), 64, 64), shaped(mesh, ("data",), 64, 64), roles=("parameters", "batch"))
     assert kinds(report) == ["idle axis"]
     assert "idle=4" in report.flags[0].text
+
+
+@gpu_compiler
+def test_what_xla_computes_again_to_save_memory_is_found():
+    """Told of a smaller GPU, XLA repeats products of its own accord: as many FLOP more as the report says."""
+
+    def gradient(weight, x):
+        def loss(weight):
+            y = x
+            for _ in range(12):
+                y = jnp.tanh(y @ weight)
+            return jnp.mean(y.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss)(weight)
+
+    def report_on(chip):
+        devices = np.array(jp.target_devices(Target(chip, 1, 8)))
+        mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
+        weight, x = (
+            shaped(mesh, (), 256, 256, dtype=jnp.bfloat16),
+            shaped(mesh, ("data",), 2**19, 256, dtype=jnp.bfloat16),
+        )
+        return jp.inspect(jax.jit(gradient), weight, x, roles=("parameters", "batch"))
+
+    chip = find_chip("h100")
+    roomy, short = report_on(chip), report_on(replace(chip, reported=400 * 2**20))
+    assert roomy.flop.squeezed == 0
+    assert "squeezed" not in kinds(roomy)
+    assert short.flop.squeezed == short.flop.total - roomy.flop.total > 0.1 * roomy.flop.total
+    assert short.flop.recomputed == short.flop.squeezed
+    assert "again of its own accord" in next(flag.text for flag in short.flags if flag.kind == "squeezed")
 
 
 @gpu_compiler

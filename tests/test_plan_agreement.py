@@ -106,6 +106,14 @@ def test_too_little_to_compare_is_refused(one, other):
         rank_correlation(one, other)
 
 
+H100 = HARDWARE["h100"].chip
+
+
+def compiled_to(size):
+    """A report of so many bytes, and no more than a check reads."""
+    return SimpleNamespace(total=size, memory=(), timeline=None, flop=SimpleNamespace(squeezed=0, total=1))
+
+
 SMALL = Shape(layers=8, dim=64, heads=8, vocab=512, seq=128, gated=True)
 
 
@@ -171,20 +179,39 @@ def test_what_does_not_fit_as_compiled_is_not_proposed():
 
 @pytest.mark.parametrize(("limit", "fits"), [("40GiB", True), ("39GiB", False)])
 def test_what_is_compiled_has_to_fit_the_memory_that_was_asked_for(limit, fits, monkeypatch):
-    report = SimpleNamespace(total=40 * 2**30, memory=(), timeline=None)  # 72 GiB of an H100 are for a program
-    monkeypatch.setattr("jaxpar.job.plan.observe", lambda job, target: report)
+    monkeypatch.setattr("jaxpar.job.plan.observe", lambda job, target: compiled_to(40 * 2**30))  # of an H100's 72 GiB
     job = load(EIGHT_B, [], allow_import=False)
     asked = question(job, devices=64, chip="h100", per_node=None, given={"memory": limit})
     (found,) = verify(job, asked, search(asked, top=1).best)
     assert found.fits is fits
 
 
-@pytest.mark.parametrize(("words", "said"), [([], False), (["--between", "2GB"], True)])
-def test_a_replay_over_other_links_than_those_given_says_so(words, said, monkeypatch, capsys):
-    report = SimpleNamespace(total=2**30, memory=(), timeline=None)
-    monkeypatch.setattr("jaxpar.job.plan.observe", lambda job, target: report)
+@pytest.mark.parametrize(
+    ("words", "memory", "nvlink", "network"),
+    [
+        ([], H100.usable, H100.nvlink, H100.network),
+        (["--between", "2GB", "--memory", "40GiB"], 40 * 2**30, H100.nvlink, H100.network * 2 / 46),
+        (["--inside", "184.5GB"], H100.usable, H100.nvlink / 2, H100.network),
+    ],
+)
+def test_what_is_compiled_has_the_memory_and_the_links_that_were_asked_for(words, memory, nvlink, network, monkeypatch):
+    """XLA computes again what the memory does not hold, and the replay has the plan's links."""
+    seen = []
+    monkeypatch.setattr("jaxpar.job.plan.observe", lambda job, target: seen.append(target) or compiled_to(2**30))
     assert main(["plan", EIGHT_B, "--devices", "64", "--verify", "1", *words]) == 0
-    assert ("replayed over the chip's own links" in capsys.readouterr().out) is said
+    (target,) = seen
+    assert (target.nodes, target.per_node) == (8, 8)
+    assert target.chip.usable == pytest.approx(memory, abs=2)
+    assert (target.chip.nvlink, target.chip.network) == (
+        pytest.approx(nvlink, rel=1e-3),
+        pytest.approx(network, rel=1e-3),
+    )
+
+
+def test_what_xla_repeated_to_save_memory_is_said():
+    found = Checked(ranked=search(asked()).best[0], seconds=1.0, bytes=2.0**30, squeezed=0.124)
+    assert "12% of its FLOP repeated by XLA to save memory" in str(found)
+    assert found.to_dict()["compiled"]["squeezed"] == 0.124
 
 
 @pytest.mark.slow

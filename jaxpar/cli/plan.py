@@ -92,8 +92,6 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if args.verify:
         checked = list(verify(job, asked, plan.best[: args.verify]))
         print("\n" + compared(checked))
-        if args.inside or args.between:
-            print("replayed over the chip's own links, not over those given here: compare bytes, not seconds")
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
     first = proposed(plan, checked).candidate
     command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.model.layers)])

@@ -10,7 +10,7 @@ from jaxpar.inspector.flop import Flop
 from jaxpar.inspector.hlo import BITS
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.collective import Collective
-from jaxpar.units import show_bytes
+from jaxpar.units import show_bytes, show_count
 
 NOTABLE = 0.01  # share of a step's wire bytes below which one collective is not worth a flag
 
@@ -20,7 +20,8 @@ class Flag:
     """One thing that should not be.
 
     Attributes:
-      kind: `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`, `rematerialized`, `unknown`.
+      kind: `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`, `rematerialized`,
+        `squeezed`, `unknown`.
       text: What was found, where.
       fix: What to change.
       bytes: On the wire of each device in a step, where that can be said.
@@ -48,6 +49,7 @@ def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said:
         *_wide(notable, _asked_for_16_bits(subject, flop)),
         *_idle(ledger, sizes, {axis for argument in subject.arguments for axis in argument.axes}),
         *_rematerialized(said),
+        *_squeezed(flop),
         *_unknown(ledger, flop),
     ]
     return sorted(found, key=lambda flag: -flag.bytes)
@@ -198,6 +200,19 @@ def _rematerialized(said: Sequence[str]) -> list[Flag]:
             "a sharding constraint between the two shardings that it names",
         )
     return list(found.values())
+
+
+def _squeezed(flop: Flop) -> list[Flag]:
+    if not flop.squeezed or flop.squeezed < NOTABLE * flop.total:
+        return []
+    return [
+        Flag(
+            "squeezed",
+            f"XLA computes {show_count(flop.squeezed)} FLOP ({flop.squeezed / flop.total:.1%}) again of its own "
+            "accord, as the program takes more memory than it may",
+            "what takes less: train.remat, more microbatches, another layout; `jaxpar plan` weighs them",
+        )
+    ]
 
 
 def _unknown(ledger: Sequence[Collective], flop: Flop) -> list[Flag]:

@@ -40,9 +40,10 @@ class Flop:
     Attributes:
       forward: Of the forward pass, and of whatever is neither.
       backward: Of the backward pass, without recomputation.
-      recomputed: Of the forward pass run again.
+      recomputed: Run again, of the forward pass or by XLA.
       by_dtype: Operands' dtype to FLOP.
       unknown: Whether some stand in a loop whose trip count is not known, and count once.
+      squeezed: Of those recomputed, what XLA runs again of its own accord, because it lacks memory.
     """
 
     forward: int
@@ -50,6 +51,7 @@ class Flop:
     recomputed: int
     by_dtype: dict[str, int]
     unknown: bool
+    squeezed: int = 0
 
     @property
     def total(self) -> int:
@@ -59,7 +61,7 @@ class Flop:
 
 def hardware_flop(module: Module, schedule: Schedule | None = None) -> Flop:
     """Returns the FLOP that the compiled program makes in one step, on each device."""
-    sums = {"forward": 0, "backward": 0, "recomputed": 0}
+    sums = {"forward": 0, "backward": 0, "recomputed": 0, "squeezed": 0}
     by_dtype: dict[str, int] = {}
     unknown = False
     for visit in walk(module, schedule):
@@ -69,8 +71,9 @@ def hardware_flop(module: Module, schedule: Schedule | None = None) -> Flop:
         unknown |= visit.times is None
         flop *= 1 if visit.times is None else visit.times
         label = visit.op.label
-        part = "recomputed" if is_recomputed(label) else "backward" if "transpose(" in label else "forward"
-        sums[part] += flop
+        again = visit.squeezed or is_recomputed(label)
+        sums["recomputed" if again else "backward" if "transpose(" in label else "forward"] += flop
+        sums["squeezed"] += visit.squeezed * flop
         dtype = operand_dtype(module, visit.computation, visit.op)
         by_dtype[dtype] = by_dtype.get(dtype, 0) + flop
     return Flop(**sums, by_dtype=by_dtype, unknown=unknown)

@@ -180,8 +180,8 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
     return report(of_function(program, args, kwargs, roles=roles, mesh=mesh))
 
 
-def report(subject: Subject) -> Report:
-    """Returns what XLA made of a subject."""
+def report(subject: Subject, chip: Chip | None = None) -> Report:
+    """Returns what XLA made of a subject, on a chip that is as jaxpar's table has it, or as it is given here."""
     devices = list(subject.mesh.devices.flat)
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
     compiled = compile_program(subject.lowered, platform=platform)
@@ -198,7 +198,8 @@ def report(subject: Subject) -> Report:
     )
     ledger = collectives(module, sizes, causes, subject.schedule)
     flop = hardware_flop(module, subject.schedule)
-    chip = find_chip(devices[0].device_kind) if platform == "gpu" and devices[0].platform != "tpu" else None
+    if platform == "gpu" and devices[0].platform != "tpu":
+        chip = chip or find_chip(devices[0].device_kind)
     nodes: dict[int, int] = defaultdict(int)
     for device in devices:
         nodes[device.process_index] += 1

@@ -11,7 +11,7 @@ from jaxpar.job.build import assemble
 from jaxpar.job.check import device_count
 from jaxpar.job.tables import Job, MeshTable
 from jaxpar.mesh.devices import simulate
-from jaxpar.mesh.target import parse_target, target_devices
+from jaxpar.mesh.target import Target, parse_target, target_devices
 from jaxpar.train.subject import subject
 
 CPU = "cpu"
@@ -41,18 +41,19 @@ def inspect(job: Job, target: str = "") -> Report:
     return found
 
 
-def observe(job: Job, target: str) -> Report:
+def observe(job: Job, target: str | Target) -> Report:
     """Returns what XLA makes of a job's step; `inspect` also asks what would free memory, where it does not fit."""
+    chip = None
     if target == CPU:
         count = device_count(job)
         simulate(count)
         meant, devices = dataclasses.replace(job, mesh=MeshTable(simulate=count)), jax.devices()
     else:
-        chosen = parse_target(target, devices=_declared(job))
-        devices = target_devices(chosen)
+        chosen = target if isinstance(target, Target) else parse_target(target, devices=_declared(job))
+        devices, chip = target_devices(chosen), chosen.chip
         meant = dataclasses.replace(job, mesh=MeshTable(devices=chosen.devices))
     step = assemble(meant, devices)
-    made = report(subject(step, abstract_batch(meant)))
+    made = report(subject(step, abstract_batch(meant)), chip)
     return dataclasses.replace(made, title=f"{job.run.dir.rsplit('/', 1)[-1] or 'job'}: {made.title}")
 
 

@@ -1,6 +1,7 @@
 """A job is planned: which layout would be fastest on GPUs that nobody has paid for yet, and what XLA makes of it."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 
 from jaxpar.errors import JaxparError, nearest, refuse
@@ -9,7 +10,8 @@ from jaxpar.job.schema import loads
 from jaxpar.job.subject import subject
 from jaxpar.job.tables import Job, MeshTable
 from jaxpar.job.toml import dumps
-from jaxpar.mesh.chips import CHIPS, find_chip
+from jaxpar.mesh.chips import CHIPS, USABLE, Chip, find_chip
+from jaxpar.mesh.target import Target
 from jaxpar.plan.agreement import Checked
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE, Hardware
@@ -99,19 +101,40 @@ def planned(job: Job, candidate: Candidate, layers: int) -> Job:
     return loads(dumps(plain), overrides(candidate, layers), allow_import=job.allow_import)
 
 
-def verify(job: Job, asked: Question, layouts: Iterable[Ranked]) -> Iterator[Checked]:
-    """Yields what XLA makes of layouts, compiled for the GPUs that were asked about.
+def verify(job: Job, asked: Question, layouts: Iterable[Ranked], *, memory: int = 0) -> Iterator[Checked]:
+    """Yields what XLA makes of layouts, compiled for the GPUs that were asked about, and replayed over their links.
+
+    Args:
+      job: What is laid out.
+      asked: About which GPUs.
+      layouts: Which.
+      memory: Bytes that XLA takes a program to have, as it computes again what does not fit; 0 means as asked.
 
     Raises:
       JaxparError: If XLA can't compile for them.
     """
-    nodes, chip = -(-asked.devices // asked.hardware.per_node), compiled_chip(asked.hardware)
-    target = f"{chip}:{nodes}x{min(asked.hardware.per_node, asked.devices)}"
+    each = asked.hardware.per_node
+    target = Target(_as_asked(asked, memory or asked.room), -(-asked.devices // each), min(each, asked.devices))
     for ranked in layouts:
         yield _checked(job, ranked, asked, target)
 
 
-def _checked(job: Job, ranked: Ranked, asked: Question, target: str) -> Checked:
+def _as_asked(asked: Question, memory: int) -> Chip:
+    """Returns the chip with as much memory for a program, and with links as much faster or slower as they were asked.
+
+    The inspector has shares of the sheet of its own, so links are given in proportion to those usually planned with.
+    """
+    chip = compiled_chip(asked.hardware)
+    usual, meant = HARDWARE[chip.key], asked.hardware
+    return dataclasses.replace(
+        chip,
+        reported=math.ceil(memory / USABLE),
+        nvlink=chip.nvlink * meant.inside.bandwidth / usual.inside.bandwidth,
+        network=(chip.network or 0.0) * meant.between.bandwidth / usual.between.bandwidth or None,
+    )
+
+
+def _checked(job: Job, ranked: Ranked, asked: Question, target: Target) -> Checked:
     try:
         report = observe(planned(job, ranked.candidate, asked.model.layers), target)
     except JaxparError as error:
@@ -121,11 +144,12 @@ def _checked(job: Job, ranked: Ranked, asked: Question, target: str) -> Checked:
     return Checked(
         ranked=ranked, seconds=seconds, bytes=report.total, fits=report.total <= asked.room,
         causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",
+        squeezed=report.flop.squeezed / (report.flop.total or 1),
     )  # fmt: skip
 
 
-def compiled_chip(hardware: Hardware) -> str:
-    """Returns what a target calls the chip; that of a user's own file goes by its name, not by the file's.
+def compiled_chip(hardware: Hardware) -> Chip:
+    """Returns the chip to compile for; that of a user's own file goes by its name, not by the file's.
 
     Raises:
       JaxparError: If XLA can't compile for it where it is not there.
@@ -137,4 +161,4 @@ def compiled_chip(hardware: Hardware) -> str:
             rule=f"chips to compile for are {', '.join(each.key for each in CHIPS if each.gpu)}",
             fix="leave --verify out",
         )
-    return chip.key
+    return chip

@@ -23,6 +23,7 @@ class Checked:
       refusal: Why there is nothing.
       causes: Cause to bytes, compiled.
       exposed: Mesh axes to seconds that computation waits for their collectives, modelled.
+      squeezed: Share of its FLOP that XLA computes again of its own accord, to fit the memory.
     """
 
     ranked: Ranked
@@ -32,6 +33,7 @@ class Checked:
     refusal: str = ""
     causes: Mapping[str, float] = field(default_factory=dict)
     exposed: Mapping[str, float] = field(default_factory=dict)
+    squeezed: float = 0.0
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -48,7 +50,7 @@ class Checked:
             "fits": self.fits,
             "predicted": self.ranked.to_dict(),
             "replayed": {"seconds": self.seconds, "exposed": dict(self.exposed)},
-            "compiled": {"bytes": self.bytes} | dict(self.causes),
+            "compiled": {"bytes": self.bytes, "squeezed": self.squeezed} | dict(self.causes),
         }
 
     def __str__(self) -> str:
@@ -58,7 +60,8 @@ class Checked:
             return line + self.refusal
         time, memory = self.errors
         line += f"{show_seconds(self.seconds)} ({time:+.0%}), {show_bytes(self.bytes)} ({memory:+.0%})"
-        return line + ("" if self.fits else ", DOES NOT FIT")
+        line += f", {self.squeezed:.0%} of its FLOP repeated by XLA to save memory" * (self.squeezed >= 0.005)
+        return line + ", DOES NOT FIT" * (not self.fits)
 
 
 def proposed(plan: Plan, checked: Sequence[Checked] = ()) -> Ranked:

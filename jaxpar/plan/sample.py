@@ -29,12 +29,13 @@ def sample(question: Question, count: int, *, seed: int = 0) -> list[Ranked]:
     usual = question.bytes(candidates).total < ROOM * question.room
     for axis, most in MOST.items():
         usual &= getattr(candidates, axis) <= most
-    possible = np.flatnonzero(usual)
-    if not 1 <= count <= len(possible):
-        raise refuse(f"{count} layouts of {len(possible)}", rule="at least one, and no more than there are", fix="30")
+    possible = int(usual.sum())
+    if not 1 <= count <= possible:
+        raise refuse(f"{count} layouts of {possible}", rule="at least one, and no more than there are", fix="30")
     kinds = defaultdict(list)
-    for i in np.random.default_rng(seed).permutation(possible).tolist():
-        kinds[bool(candidates.pipe[i] > 1), bool(candidates.tensor[i] > 1), int(candidates.zero[i])].append(i)
+    for i in np.random.default_rng(seed).permutation(len(usual)).tolist():  # of all: formulas change, a draw does not
+        if usual[i]:
+            kinds[bool(candidates.pipe[i] > 1), bool(candidates.tensor[i] > 1), int(candidates.zero[i])].append(i)
     turns = max(len(each) for each in kinds.values())
     drawn = [kinds[kind][turn] for turn in range(turns) for kind in sorted(kinds) if turn < len(kinds[kind])]
     return [weigh(question, at(candidates, i)) for i in drawn[:count]]
