@@ -135,6 +135,26 @@ def test_sequence_parallel_scatters_and_gathers_what_tensor_parallel_reduces():
     )
 
 
+def test_context_gathers_keys_and_values_and_scatters_their_gradients_once_a_layer():
+    """But for the embedding: XLA gathers the gradient of the stream for it, rather than reduce the table's."""
+    found = report(jp.Parallel(context=8))
+    expected = {
+        ("context", "all-gather"): (2 * L + 1) * SIZE.activation,
+        ("context", "reduce-scatter"): 2 * L * SIZE.activation,
+        ("context", "all-reduce"): SIZE.all - SIZE.table,
+    }
+    check(found, expected)
+
+
+@pytest.mark.slow
+def test_context_and_fsdp_reduce_no_gradient_whole():
+    found = report(jp.Parallel(fsdp=4, context=2))
+    got = payloads(found)
+    assert got["fsdp", "reduce-scatter"] == pytest.approx(SIZE.all, **EXACT)
+    assert got["context", "all-reduce"] == pytest.approx((SIZE.all - SIZE.table) / 4, **EXACT)
+    assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)
+
+
 @pytest.mark.slow
 def test_tensor_and_data_divide_the_bytes_between_them():
     found = report(jp.Parallel(data=2, tensor=4))

@@ -1,5 +1,6 @@
 """The search: what is legal, what fits, what is first and why; and the verb that asks it."""
 
+import itertools
 import math
 import time
 from dataclasses import fields, replace
@@ -16,7 +17,7 @@ from jaxpar.job.plan import overrides, planned
 from jaxpar.job.plan import question as asked_of
 from jaxpar.job.schema import load
 from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import SIZES, Candidate
 from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.legal import Choices, at, legal
 from jaxpar.plan.memory import memory
@@ -53,6 +54,7 @@ def test_every_legal_layout_uses_all_devices_and_rows_and_none_is_twice(devices,
     assert (found.devices == devices).all()
     assert (found.rows == rows).all()
     assert (SMALL.kv_heads % found.tensor == 0).all()
+    assert (SMALL.seq % (found.context * np.where(found.sequence, found.tensor, 1)) == 0).all()
     assert (found.pipe * found.chunks <= SMALL.layers).all()
     assert ((found.zero > 0) == (found.fsdp > 1)).all()
     every = rows_of(found)
@@ -65,8 +67,8 @@ def test_legal_layouts_are_all_that_brute_force_finds():
     want = 0
     for pipe in range(1, 9):
         for tensor in range(1, 9):
-            for fsdp in range(1, 9):
-                data = devices / (pipe * tensor * fsdp)
+            for fsdp, context in itertools.product(range(1, 9), repeat=2):
+                data = devices / (pipe * tensor * fsdp * context)
                 if data != int(data) or pipe > 6 or tensor not in (1, 2, 4) or rows % (fsdp * data):
                     continue
                 own = int(rows / (fsdp * data))
@@ -113,7 +115,7 @@ def test_of_what_is_as_simple_and_as_fast_less_memory_is_first():
     assert second.time.total <= first.time.total <= 1.01 * second.time.total
     assert first.memory.total < second.memory.total
     said = page(plan)
-    assert "  context and expert: jaxpar trains over neither yet\n  schedules 1f1b, interleaved," in said
+    assert "  expert: a decoder of jaxpar has no experts\n  schedules 1f1b, interleaved," in said
     assert "less memory than the fastest" in said
     assert "but more memory" in said
 
@@ -167,7 +169,7 @@ def test_what_fits_nowhere_says_what_would_fit():
 @pytest.mark.parametrize(
     ("shape", "devices", "rows", "said"),
     [
-        (SMALL, 4096, 8, r"at most 192 devices"),
+        (SMALL, 4096, 8, r"at most 3,072 devices"),
         (SMALL, 7, 8, r"more small factors"),
         (SMALL, 0, 8, r"0 devices"),
         (SMALL, 8, 0, r"0 rows"),
@@ -197,7 +199,7 @@ def test_a_planned_job_is_the_job_with_that_layout(index):
     every = legal(asked.model.shape, devices=64, rows=128)
     candidate = at(every, index % len(every.pipe))
     made = planned(job, candidate, asked.model.layers)
-    assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
+    assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in SIZES}
     assert made.parallel.stage == candidate.zero
     assert made.train.remat == candidate.remat
     if candidate.pipe > 1:

@@ -200,7 +200,7 @@ JOBS = [
     # rules
     (DECODER, "parallel.rules.foo=tensor", "'foo' matches nothing", "one of"),
     (DECODER, "parallel.rules.mlp=tensr", "'tensr'", "did you mean 'tensor'?"),
-    (DECODER, "parallel.rules.mlp=pipe", "'pipe'", "one of: data, fsdp, tensor"),  # no such axis in this mesh
+    (DECODER, "parallel.rules.mlp=pipe", "'pipe'", "one of: data, fsdp, context, tensor"),  # no such axis in this mesh
     (DECODER, "parallel.rules.mlp=['tensor', 'tensor']", "tensor", "mlp"),
     (DECODER, "parallel.paths.haed=['embed', 'vocab']", "'haed'", "did you mean 'head'?"),
     (DECODER, "parallel.paths.head=['a', 'b', 'c']", "3 dims of head", "2 dims or fewer"),

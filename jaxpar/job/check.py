@@ -92,11 +92,14 @@ def _check_faults(job: Job) -> None:
 
 
 def _check_data(job: Job) -> None:
-    if job.data.is_text and job.parallel.sequence and job.parallel.tensor > 1 and job.data.seq % job.parallel.tensor:
-        ways = job.parallel.tensor
+    parallel = job.parallel
+    cut = {"context": parallel.context, "tensor": parallel.tensor if parallel.sequence else 1}
+    ways = math.prod(max(size, 1) for size in cut.values())
+    if job.data.is_text and job.data.seq % ways:
+        over = " x ".join(f"{axis}={size}" for axis, size in cut.items() if size > 1)
         raise refuse(
-            f"data.seq = {job.data.seq}, sequence=true over tensor={ways}",
-            rule="`tensor` divides the sequence that it splits",
+            f"data.seq = {job.data.seq}, split over {over}",
+            rule="`context`, and with sequence=true `tensor`, divide the sequence that they split",
             fix=f"data.seq = {-(-job.data.seq // ways) * ways}",
         )
     if job.data.source == "text":

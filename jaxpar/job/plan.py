@@ -13,9 +13,10 @@ from jaxpar.job.toml import dumps
 from jaxpar.mesh.chips import CHIPS, USABLE, Chip, find_chip
 from jaxpar.mesh.target import Target
 from jaxpar.plan.agreement import Checked
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import SIZES, Candidate
 from jaxpar.plan.hardware import HARDWARE, Hardware
 from jaxpar.plan.hardware_file import load_hardware
+from jaxpar.plan.legal import Choices
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.search import Question, Ranked
 from jaxpar.units import parse_bytes, parse_rate
@@ -42,12 +43,14 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         raise refuse(f"--{key} {given[key]}", rule="a link moves at least a byte per second", fix=f"--{key} 3GB")
     known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
     links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
+    fused = given.get("attention") == "fused"
     return Question(
         model=subject(job, devices),
         devices=devices,
         rows=job.train.global_batch,
         hardware=dataclasses.replace(known, **links),
-        practice=JAXPAR_FUSED if given.get("attention") == "fused" else JAXPAR,
+        practice=JAXPAR_FUSED if fused else JAXPAR,
+        choices=Choices(context=1) if fused else Choices(),  # cuDNN's kernel takes whole sequences
         memory=parse_bytes(given.get("memory") or 0),
     )
 
@@ -76,7 +79,7 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
 def overrides(candidate: Candidate, layers: int) -> list[str]:
     """Returns a layout as overrides of a job."""
     c = candidate
-    words = [f"parallel.{axis}={getattr(c, axis)}" for axis in ("pipe", "data", "fsdp", "tensor")]
+    words = [f"parallel.{axis}={getattr(c, axis)}" for axis in SIZES]
     words += [f"parallel.zero={c.zero}"] * (c.fsdp > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
     words.append(f"train.remat={c.remat}")
     if c.pipe == 1:

@@ -6,6 +6,7 @@ Suffixes of arrays: b batch, s seq, d embed, h heads, g kv_heads, k head_dim, f 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
@@ -35,18 +36,50 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
             rule="every dim has one name, or None",
             fix=f"constrain(x, {', '.join(map(repr, (*names, *(None,) * x.ndim)[: x.ndim]))})",
         )
+    spec = _spec(names)
+    return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def _spec(names: tuple[str | None, ...]) -> PartitionSpec | None:
+    """Returns what the rules of a step make of the names of an activation's dims; None outside of a step."""
     rules = get_logical_axis_rules()
     if not rules:
-        return x
+        return None
     dims: list = [None] * len(names)
     taken: set[str] = set()
     for name, axes in rules:
-        if name in names and axes is not None:
+        if name in names and axes is not None and dims[names.index(name)] is None:
             wanted = (axes,) if isinstance(axes, str) else tuple(axes)
             if not taken.intersection(wanted):
                 dims[names.index(name)] = axes
                 taken.update(wanted)
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*dims))
+    return PartitionSpec(*dims)
+
+
+_QUERIES = ("batch", "seq", "heads", "head_dim")
+_OWN = ("batch", "seq", "kv_heads", "head_dim")
+_WHOLE = ("batch", "keys", "kv_heads", "head_dim")
+
+
+def gathered(x_bsgk: jax.Array) -> jax.Array:
+    """Returns keys or values of whole sequences, where devices have pieces of them; else `x_bsgk` itself.
+
+    Their gradient goes straight back to the pieces: left to itself JAX has it whole first, which is an all-reduce where
+    a reduce-scatter would do.
+    """
+    own, whole = _spec(_OWN), _spec(_WHOLE)
+    return x_bsgk if own == whole else _moved(x_bsgk, whole, own)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _moved(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, there)
+
+
+_moved.defvjp(
+    lambda x, there, back: (_moved(x, there, back), None),
+    lambda there, back, _, gradient: (jax.lax.with_sharding_constraint(gradient, back),),
+)
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str, ...], scale: float) -> nnx.Param:
@@ -122,9 +155,12 @@ def rotate(x_bshk: jax.Array, rope: Rope) -> jax.Array:
 
 
 def attend(q_bshk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array, *, is_causal: bool) -> jax.Array:
-    """Returns softmax(q k / sqrt(head_dim)) v; with cuDNN's fused kernel on NVIDIA GPUs in 16 bits."""
-    low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
-    fused = "cudnn" if low and jax.default_backend() == "gpu" else None
+    """Returns softmax(q k / sqrt(head_dim)) v; with cuDNN's fused kernel on NVIDIA GPUs in 16 bits.
+
+    That kernel takes whole sequences: with context parallelism attention is XLA's own, which keeps scores.
+    """
+    low, split = q_bshk.dtype in (jnp.bfloat16, jnp.float16), _spec(_OWN) != _spec(_WHOLE)
+    fused = "cudnn" if low and not split and jax.default_backend() == "gpu" else None
     return jax.nn.dot_product_attention(q_bshk, k_bsgk, v_bsgk, is_causal=is_causal, implementation=fused)
 
 
@@ -181,14 +217,14 @@ class Attention(nnx.Module):
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         """Returns [batch, seq, dim]."""
         # named as soon as they exist, so that under sequence parallelism the stream is gathered and not the weights
-        q = constrain(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), "batch", "seq", "heads", "head_dim")
-        k = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
-        v = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
+        q = constrain(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), *_QUERIES)
+        k = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), *_OWN)
+        v = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), *_OWN)
         q, k, v = _plus(q, self.query_bias), _plus(k, self.key_bias), _plus(v, self.value_bias)
         if self.settings.rope is not None:
             q, k = rotate(q, self.settings.rope), rotate(k, self.settings.rope)
-        y = self.settings.attend(q, k, v, is_causal=self.settings.causal)
-        y = constrain(y, "batch", "seq", "heads", "head_dim")
+        y = self.settings.attend(q, gathered(k), gathered(v), is_causal=self.settings.causal)
+        y = constrain(y, *_QUERIES)
         return _plus(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
 
 

@@ -195,7 +195,7 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
 
 def _names(parallel: Parallel) -> dict[str, Axes]:
     even = parallel.pipe > 1 and not parallel.pipeline.layers
-    names = {**NAMES, "seq": "tensor" if parallel.sequence else None, "layers": "pipe" if even else None}
+    names = {**NAMES, "seq": ("context", *["tensor"] * parallel.sequence), "layers": "pipe" if even else None}
     if parallel.pipe > 1 and parallel.pipeline.head == "spread":
         names["vocab"] = ("pipe", "tensor")
     user = dict(parallel.rules)

@@ -24,6 +24,8 @@ class Parallel:
       pipe: Stages of a pipeline, each with consecutive layers of the model's stack.
       data: Replicas of the training state, each with other examples (DDP; with `fsdp`, HSDP).
       fsdp: Devices that share one training state, each with other examples.
+      context: Devices that share every sequence, each with a piece of its tokens: keys and values are gathered in
+        attention (context parallelism, as of Llama 3: arXiv:2407.21783, section 3.3.2).
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
       zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
         (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1.
@@ -41,6 +43,7 @@ class Parallel:
     pipe: int = 1
     data: int = 1
     fsdp: int = 1
+    context: int = 1
     tensor: int = 1
     zero: int | None = None
     sequence: bool = False
@@ -52,7 +55,7 @@ class Parallel:
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis to size, as declared."""
-        return {"pipe": self.pipe, "data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return {axis: getattr(self, axis) for axis in ("pipe", "data", "fsdp", "context", "tensor")}
 
     @property
     def stage(self) -> int:

@@ -185,7 +185,8 @@ class Layout:
                 value = jax.lax.with_sharding_constraint(value, stored)
             used = self.sharding(_only(place.used, place, kept))
             looked_up = place.names[:1] == ("vocab",)
-            return _constrained(value, used) if looked_up or self.sizes["data"] == 1 else _gather(value, used, stored)
+            summed_once = self.sizes["data"] * self.sizes["context"] == 1
+            return _constrained(value, used) if looked_up or summed_once else _gather(value, used, stored)
 
     def _unscanned(self, path: str, place: Placement, rank: int) -> list[int]:
         """Returns the dims that are left where the model reads one layer of a stack."""
@@ -255,10 +256,10 @@ _constrained = jax.lax.with_sharding_constraint
 def _gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
     """Returns a stored parameter where it is used; its gradient goes straight to where it is stored.
 
-    For HSDP. Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole over `data`
-    and `fsdp` together, where a reduce-scatter over one and an all-reduce of the shard over the other would
-    do. With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up is
-    left alone: XLA would reshard the activations for it, by replicating them.
+    For HSDP, and with `context`. Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole
+    over all axes together, where a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest would do.
+    With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up is left alone:
+    XLA would reshard the activations for it, by replicating them.
     """
     return _constrained(value, used)
 

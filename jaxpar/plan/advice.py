@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import SIZES, Candidate
 from jaxpar.plan.decisions import RULES, Layouts, Rule, Situation, situated
 from jaxpar.plan.legal import at
 from jaxpar.plan.search import Plan, Question, Ranked, describe, weigh
@@ -159,4 +159,4 @@ def _options(asked: Question, rule: Rule) -> Iterator[Option]:
 
 
 def _mesh(ranked: Ranked) -> tuple:
-    return tuple(getattr(ranked.candidate, key) for key in ("pipe", "data", "fsdp", "tensor", "zero"))
+    return tuple(getattr(ranked.candidate, key) for key in (*SIZES, "zero"))

@@ -13,7 +13,8 @@ from jaxpar.units import show_seconds
 
 LETTERS = {  # cause: letter, colour of 256; work is blue, waiting for the network warm, idling grey
     "products": ("P", 25), "attention": ("A", 74), "passes": ("p", 153), "recompute": ("R", 140),
-    "tensor": ("T", 208), "sharding": ("S", 220), "bubble": (".", 250), "send": ("s", 205), "optimizer": ("O", 78),
+    "tensor": ("T", 208), "context": ("C", 173),
+    "sharding": ("S", 220), "bubble": (".", 250), "send": ("s", 205), "optimizer": ("O", 78),
 }  # fmt: skip
 _TIME, _MEMORY = 56, 16  # columns of the longest bar
 

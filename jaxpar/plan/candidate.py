@@ -1,5 +1,6 @@
 """One way to run a training step, as the planner weighs it; or many at once."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +9,11 @@ import numpy as np
 from jaxpar.errors import JaxparError, Problem, nearest
 from jaxpar.pipeline.library import LIBRARY
 
+SIZES = ("pipe", "data", "fsdp", "context", "tensor")  # of a mesh, outermost first
 RECOMPUTES = {
     # remat: shares of a layer's forward that the backward pass computes again:
-    # products with weights, products of attention, its softmax, other passes, collectives of the tensor axis
+    # products with weights, products of attention, its softmax, other passes, collectives of the tensor axis; where
+    # attention's products are made again, the context axis gathers again for them
     "none": (0.0, 0.0, 0.0, 0.0, 0.0),
     "all_dots": (0.0, 0.0, 1.0, 1.0, 0.0),
     "dots": (0.0, 1.0, 1.0, 1.0, 0.0),
@@ -28,6 +31,7 @@ class Candidate:
       pipe: Stages of the pipeline.
       data: Replicas of the parameters.
       fsdp: Devices that share what `zero` says.
+      context: Devices that share each sequence.
       tensor: Devices that share each matrix.
       zero: What fsdp shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
       sequence: Whether the tensor axis shards the stream between blocks as well (sequence parallelism).
@@ -43,6 +47,7 @@ class Candidate:
     pipe: Any = 1
     data: Any = 1
     fsdp: Any = 1
+    context: Any = 1
     tensor: Any = 1
     zero: Any = 0
     sequence: Any = False
@@ -54,7 +59,7 @@ class Candidate:
 
     def __post_init__(self):
         problems = []
-        for key in ("pipe", "data", "fsdp", "tensor", "chunks", "microbatch", "microbatches"):
+        for key in (*SIZES, "chunks", "microbatch", "microbatches"):
             value = np.asarray(getattr(self, key))
             if not np.issubdtype(value.dtype, np.integer) or (value < 1).any():
                 problems.append(
@@ -71,7 +76,7 @@ class Candidate:
     @property
     def devices(self) -> Any:
         """Devices all axes together need."""
-        return self.pipe * self.data * self.fsdp * self.tensor
+        return math.prod(getattr(self, axis) for axis in SIZES)
 
     @property
     def rows(self) -> Any:

@@ -91,16 +91,20 @@ class Hardware:
         """Returns the seconds in which so many bytes are read or written."""
         return size / (self.chip.bandwidth * self.streaming)
 
-    def gather(self, size: Any, group: Any, stride: Any) -> Any:
+    def members(self, group: Any, stride: Any) -> Any:
+        """Returns how many of a group whose neighbours are `stride` devices apart are in one node."""
+        return np.clip(self.per_node // np.maximum(stride, 1), 1, group)
+
+    def gather(self, size: Any, group: Any, stride: Any, *, members: Any = None) -> Any:
         """Returns the seconds of an all-gather to `size` bytes on each of `group` devices, or of a reduce-scatter.
 
-        Neighbours in the group are `stride` devices apart, so a node holds per_node / stride of them; what enters a
-        node comes through the NICs of all its members. alpha per hop of a ring, then the slower of the two levels.
-        An all-reduce is one of each: twice this.
+        Neighbours in the group are `stride` devices apart, so a node holds per_node / stride of them, or as many
+        `members` as are given; what enters a node comes through the NICs of all its members. alpha per hop of a ring,
+        then the slower of the two levels. An all-reduce is one of each: twice this.
 
         Source: Thakur, Rabenseifner, Gropp (2005), section 4, on two levels.
         """
-        members = np.clip(self.per_node // np.maximum(stride, 1), 1, group)
+        members = self.members(group, stride) if members is None else members
         nodes = np.ceil(group / members)
         wire = np.maximum(
             (members - 1) / members / self.inside.bandwidth,

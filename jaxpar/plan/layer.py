@@ -42,8 +42,8 @@ class Cost(NamedTuple):
 
 
 def tokens(shape: Shape, candidate: Candidate) -> Any:
-    """Returns the tokens of one microbatch on one replica."""
-    return candidate.microbatch * shape.seq
+    """Returns the tokens of one microbatch on one device: those of its replica, over the context axis."""
+    return candidate.microbatch * shape.seq / candidate.context
 
 
 def products(shape: Shape, candidate: Candidate, hardware: Hardware) -> Any:

@@ -7,10 +7,10 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.pipeline.library import LIBRARY
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import SIZES, Candidate
 from jaxpar.plan.shape import Shape
 
-Row = tuple[int, int, int, int, int, str, int, int, int]
+Row = tuple[int, int, int, int, int, int, str, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,8 @@ class Choices:
       schedules: Of pipelines.
       chunks: Parts of the model on each stage, where a schedule interleaves.
       remats: What may be computed again.
+      context: The most devices that share a sequence; 16 are what Llama 3 was trained with at 131,072 tokens; 0 means
+        as many as divide it.
       tensor: The most devices that share a matrix; 0 means as many as divide it.
       pipe: The most stages; 0 means as many as there are layers.
     """
@@ -28,6 +30,7 @@ class Choices:
     schedules: tuple[str, ...] = ("1f1b_phased", "interleaved_phased", "gpipe")
     chunks: tuple[int, ...] = (2, 4)
     remats: tuple[str, ...] = ("none", "all_dots", "dots", "full")
+    context: int = 16
     tensor: int = 0
     pipe: int = 0
 
@@ -35,7 +38,8 @@ class Choices:
 def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = None) -> Candidate:
     """Returns all candidates that use all devices, as arrays.
 
-    The tensor axis divides heads, heads of keys and values, and the feed-forward; replicas divide the rows; no stage
+    The tensor axis divides heads, heads of keys and values, and the feed-forward; context, and with sequence
+    parallelism both together, the sequence; replicas divide the rows; no stage
     is without a layer. `fsdp` with zero=0 would be `data`, and is left out.
 
     Args:
@@ -53,7 +57,7 @@ def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = No
     if not found:
         raise _unusable(shape, devices, rows, choices)
     every = _arrays(found, (False, True), choices.remats)
-    return pick(every, ~every.sequence | ((every.tensor > 1) & (shape.seq % every.tensor == 0)))
+    return pick(every, ~every.sequence | ((every.tensor > 1) & (shape.seq % (every.tensor * every.context) == 0)))
 
 
 def replicated(*, devices: int, rows: int, choices: Choices) -> Candidate:
@@ -71,7 +75,7 @@ def replicated(*, devices: int, rows: int, choices: Choices) -> Candidate:
             f"{-(-rows // devices) * devices}",
         )
     found = [
-        (1, devices // fsdp, fsdp, 1, zero, "1f1b", 1, rows // devices // microbatches, microbatches)
+        (1, devices // fsdp, fsdp, 1, 1, zero, "1f1b", 1, rows // devices // microbatches, microbatches)
         for fsdp in divisors(devices)
         for zero in _stages(fsdp)
         for microbatches in divisors(rows // devices)
@@ -92,7 +96,7 @@ def _arrays(found: list[Row], sequences: tuple[bool, ...], remats: tuple[str, ..
     table = {
         key: np.repeat(column, len(last))
         for key, column in zip(
-            ("pipe", "data", "fsdp", "tensor", "zero", "schedule", "chunks", "microbatch", "microbatches"),
+            (*SIZES, "zero", "schedule", "chunks", "microbatch", "microbatches"),
             columns,
             strict=True,
         )
@@ -129,17 +133,22 @@ def _rows(shape: Shape, devices: int, rows: int, choices: Choices) -> Iterator[R
         if pipe > min(shape.layers, choices.pipe or shape.layers):
             continue
         for tensor in divisors(devices // pipe):
-            replicas = devices // pipe // tensor
-            if _shares(shape, tensor, choices) and rows % replicas == 0:
-                yield from _of_mesh(shape, pipe, tensor, replicas, rows // replicas, choices)
+            if not _shares(shape, tensor, choices):
+                continue
+            for context in divisors(devices // pipe // tensor):
+                replicas = devices // pipe // tensor // context
+                if shape.seq % context == 0 and context <= (choices.context or context) and rows % replicas == 0:
+                    yield from _of_mesh(shape, pipe, (context, tensor), replicas, rows // replicas, choices)
 
 
-def _of_mesh(shape: Shape, pipe: int, tensor: int, replicas: int, rows: int, choices: Choices) -> Iterator[Row]:
+def _of_mesh(
+    shape: Shape, pipe: int, inner: tuple[int, int], replicas: int, rows: int, choices: Choices
+) -> Iterator[Row]:
     for fsdp in divisors(replicas):
         for zero in _stages(fsdp):
             for microbatches in divisors(rows):
                 for name, chunks in _tables(shape, pipe, microbatches, choices):
-                    yield pipe, replicas // fsdp, fsdp, tensor, zero, name, chunks, rows // microbatches, microbatches
+                    yield pipe, replicas // fsdp, fsdp, *inner, zero, name, chunks, rows // microbatches, microbatches
 
 
 def _stages(fsdp: int) -> tuple[int, ...]:
@@ -169,11 +178,13 @@ def _shares(shape: Shape, tensor: int, choices: Choices) -> bool:
 
 def _unusable(shape: Shape, devices: int, rows: int, choices: Choices):
     pipe, tensor = choices.pipe or shape.layers, max(n for n in divisors(shape.heads) if _shares(shape, n, choices))
-    most = pipe * tensor * rows
+    context = max(n for n in divisors(shape.seq) if n <= (choices.context or n))
+    most = pipe * tensor * context * rows
     return refuse(
         f"{devices:,} devices for {shape.layers} layers, {shape.heads} heads ({shape.kv_heads or shape.heads} of keys "
         f"and values) and {rows} rows",
-        rule=f"pipe is at most {pipe}, tensor at most {tensor} and divides the heads, data x fsdp divides the rows"
+        rule=f"pipe is at most {pipe}, tensor at most {tensor} and divides the heads, context at most {context} and "
+        "divides the tokens of a row, data x fsdp divides the rows"
         + (f": at most {most:,} devices" if most < devices else ""),
         fix=f"a global batch of {rows * -(-devices // most)}, or fewer devices" if most < devices
         else "a number of devices, or a global batch, with more small factors",

@@ -100,7 +100,7 @@ def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tu
 
 def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
     """Returns what a layer keeps of one microbatch with the candidate's remat, and what its backward works with."""
-    tokens = 1.0 * candidate.microbatch * shape.seq
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     tensor = candidate.tensor
     stream = tokens * shape.dim / np.where(candidate.sequence, tensor, 1)
     qkv = 2 * tokens * (shape.dim + 2 * shape.kv_dim) / tensor
@@ -111,7 +111,8 @@ def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple
     rows, keys = candidate.microbatch, (shape.kv_heads or shape.heads) / tensor
     kept_twice, worked_twice = (practice.relaid * np.greater(*each) for each in ((rows * keys, 1), (rows, keys)))
     inner = qkv + result + (2 + shape.gated) * hidden
-    everything = (practice.residual + 2 * practice.dropout) * stream + inner + scores
+    others = 4 * tokens * shape.kv_dim / tensor * (candidate.context - 1)  # keys and values of the others' tokens
+    everything = (practice.residual + 2 * practice.dropout) * stream + inner + others + scores
     working = everything + worked_twice / 2 * scores
     dots = 6 * stream + qkv + (1 + shape.gated) * hidden
     kept = {
@@ -146,7 +147,7 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
     """Returns what a device needs, of the first or the last stage, or at its update, whichever is most in all."""
     kept, everything = layer_bytes(shape, candidate, practice)
     deep = candidate.layers(shape.layers)
-    tokens = 1.0 * candidate.microbatch * shape.seq
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     logits = 4 * tokens * shape.vocab / candidate.tensor  # float32, and the two inputs of norm and product
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     one = np.equal(candidate.pipe, 1)

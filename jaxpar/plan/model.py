@@ -81,12 +81,13 @@ class Transformer:
         return "tokens", self.shape.seq
 
     def left_out(self, choices: Choices) -> tuple[str, ...]:
-        """Returns axes that jaxpar does not train over, and schedules that are not weighed."""
+        """Returns axes that no layout has, and schedules that are not weighed."""
         others = ", ".join(name for name in LIBRARY if name not in choices.schedules)
         compared = (
             f"schedules {others}: `jaxpar schedule NAME --compare` prices them, parallel.pipeline.schedule sets one"
         )
-        return ("context and expert: jaxpar trains over neither yet", *[compared] * bool(others))
+        split = ["context: fused attention takes whole sequences"] * (choices.context == 1)
+        return (*split, "expert: a decoder of jaxpar has no experts", *[compared] * bool(others))
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts; see `jaxpar.plan.legal.legal`."""

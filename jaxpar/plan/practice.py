@@ -35,6 +35,7 @@ class Practice:
       eager: Whether gradients are reduced for every microbatch, rather than their sum once a step.
       overlap: Share of collectives over fsdp and data that computation hides, while there is enough of it.
       tensor_overlap: The same for those of the tensor axis that a product can run beside.
+      context_overlap: The same for those of the context axis.
       regather: Whether sequence parallelism gathers a product's input again for its weights' gradient, to keep less.
       dropout: Whether masks are kept.
       run: "asynchronous": stages run freely; "barrier": tick by tick, one program on all devices.
@@ -59,6 +60,7 @@ class Practice:
     eager: bool = False
     overlap: float
     tensor_overlap: float = 0.0
+    context_overlap: float = 0.0
     regather: bool = False
     dropout: bool = False
     run: Literal["asynchronous", "barrier"] = "asynchronous"
@@ -75,7 +77,7 @@ class Practice:
             self,
             "practice",
             {key: (0.0, 1e4) for key in ("relaid", "residual", "logits", "accumulate", "update", "returned", "keep")}
-            | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap")},
+            | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")},
         )
         pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(("scores", "kept", "stream", "inner", "wire"), (0.0, 1e4))
         for key, (low, high) in pairs.items():
@@ -142,6 +144,7 @@ JAXPAR_FUSED = replace(
     eager=True,  # a scan over microbatches; pipelines reduce and gather once, around their table
     overlap=0.3,  # replayed: 8 to 35 % of it is hidden in an 8B model on 64 H100s, as XLA 0.12 orders it
     tensor_overlap=0.5,  # replayed in the same programs
+    context_overlap=0.8,  # replayed in the same programs
     run="barrier",
     source="jaxpar on NVIDIA GPUs with cuDNN's fused attention, one program on all stages; passes as XLA fuses them; "
     "overlap as replayed from compiled programs, not measured",

@@ -8,14 +8,15 @@ from jaxpar.errors import refuse
 from jaxpar.plan.legal import at
 from jaxpar.plan.search import Question, Ranked, weigh
 
-MOST = {"pipe": 16, "tensor": 16, "microbatches": 64}  # beyond it layouts are legal, and nobody would run them
+MOST = dict(pipe=16, context=16, tensor=16, microbatches=64)  # beyond it layouts are legal, and nobody would run them
 ROOM = 1.5  # times a device's memory: what does not fit is compiled too
 
 
 def sample(question: Question, count: int, *, seed: int = 0) -> list[Ranked]:
     """Returns layouts with their predictions, drawn without regard to them.
 
-    In turn one of each kind: with a pipeline or without, with a tensor axis or without, of each ZeRO stage.
+    In turn one of each kind: with a pipeline or without, with a context axis or without, with a tensor axis or without,
+    of each ZeRO stage.
 
     Args:
       question: Model, devices, batch, hardware.
@@ -35,7 +36,8 @@ def sample(question: Question, count: int, *, seed: int = 0) -> list[Ranked]:
     kinds = defaultdict(list)
     for i in np.random.default_rng(seed).permutation(len(usual)).tolist():  # of all: formulas change, a draw does not
         if usual[i]:
-            kinds[bool(candidates.pipe[i] > 1), bool(candidates.tensor[i] > 1), int(candidates.zero[i])].append(i)
+            cut = (bool(getattr(candidates, axis)[i] > 1) for axis in ("pipe", "context", "tensor"))
+            kinds[*cut, int(candidates.zero[i])].append(i)
     turns = max(len(each) for each in kinds.values())
     drawn = [kinds[kind][turn] for turn in range(turns) for kind in sorted(kinds) if turn < len(kinds[kind])]
     return [weigh(question, at(candidates, i)) for i in drawn[:count]]

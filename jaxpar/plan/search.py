@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.candidate import SIZES, Candidate
 from jaxpar.plan.front import Points
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, at, pick
@@ -177,7 +177,8 @@ def weigh(question: Question, candidate: Candidate) -> Ranked:
 def complexity(candidate: Candidate) -> Any:
     """Returns how much there is to understand in a layout: axes first, then what is done besides."""
     more = lambda value, least=1: np.greater(value, least).astype(int)  # noqa: E731
-    axes = 3 * more(candidate.pipe) + 2 * more(candidate.tensor) + more(candidate.fsdp) + more(candidate.data)
+    axes = 3 * more(candidate.pipe) + 2 * more(candidate.tensor) + 2 * more(candidate.context)
+    axes += more(candidate.fsdp) + more(candidate.data)
     besides = more(candidate.chunks) + np.not_equal(candidate.remat, "none") + np.asarray(candidate.sequence)
     return axes + besides / 4 + more(candidate.microbatches) / 8
 
@@ -199,7 +200,7 @@ def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
     """Returns the first of every mesh and ZeRO stage, in order."""
-    keys = np.stack([getattr(fitting, key)[order] for key in ("pipe", "data", "fsdp", "tensor", "zero")], axis=1)
+    keys = np.stack([getattr(fitting, key)[order] for key in (*SIZES, "zero")], axis=1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
     return order[first].tolist()
 
@@ -251,7 +252,7 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
 
 def describe(candidate: Candidate) -> str:
     """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 x 2 rows, remat full`."""
-    sizes = {key: getattr(candidate, key) for key in ("pipe", "data", "fsdp", "tensor")}
+    sizes = {key: getattr(candidate, key) for key in SIZES}
     words = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one device"
     words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
     if candidate.pipe > 1:

@@ -29,7 +29,8 @@ class StepTime:
       passes: Elementwise passes, norms, loss, sums of gradients.
       recompute: What the backward pass computes again.
       tensor: Exposed collectives of the tensor axis, those that are repeated too.
-      sharding: Exposed collectives of fsdp and data.
+      context: Exposed collectives of the context axis for attention, those that are repeated too.
+      sharding: Exposed collectives of fsdp, data and, for gradients, context.
       bubble: Waiting for other stages, as the table has it.
       send: What messages between stages add to that.
       optimizer: The update.
@@ -40,6 +41,7 @@ class StepTime:
     passes: Any
     recompute: Any
     tensor: Any
+    context: Any
     sharding: Any
     bubble: Any
     send: Any
@@ -61,14 +63,15 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     forward, backward, again = layer.block(shape, candidate, hardware, practice)
     head_f, head_b = layer.head(shape, candidate, hardware, practice)
     ahead, back = traffic.tensor(shape, candidate, hardware, practice)
+    here, there = traffic.context(shape, candidate, hardware, practice)
     deep = candidate.layers(shape.layers)
     repeated = candidate.recomputed[4] * ahead
 
     # a part: its layers; weights' gradients are half of the products going backward and all sums of gradients
     weights = deep * backward.products / 2
     times = (
-        deep * (forward.total + ahead),
-        deep * (backward.total + again.total + back + repeated) - weights,
+        deep * (forward.total + ahead + here),
+        deep * (backward.total + again.total + back + repeated + there) - weights,
         weights,
         head_f.total,
         head_b.total,
@@ -92,6 +95,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         passes=count * (forward.passes + backward.passes) + heads * (head_f.passes + head_b.passes),
         recompute=count * again.total,
         tensor=count * (ahead + back + repeated),
+        context=count * (here + there),
         sharding=traveling,
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
         send=np.maximum(moving - still, 0.0),

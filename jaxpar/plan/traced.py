@@ -125,6 +125,7 @@ class Traced:
             passes=count * (passes + sums),
             recompute=count * (again + repeated),
             tensor=nothing,
+            context=nothing,
             sharding=sharding(self.parameters, candidate, hardware, practice, compute=compute),
             bubble=nothing,
             send=nothing,

@@ -1,6 +1,8 @@
 """What travels, and how much of it computation does not hide.
 
     tensor   block: 2 all-reduces of [tokens, dim] each way, or as many gathers and scatters with sequence parallelism
+    context  block: keys and values gathered forward, and their gradients scattered back; once more where attention is
+             computed again; gradients as over data
     fsdp     zero 0: all-reduce of gradients; 1: scatter and gather once a step; 2: scatter for every microbatch;
              3: parameters gathered going forward and backward too, for every microbatch
     data     all-reduce of gradients, of fsdp's share where it shards them; once a step, or as the practice has it
@@ -36,6 +38,19 @@ def tensor(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     return 2 * once, once * np.where(candidate.sequence, 1 + (1 + practice.regather) * beside, 2 * beside)
 
 
+def context(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+    """Returns the exposed seconds of a block's collectives over the context axis, forward and backward.
+
+    Every device has queries of its own tokens and keys and values of all. Their gradients are sums over the devices:
+    products leave those of keys in float32. Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
+    """
+    size = BYTES * candidate.microbatch * shape.seq * shape.kv_dim / candidate.tensor
+    ahead = hardware.gather(2 * size, candidate.context, candidate.tensor)
+    back = hardware.gather(3 * size, candidate.context, candidate.tensor)
+    beside = 1 - practice.context_overlap
+    return beside * ahead, beside * (back + candidate.recomputed[1] * ahead)
+
+
 def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
     """Returns the seconds of one message between two stages.
 
@@ -43,7 +58,7 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
     except where the stream is sharded by sequence anyway. Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
     """
     size = BYTES * tokens(shape, candidate) * shape.dim
-    stride = candidate.tensor * candidate.fsdp * candidate.data
+    stride = candidate.tensor * candidate.context * candidate.fsdp * candidate.data
     if not practice.scatter:
         return hardware.send(size / np.where(candidate.sequence, candidate.tensor, 1), stride)
     gathered = np.where(candidate.sequence, 0.0, hardware.gather(size, candidate.tensor, 1))
@@ -55,7 +70,7 @@ def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practic
 
     One program on all stages gathers and reduces once, around its table.
     """
-    over = candidate.fsdp, candidate.tensor
+    over = candidate.fsdp, candidate.tensor * candidate.context
     gather, scatter = (hardware.gather(size * parameters, *over) for size in practice.wire)
     returned = hardware.gather(practice.returned * parameters, *over)
     around = practice.everywhere & np.greater(candidate.pipe, 1)
@@ -68,11 +83,19 @@ def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practic
 
 
 def replicas(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
-    """Returns the seconds of data's all-reduce of so many gradients of a device: per microbatch, and per step."""
-    size = practice.wire[1] * parameters / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1)
-    reduced = 2 * hardware.gather(size, candidate.data, candidate.tensor * candidate.fsdp)
-    eager = _eager(candidate, practice)
-    return eager * reduced, ~eager * reduced
+    """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
+
+    One for both axes. Around a table data comes once a step, after fsdp; context inside of it, where fsdp has not
+    sharded anything yet.
+    """
+    shard, beside = np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1), candidate.tensor * candidate.context
+    size, data, context = practice.wire[1] * parameters, candidate.data, candidate.context
+    near, far = hardware.members(context, candidate.tensor), hardware.members(data, beside * candidate.fsdp)
+    both = 2 * hardware.gather(size / shard, data * context, candidate.tensor, members=near * far)
+    around = 2 * hardware.gather(size / shard, data, beside * candidate.fsdp)
+    inside = 2 * hardware.gather(size, context, candidate.tensor)
+    eager, table = _eager(candidate, practice), practice.everywhere & np.greater(candidate.pipe, 1)
+    return np.where(table, inside, eager * both), np.where(table, around, ~eager * both)
 
 
 def _eager(candidate: Candidate, practice: Practice) -> Any:

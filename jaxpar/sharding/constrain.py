@@ -31,19 +31,25 @@ class _Noted(str):
 def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Iterator[set[str]]:
     """Resolves names of activation dims by these rules, earlier rules first, while the context lasts.
 
+    Where a name before it took one of several axes of a name, it has the first one alone.
+
     Yields:
-      The names that the model used, complete when the context ends.
+      The names that the model used, complete when the context ends; also those of contexts inside of it.
     """
 
     def present(axes: Axes) -> Axes:
         kept = tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if sizes.get(a, 1) > 1)
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
-    seen: set[str] = set()
+    around = (name.seen for name, _ in spmd.get_logical_axis_rules() if isinstance(name, _Noted))
+    seen: set[str] = next(around, set())
     rules = []
     for name, axes in names.items():
         noted = _Noted(name)
         noted.seen = seen
-        rules.append((noted, present(axes)))
+        kept = present(axes)
+        rules.append((noted, kept))
+        if isinstance(kept, tuple):
+            rules.append((noted, kept[0]))
     with spmd.logical_axis_rules(tuple(rules)):
         yield seen

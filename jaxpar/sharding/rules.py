@@ -29,7 +29,8 @@ NAMES: Mapping[str, Axes] = {
     "mlp": "tensor",
     "hidden": "tensor",
     "model": "tensor",  # the mesh axis of Flax's own guides
-    "seq": None,  # "tensor" under sequence parallelism, where no name before it took the axis
+    "seq": "context",  # and "tensor" under sequence parallelism, where no name before it took the axis
+    "keys": None,  # the sequence of keys and values, which every query looks at
     "embed": None,
     "head_dim": None,
     "layers": None,

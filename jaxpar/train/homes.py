@@ -142,7 +142,7 @@ class Homes:
     def place(self, what: str, tree: Tree) -> Tree:
         """Returns what is inside the table with its sharding over the axes that are not manual."""
         if what in ("x", "slots"):
-            dims = (("fsdp",), ("tensor",) if self.layout.parallel.sequence else (), ())
+            dims = (("fsdp",), self.layout.names["seq"], ())
             ahead = ((),) * (what == "slots")
 
             def placed(x):  # [batch, seq, embed], or a tree of which only the rows are known

@@ -33,6 +33,7 @@ from jaxpar.train.faults import guarded
 from jaxpar.train.given import check_same, check_there
 from jaxpar.train.losses import Sums
 from jaxpar.train.numerics import PRECISIONS, Numerics
+from jaxpar.train.pieces import check_pieces
 from jaxpar.train.pipelined import Pipelined
 from jaxpar.train.placing import Placing
 from jaxpar.train.state import State
@@ -166,6 +167,7 @@ class Step:
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
         with self._users_code(batch), self._traced() as named:
             lowered = self._train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
+        check_pieces(self.layout, named, lowered)
         self._check_sequence(named)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())

@@ -29,8 +29,10 @@ def subject(step: "Step", batch: Mapping[str, Any]) -> Subject:
     notes = []
     if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.precision == "bf16":
         notes.append(
-            "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, which "
-            "keeps no [seq, seq] scores and is faster"
+            "attention is XLA's own: cuDNN's fused kernel does not take pieces of a sequence, so scores are kept"
+            if layout.sizes["context"] > 1
+            else "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
+            "which keeps no [seq, seq] scores and is faster"
         )
     if step.numerics.offload:
         notes.append("optimizer state in host memory is counted apart from the device's")

@@ -1,0 +1,40 @@
+"""What a program has to be where devices hold pieces of a sequence: checked before XLA sees it."""
+
+from typing import Any
+
+from jaxpar.errors import refuse
+from jaxpar.parallel.layout import Layout
+
+_PICKS = "operand_batching_dims"  # a lookup of its own in every row, as in take_along_axis
+
+
+def check_pieces(layout: Layout, named: set[str], lowered: Any) -> None:
+    """Refuses a context axis where nothing is split over it, or where XLA can't split what is.
+
+    Args:
+      layout: Of the step.
+      named: Names of activation dims that the model used.
+      lowered: The program, as `jax.jit(...).lower` returns it.
+
+    Raises:
+      JaxparError: If no dim is called seq; or if a pipeline with a context and a tensor axis looks up an entry per
+        row, on which XLA 0.10 to 0.12 ends the process.
+    """
+    sizes, name = layout.sizes, layout.blueprint.name
+    if sizes["context"] == 1:
+        return
+    if "seq" not in named:
+        raise refuse(
+            f"context={sizes['context']}, but {name} names no activation dim seq",
+            rule="context parallelism splits the dim that is called seq; else its devices all do the same work",
+            fix='jp.constrain(x, "batch", "seq", "embed") on the stream, or context=1',
+        )
+    if min(sizes["pipe"], sizes["tensor"]) > 1 and _PICKS in lowered.as_text():
+        raise refuse(
+            f"take_along_axis in {name} or its loss, on pipe={sizes['pipe']} x context={sizes['context']} x "
+            f"tensor={sizes['tensor']}",
+            rule="inside of a pipeline XLA looks up nothing in what is split over context and tensor: it ends the "
+            "process",
+            fix="a sum over the entries that compares each with the label, as jp.next_token does; or pipe=1, context=1 "
+            "or tensor=1",
+        )
