@@ -41,6 +41,8 @@ GRID = [
     *({"data": 2, "fsdp": 4, "zero": zero} for zero in (1, 3)),
     *({"data": 2, "fsdp": 2, "tensor": 2, "zero": zero} for zero in (1, 2, 3)),
     {"fsdp": 4, "tensor": 2, "zero": 3, "sequence": True},
+    *({"fsdp": 2, "context": 2, "tensor": 2, "zero": zero} for zero in (1, 3)),
+    {"pipe": 2, "data": 2, "context": 2},
     *({"pipe": 2, "data": 4}, {"pipe": 8}, {"pipe": 4, "tensor": 2}),
     *({"pipe": 2, "fsdp": 4, "zero": zero} for zero in (1, 3)),
     {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 3},
@@ -128,13 +130,13 @@ def asked(**given):
 
 
 def test_a_sample_has_every_kind_alike_and_depends_on_its_seed():
-    drawn = [each.candidate for each in sample(asked(), 28, seed=3)]
-    kinds = Counter((each.pipe > 1, each.tensor > 1, each.zero) for each in drawn)
-    assert len(kinds) == 16  # with and without a pipeline, with and without tensor, four stages of ZeRO
+    drawn = [each.candidate for each in sample(asked(), 50, seed=3)]
+    kinds = Counter((each.pipe > 1, each.context > 1, each.tensor > 1, each.zero) for each in drawn)
+    assert len(kinds) == 29  # with and without pipe, context, tensor, four stages of ZeRO: eight devices have 29 of 32
     assert set(kinds.values()) <= {1, 2}
-    assert len(set(drawn)) == 28
-    assert drawn == [each.candidate for each in sample(asked(), 28, seed=3)]
-    assert drawn != [each.candidate for each in sample(asked(), 28, seed=4)]
+    assert len(set(drawn)) == 50
+    assert drawn == [each.candidate for each in sample(asked(), 50, seed=3)]
+    assert drawn != [each.candidate for each in sample(asked(), 50, seed=4)]
     assert all(each.devices == 8 and each.rows == 32 for each in drawn)
 
 

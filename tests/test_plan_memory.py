@@ -152,7 +152,8 @@ def _layouts(random, count):
     pipe = 2 ** random.integers(0, 4, count)
     return Candidate(
         pipe=pipe, data=2 ** random.integers(0, 4, count), fsdp=2 ** random.integers(0, 5, count),
-        tensor=2 ** random.integers(0, 4, count), zero=random.integers(0, 4, count),
+        context=2 ** random.integers(0, 4, count), tensor=2 ** random.integers(0, 4, count),
+        zero=random.integers(0, 4, count),
         sequence=random.random(count) < 0.5, schedule=random.choice(["1f1b", "gpipe", "zb_h1"], count),
         microbatch=2 ** random.integers(0, 3, count), microbatches=pipe * 2 ** random.integers(1, 5, count),
         remat=random.choice(["none", "dots", "selective", "full"], count),
@@ -168,6 +169,7 @@ def test_more_sharding_and_more_recomputation_never_need_more(seed, practice):
     assert (memory(LLAMA, replace(many, fsdp=2 * many.fsdp), practice).static <= here.static).all()
     assert (memory(LLAMA, replace(many, zero=np.minimum(many.zero + 1, 3)), practice).static <= here.static).all()
     assert (memory(LLAMA, replace(many, tensor=2 * many.tensor), practice).total <= here.total).all()
+    assert (memory(LLAMA, replace(many, context=2 * many.context), practice).total <= here.total).all()
     assert (memory(LLAMA, replace(many, sequence=True), practice).activations <= here.activations).all()
     for less, more in (
         ("full", "op"),

@@ -130,7 +130,7 @@ def test_bars_of_a_terminal_are_as_long_as_the_steps_and_coloured_only_if_asked(
 def test_every_cause_has_a_letter_and_a_colour_of_its_own():
     first = plan().best[0]
     assert list(LETTERS) == [cause for cause, _ in causes(first.time)]
-    assert len({letter for letter, _ in LETTERS.values()}) == len({colour for _, colour in LETTERS.values()}) == 9
+    assert len({letter for letter, _ in LETTERS.values()}) == len({colour for _, colour in LETTERS.values()}) == 10
     assert {*MEMORY} == {cause for cause, _ in causes(first.memory)} == {*Memory.__slots__}
 
 

@@ -23,6 +23,7 @@ from jaxpar.plan.legal import Choices, at, legal
 from jaxpar.plan.memory import memory
 from jaxpar.plan.model import Transformer
 from jaxpar.plan.page import page
+from jaxpar.plan.practice import JAXPAR as UNFUSED
 from jaxpar.plan.practice import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.search import Question, complexity, describe, search, weigh
 from jaxpar.plan.shape import Shape
@@ -190,6 +191,34 @@ def test_the_page_names_the_first_its_causes_and_what_it_hangs_on():
 
 
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
+
+
+def test_few_rows_of_many_tokens_want_a_context_axis():
+    """4 rows of 32,768 tokens on 64 devices: 4 replicas and 8 heads of keys and values leave half of them idle."""
+    long = replace(question(replace(LLAMA_8B, seq=32_768), 64, 4, choices=Choices(pipe=1)), practice=UNFUSED)
+    plan = search(long)
+    assert all(each.candidate.context > 1 for each in plan.best)
+    assert plan.best[0].time.context > 0
+    with pytest.raises(JaxparError, match=r"at most 32 devices"):
+        search(replace(long, choices=Choices(pipe=1, context=1)))
+
+
+def test_fused_attention_takes_whole_sequences_and_the_plan_says_so():
+    job = load(JOB, [])
+    fused = asked_of(job, devices=64, chip="h100", per_node=None, given={"attention": "fused"})
+    assert set(fused.legal().context.tolist()) == {1}
+    assert fused.left_out[0] == "context: fused attention takes whole sequences"
+    plain = asked_of(job, devices=64, chip="h100", per_node=None, given={})
+    assert set(plain.legal().context.tolist()) == {1, 2, 4, 8, 16}
+    assert not any("context" in why for why in plain.left_out)
+
+
+def test_interleaved_pipelines_leave_more_memory_to_spare():
+    asked = question()
+    some = Candidate(pipe=2, chunks=np.array([1, 2, 4]), microbatches=4, schedule="interleaved_phased")
+    assert asked.limit(some).tolist() == pytest.approx([asked.room * share for share in (0.95, 0.7, 0.7)])
+    assert "95%" not in page(search(asked))
+    assert "with 5% to spare, interleaved pipelines with 30%; " in page(search(asked))
 
 
 @pytest.mark.parametrize("index", range(0, 20_000, 1_667))

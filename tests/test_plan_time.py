@@ -28,6 +28,7 @@ GPT3 = Shape(layers=96, dim=12288, heads=96, vocab=51200, seq=2048, learned=True
 LLAMA_8B = Shape(
     layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, gated=True, vocab=128256, seq=8192
 )  # fmt: skip
+LLAMA_8B_4K = replace(LLAMA_8B, seq=4096)
 LLAMA_70B = replace(LLAMA_8B, layers=80, dim=8192, heads=64, hidden=28672)
 TINY = Shape(layers=2, dim=8, heads=2, hidden=20, vocab=50, seq=16)
 FINITE = {"allow_nan": False, "allow_infinity": False}
@@ -103,6 +104,30 @@ def test_tensor_traffic_is_two_all_reduces_each_way():
     best = replace(MEGATRON_2022, tensor_overlap=1.0)
     assert traffic.tensor(GPT3, Candidate(tensor=8), A100, best)[1] == 0
     assert traffic.tensor(GPT3, Candidate(tensor=8, sequence=True), A100, best)[1] == pytest.approx(once)
+
+
+def test_context_gathers_keys_and_values_and_scatters_their_gradients():
+    """Of keys in float32, as their product leaves them; gathered again where attention is computed again."""
+    hidden = replace(JAXPAR, context_overlap=0.0)
+    one = 2 * 2 * 4096 * 1024  # bytes of the keys of two rows, in bfloat16; of the values as many
+    for remat, again in (("none", 0), ("full", 1)):
+        ahead, back = traffic.context(LLAMA_8B_4K, Candidate(context=4, microbatch=2, remat=remat), H100, hidden)
+        assert ahead == pytest.approx(H100.gather(2 * one, 4, 1))
+        assert back == pytest.approx(H100.gather(3 * one, 4, 1) + again * ahead)
+    many = Candidate(context=np.array([1, 2, 4, 8]), microbatch=8)
+    assert layer.tokens(LLAMA_8B_4K, many).tolist() == [8 * 4096 / ways for ways in (1, 2, 4, 8)]
+    assert traffic.context(LLAMA_8B_4K, many, H100, hidden)[0][0] == 0
+    assert traffic.context(LLAMA_8B_4K, replace(many, context=4), H100, replace(JAXPAR, context_overlap=1.0)) == (0, 0)
+
+
+def test_gradients_over_data_and_context_are_one_all_reduce():
+    """Of a whole gradient, and with ZeRO of a shard; a node holds as many of the group as are near."""
+    each, once = traffic.replicas(1e9, Candidate(data=4, context=8), H100, JAXPAR)
+    assert (each, once) == (0, pytest.approx(2 * H100.gather(2e9, 32, 1)))
+    _, once = traffic.replicas(1e9, Candidate(data=2, fsdp=8, context=4, zero=3), H100, JAXPAR)
+    assert once == pytest.approx(2 * H100.gather(0.25e9, 8, 1, members=4))  # four neighbours; the other four far away
+    each, once = traffic.replicas(1e9, Candidate(pipe=2, data=2, context=4, microbatches=4), H100, JAXPAR)
+    assert (each, once) == (pytest.approx(2 * H100.gather(2e9, 4, 1)), pytest.approx(2 * H100.gather(2e9, 2, 4)))
 
 
 def test_zero_3_gathers_twice_more_than_it_scatters():
@@ -182,7 +207,8 @@ def _layouts(random, count):
     name = random.choice(["1f1b", "interleaved_phased", "gpipe", "zb_h1"], count)
     return Candidate(
         pipe=pipe, data=2 ** random.integers(0, 4, count), fsdp=2 ** random.integers(0, 5, count),
-        tensor=2 ** random.integers(0, 4, count), zero=random.integers(0, 4, count),
+        context=2 ** random.integers(0, 4, count), tensor=2 ** random.integers(0, 4, count),
+        zero=random.integers(0, 4, count),
         sequence=random.random(count) < 0.5, schedule=name, chunks=np.where(name == "interleaved_phased", 2, 1),
         microbatch=2 ** random.integers(0, 3, count), microbatches=pipe * 2 ** random.integers(1, 5, count),
         remat=random.choice(["none", "dots", "selective", "full"], count),

@@ -214,7 +214,7 @@ def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsy
     assert {each["remat"] for each in best} == {"none"}  # it places none
     page = Path("plan.html").read_text()
     assert "rows per second" in page
-    assert "Not weighed: tensor and pipe" in page
+    assert "Not weighed: tensor, context and pipe" in page
     assert main(["check", "planned.toml"]) == 0
 
 

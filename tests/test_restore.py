@@ -25,7 +25,7 @@ LAYOUTS = {
     "zero 1": {"fsdp": 8, "zero": 1},
     "zero 2, four devices": {"fsdp": 4, "zero": 2},
     "HSDP": {"data": 2, "fsdp": 4},
-    "tensor": {"data": 2, "tensor": 4},
+    "tensor, context": {"data": 2, "context": 2, "tensor": 2},
     "1f1b, zero 1": {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 1, "pipeline": {"schedule": "1f1b"}},
     "interleaved, zero 3": {"pipe": 2, "fsdp": 2, "tensor": 2, "pipeline": {"schedule": "interleaved", "chunks": 2}},
     "zb_v, four devices": {"pipe": 2, "data": 2, "pipeline": {"schedule": "zb_v"}},

@@ -138,7 +138,7 @@ def situation_of(asked: Question) -> Situation:
     needs["layer"] = asked.model.largest(asked.practice)
     nodes = -(-asked.devices // asked.hardware.per_node)
     link = asked.hardware.between if nodes > 1 else asked.hardware.inside
-    return situated(nodes=nodes, needs=needs, room=asked.limit, bandwidth=link.bandwidth)
+    return situated(nodes=nodes, needs=needs, room=asked.limit(Candidate()), bandwidth=link.bandwidth)
 
 
 def _options(asked: Question, rule: Rule) -> Iterator[Option]:
@@ -146,7 +146,7 @@ def _options(asked: Question, rule: Rule) -> Iterator[Option]:
     needed, seconds = asked.bytes(candidates).total, asked.seconds(candidates).total
     for layouts in rule.layouts:
         named = layouts.among(candidates, asked.hardware.per_node)
-        fits = named & (needed <= asked.limit)
+        fits = named & (needed <= asked.limit(candidates))
         if fits.any():
             fastest = at(candidates, int(np.argmin(np.where(fits, seconds, np.inf))))
             yield Option(layouts=layouts, best=weigh(asked, fastest))

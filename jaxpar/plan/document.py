@@ -7,7 +7,7 @@ from jaxpar.html.frame import document, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
 from jaxpar.plan.agreement import Checked
 from jaxpar.plan.bars import LETTERS, causes
-from jaxpar.plan.page import batch_of, leaner, why
+from jaxpar.plan.page import batch_of, leaner, spare, why
 from jaxpar.plan.scatter import scatter
 from jaxpar.plan.search import Plan, Ranked, describe
 from jaxpar.units import show_bytes, show_count, show_seconds
@@ -70,7 +70,7 @@ def _numbers(plan: Plan) -> Markup:
         ("Memory per device", show_bytes(first.memory.total),
          f"{first.memory.total / room:.0%} of the {show_bytes(room)} that a program may take", "modelled"),
         ("Layouts weighed", f"{plan.considered:,}",
-         f"all that are legal; {plan.fitting:,} fit with {asked.spare:.0%} to spare (modelled)", "exact"),
+         f"all that are legal; {plan.fitting:,} fit with {spare(plan)} (modelled)", "exact"),
         ("Taken for granted", f"{links} GB/s",
          f"per device inside a node and between nodes; products reach at most {gemm.top:.0%} of the peak", "modelled"),
     ]  # fmt: skip

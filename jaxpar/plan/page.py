@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxpar.plan.bars import bars
 from jaxpar.plan.legal import at
-from jaxpar.plan.search import Plan, Question, Ranked, complexity, describe, weigh
+from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -35,8 +35,8 @@ def _head(plan: Plan) -> str:
     return (
         f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} node{several} of {hardware.per_node}; "
         f"{batch_of(asked)}\n"
-        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {asked.spare:.0%} to "
-        f"spare; all numbers are modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives "
+        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {spare(plan)}; "
+        f"all numbers are modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives "
         f"{inside} GB/s per GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: "
         f"{hardware.source.partition(';')[0]}"
     )
@@ -45,6 +45,12 @@ def _head(plan: Plan) -> str:
 def _left_out(plan: Plan) -> str:
     why = plan.question.left_out
     return "\n".join(["Not among them:", *[f"  {each}" for each in why]]) if why else ""
+
+
+def spare(plan: Plan) -> str:
+    """Returns how much of the memory layouts leave free, as a person reads it."""
+    least, chunked = plan.question.spare, bool(np.any(plan.points.layouts.chunks > 1))
+    return f"{least:.0%} to spare" + f", interleaved pipelines with {least + CHUNKED:.0%}" * chunked
 
 
 def batch_of(asked: Question) -> str:

@@ -61,8 +61,9 @@ def scatter(plan: Plan) -> Markup:
 
 def kinds(points: Points) -> dict[str, np.ndarray]:
     """Returns which layouts are of which kind, by what there is most to say of; drawn in this order."""
-    pipe, tensor = points.layouts.pipe > 1, points.layouts.tensor > 1
-    return {"with a pipeline": pipe, "with tensor": ~pipe & tensor, "data and fsdp alone": ~pipe & ~tensor}
+    pipe = points.layouts.pipe > 1
+    inner = ~pipe & ((points.layouts.tensor > 1) | (points.layouts.context > 1))
+    return {"with a pipeline": pipe, "with tensor or context": inner, "data and fsdp alone": ~pipe & ~inner}
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ class Traced:
         """Returns what the model does not take, and the axes whose cost is known of decoders alone."""
         remats = [name for name in AGAIN if name not in self.trace.kept]
         return (
-            "tensor and pipe: what they cost is known of decoders alone",
+            "tensor, context and pipe: what they cost is known of decoders alone",
             *["microbatches: the loss is a mean; one that returns (sum, count) adds up over them"] * (not self.sums),
             *[f"remat {', '.join(remats)}: {self.name} marks no blocks for it"] * bool(remats),
             *self.refused.values(),
