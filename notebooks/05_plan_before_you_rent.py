@@ -77,7 +77,7 @@ print(f"on paper {flop / (64 * 0.66 * 989.5e12):.3f} s, planned {best.time.produ
 
 # %%
 COLOURS = dict(zip([cause for cause, _ in causes(best.time)], [
-    "#1f4e79", "#3f87bd", "#a9cfea", "#7264ad", "#d55e00", "#e3a712", "#ccd2da", "#b0396b", "#2f8f6b"], strict=True))  # fmt: skip
+    "#1f4e79", "#3f87bd", "#a9cfea", "#7264ad", "#d55e00", "#f0b27a", "#e3a712", "#ccd2da", "#b0396b", "#2f8f6b"], strict=True))  # fmt: skip
 
 
 def breakdown(plan, count, title):
@@ -195,6 +195,20 @@ print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
 # As predicted, and no faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
 # would be money for nothing in *this* job.
 #
+# **Predict** once more: few rows, but long ones, 4 of 32,768 tokens. Replicas stop at 4, and 8 heads of keys and values stop the
+# tensor axis at 8: that is half of the GPUs. The other half can be stages of a pipeline, which 4 rows do not fill, or take
+# pieces of the sequences: the `context` axis, which gathers keys and values alone. cuDNN's kernel does not take pieces, so
+# this is XLA's own attention.
+
+# %%
+long = load("../configs/gpu_llama_8b_fsdp8.toml", ["data.seq=32768", "train.global_batch=4"])
+found = search(question(long, devices=64, chip="h100", per_node=None, given={}), top=200)
+whole = next(each for each in found.best if each.candidate.context == 1)
+for name, each in (("first", found.best[0]), ("best without context", whole)):
+    print(f"{name:<21} {describe(each.candidate)}, {show_seconds(each.time.total)}, {show_bytes(each.memory.total)}")
+print(f"of that gathering keys and values: {show_seconds(found.best[0].time.context)}")
+
+# %% [markdown]
 # ## 5. What fits nowhere
 #
 # A model of 70 billion parameters on one node of eight: 12 bytes of state for each parameter are 847 GB, and there are 625.

@@ -33,6 +33,8 @@ GPT = jp.DecoderSettings(
     vocab=VOCAB, seq=SEQ, layers=2, dim=32, heads=8, kv_heads=8, gated=False, position="learned", norm="layer",
     use_bias=True, tied=True, dropout=0.2, scan=False,
 )  # fmt: skip
+LONG = jp.DecoderSettings(vocab=256, seq=1024, layers=2, dim=64, heads=4, kv_heads=2, hidden=128)
+ROWS = 2
 KINDS = {
     "llama": partial(jp.Decoder, LLAMA),
     "gpt": partial(jp.Decoder, GPT),
@@ -106,28 +108,64 @@ def test_what_would_end_the_process_is_refused(sizes):
         run(loss=token_loss)
 
 
-@pytest.mark.parametrize("backend", ["gpu", "cpu"])
-@pytest.mark.parametrize("context", [1, 2])
-def test_cudnn_is_left_alone_where_sequences_are_in_pieces(backend, context, monkeypatch):
-    """Its kernel refuses them: on a GPU attention is XLA's own there, and fused elsewhere."""
-    asked = []
-    real = jax.nn.dot_product_attention
+def lowered(monkeypatch, settings, backend, **sizes):
+    """Returns what jax.nn was asked to run attention with, as if on such a machine, and the step in bf16."""
+    asked, real = set(), jax.nn.dot_product_attention
 
-    def attention(*args, implementation, **kwargs):
-        asked.append(implementation)
+    def attention(*args, implementation=None, **kwargs):
+        asked.add(implementation)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(layers.jax, "default_backend", lambda: backend)
     monkeypatch.setattr(layers.jax.nn, "dot_product_attention", attention)
-    layout = jp.compose(KINDS["llama"], jp.Parallel(data=8 // context, context=context))
-    step = jp.build(layout, token_loss, optax.sgd(0.1), precision="bf16")
-    ids, mask = jax.ShapeDtypeStruct((16, SEQ), jnp.int32), jax.ShapeDtypeStruct((16, SEQ), jnp.float32)
-    step.lower(step.abstract(), {"inputs": ids, "targets": ids, "mask": mask})
-    assert set(asked) == {"cudnn" if (backend, context) == ("gpu", 1) else None}
+    layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(**sizes))
+    step = jp.build(layout, jp.next_token, optax.sgd(0.1), precision="bf16")
+    ids = jax.ShapeDtypeStruct((8, settings.seq), jnp.int32)
+    step.lower(step.abstract(), {"inputs": ids, "targets": ids})
+    return asked, step
 
 
-LONG = jp.DecoderSettings(vocab=256, seq=1024, layers=2, dim=64, heads=4, kv_heads=2, hidden=128)
-ROWS = 2
+@pytest.mark.parametrize(
+    ("backend", "sizes", "want"),
+    [
+        ("gpu", {"data": 8}, {"cudnn"}),
+        ("gpu", {"data": 4, "tensor": 2, "sequence": True}, {"cudnn"}),
+        ("gpu", {"data": 4, "context": 2}, set()),
+        ("cpu", {"data": 4, "context": 2}, set()),
+    ],
+)
+def test_cudnn_is_left_alone_where_sequences_are_in_pieces(backend, sizes, want, monkeypatch):
+    """Its kernel refuses them: attention is jaxpar's own there."""
+    asked, _ = lowered(monkeypatch, LLAMA, backend, **sizes)
+    assert asked == want
+
+
+def test_all_products_of_long_sequences_run_in_16_bits(monkeypatch):
+    """Those of attention are most of them; JAX's own have a float32 operand going backward, and are refused."""
+    _, step = lowered(monkeypatch, LONG, "cpu", data=4, context=2)
+    assert step.products.share == 1
+    with pytest.raises(JaxparError, match="products are bf16"):
+        lowered(monkeypatch, LONG, "cpu", data=8)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_attention_in_pieces_is_attention(is_causal):
+    """Values and gradients in bf16 beside those of JAX in float32; what differs is rounding."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (2, 32, 8, 16), (2, 32, 4, 16), (2, 32, 4, 16), (2, 32, 8, 16)
+    *given, weight = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+
+    def run(attention, dtype):
+        out, back = jax.vjp(partial(attention, is_causal=is_causal), *(x.astype(dtype) for x in given))
+        return out, *back(weight.astype(dtype))
+
+    low, high = run(layers._attend_pieces, jnp.bfloat16), run(jax.nn.dot_product_attention, jnp.float32)
+    for got, want in zip(low, high, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(got.astype(np.float32), want, atol=0.03 * np.abs(want).max())
+    exact = run(layers._attend_pieces, jnp.float32)
+    for got, want in zip(exact, high, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def compiled(**sizes):

@@ -157,11 +157,43 @@ def rotate(x_bshk: jax.Array, rope: Rope) -> jax.Array:
 def attend(q_bshk: jax.Array, k_bsgk: jax.Array, v_bsgk: jax.Array, *, is_causal: bool) -> jax.Array:
     """Returns softmax(q k / sqrt(head_dim)) v; with cuDNN's fused kernel on NVIDIA GPUs in 16 bits.
 
-    That kernel takes whole sequences: with context parallelism attention is XLA's own, which keeps scores.
+    That kernel takes whole sequences: with context parallelism scores are kept, in float32.
     """
-    low, split = q_bshk.dtype in (jnp.bfloat16, jnp.float16), _spec(_OWN) != _spec(_WHOLE)
-    fused = "cudnn" if low and not split and jax.default_backend() == "gpu" else None
+    low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
+    if low and _spec(_OWN) != _spec(_WHOLE):
+        return _attend_pieces(q_bshk, k_bsgk, v_bsgk, is_causal=is_causal)
+    fused = "cudnn" if low and jax.default_backend() == "gpu" else None
     return jax.nn.dot_product_attention(q_bshk, k_bsgk, v_bsgk, is_causal=is_causal, implementation=fused)
+
+
+def _attend_pieces(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, is_causal: bool) -> jax.Array:
+    """Returns the same in 16 bits, for queries s of keys t; all its products run in them, backward too."""
+    b, s, heads, head_dim = q_bshk.shape
+    t, groups = k_btgk.shape[1:3]
+    scores = _scores(q_bshk.reshape(b, s, groups, heads // groups, head_dim), k_btgk) / math.sqrt(head_dim)
+    if is_causal:
+        seen = jnp.arange(s)[:, None] >= jnp.arange(t)
+        scores = jnp.where(seen, scores, -0.5 * jnp.finfo(jnp.float32).max)
+    shares = jax.nn.softmax(scores, axis=-1).astype(q_bshk.dtype)
+    return jnp.einsum("bgrst,btgk->bsgrk", shares, v_btgk).reshape(q_bshk.shape)
+
+
+@jax.custom_vjp
+def _scores(q_bsgrk: jax.Array, k_btgk: jax.Array) -> jax.Array:
+    """Returns q k in float32; its gradient is rounded before the products that take it, as in fused kernels.
+
+    Left to JAX these have one operand in float32, which halves their speed and doubles what keys' gradients send.
+    """
+    return jnp.einsum("bsgrk,btgk->bgrst", q_bsgrk, k_btgk, preferred_element_type=jnp.float32)
+
+
+def _scores_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k = kept
+    gradient = gradient.astype(q.dtype)
+    return jnp.einsum("bgrst,btgk->bsgrk", gradient, k), jnp.einsum("bgrst,bsgrk->btgk", gradient, q)
+
+
+_scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,14 +41,12 @@ def tensor(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
 def context(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
     """Returns the exposed seconds of a block's collectives over the context axis, forward and backward.
 
-    Every device has queries of its own tokens and keys and values of all. Their gradients are sums over the devices:
-    products leave those of keys in float32. Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
+    Every device has queries of its own tokens and keys and values of all, whose gradients are sums over the devices.
+    Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
     """
-    size = BYTES * candidate.microbatch * shape.seq * shape.kv_dim / candidate.tensor
-    ahead = hardware.gather(2 * size, candidate.context, candidate.tensor)
-    back = hardware.gather(3 * size, candidate.context, candidate.tensor)
-    beside = 1 - practice.context_overlap
-    return beside * ahead, beside * (back + candidate.recomputed[1] * ahead)
+    size = 2 * BYTES * candidate.microbatch * shape.seq * shape.kv_dim / candidate.tensor
+    once = (1 - practice.context_overlap) * hardware.gather(size, candidate.context, candidate.tensor)
+    return once, (1 + candidate.recomputed[1]) * once
 
 
 def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
