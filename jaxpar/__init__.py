@@ -18,7 +18,7 @@ _HOMES = {
     "Layout": "jaxpar.parallel.layout",
     "compose": "jaxpar.parallel.compose",
     "linen": "jaxpar.parallel.compose",
-    "constrain": "jaxpar.models.layers",
+    "constrain": "jaxpar.models.named",
     "create": "jaxpar.train.state",
     "State": "jaxpar.train.state",
     "build": "jaxpar.train.step:build",

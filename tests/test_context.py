@@ -12,7 +12,7 @@ from tiny import SEQ, VOCAB, assert_same_arrays, models, on_one_device, token_lo
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.target import find_plugin
-from jaxpar.models import layers
+from jaxpar.models import attention as attending
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 LAYOUTS = {
@@ -116,8 +116,8 @@ def lowered(monkeypatch, settings, backend, **sizes):
         asked.add(implementation)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(layers.jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(layers.jax.nn, "dot_product_attention", attention)
+    monkeypatch.setattr(attending.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(attending.jax.nn, "dot_product_attention", attention)
     layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(**sizes))
     step = jp.build(layout, jp.next_token, optax.sgd(0.1), precision="bf16")
     ids = jax.ShapeDtypeStruct((8, settings.seq), jnp.int32)
@@ -159,11 +159,11 @@ def test_attention_in_pieces_is_attention(is_causal):
         out, back = jax.vjp(partial(attention, is_causal=is_causal), *(x.astype(dtype) for x in given))
         return out, *back(weight.astype(dtype))
 
-    low, high = run(layers._attend_pieces, jnp.bfloat16), run(jax.nn.dot_product_attention, jnp.float32)
+    low, high = run(attending._attend_pieces, jnp.bfloat16), run(jax.nn.dot_product_attention, jnp.float32)
     for got, want in zip(low, high, strict=True):
         assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(got.astype(np.float32), want, atol=0.03 * np.abs(want).max())
-    exact = run(layers._attend_pieces, jnp.float32)
+    exact = run(attending._attend_pieces, jnp.float32)
     for got, want in zip(exact, high, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import refuse, within
-from jaxpar.models.layers import Attend, Block, BlockSettings, Norm, Rope, attend, constrain, dropout, weight
+from jaxpar.models.attention import Attend, Rope, attend
+from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
+from jaxpar.models.named import constrain
 from jaxpar.models.stack import run_stack, stack
 
 

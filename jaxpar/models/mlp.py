@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import within
-from jaxpar.models.layers import constrain, weight
+from jaxpar.models.layers import weight
+from jaxpar.models.named import constrain
 
 
 @dataclass(frozen=True, kw_only=True)

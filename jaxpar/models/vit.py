@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import refuse, within
-from jaxpar.models.layers import Block, BlockSettings, Norm, constrain, dropout, weight
+from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
+from jaxpar.models.named import constrain
 from jaxpar.models.stack import run_stack, stack
 
 

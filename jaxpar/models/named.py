@@ -1,0 +1,43 @@
+"""Names of dims of activations, which a training step gives a meaning: what an axis of its mesh splits."""
+
+import jax
+from flax.core.spmd import get_logical_axis_rules
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import refuse
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Returns `x` split as the names of its dims say, where a training step gives them a meaning.
+
+    Names that come first among the rules win where two dims ask for one mesh axis. Outside of a
+    step this does nothing.
+
+    Args:
+      x: An activation.
+      *names: One name, or None, for every dim.
+    """
+    if len(names) != x.ndim or not all(name is None or isinstance(name, str) for name in names):
+        raise refuse(
+            f"constrain(x of shape {list(x.shape)}, {', '.join(map(repr, names))})",
+            rule="every dim has one name, or None",
+            fix=f"constrain(x, {', '.join(map(repr, (*names, *(None,) * x.ndim)[: x.ndim]))})",
+        )
+    spec = spec_of(names)
+    return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
+    """Returns what the rules of a step make of the names of an activation's dims; None outside of a step."""
+    rules = get_logical_axis_rules()
+    if not rules:
+        return None
+    dims: list = [None] * len(names)
+    taken: set[str] = set()
+    for name, axes in rules:
+        if name in names and axes is not None and dims[names.index(name)] is None:
+            wanted = (axes,) if isinstance(axes, str) else tuple(axes)
+            if not taken.intersection(wanted):
+                dims[names.index(name)] = axes
+                taken.update(wanted)
+    return PartitionSpec(*dims)
