@@ -89,9 +89,14 @@ class Candidate:
 
     @property
     def recomputed(self) -> tuple[Any, ...]:
-        """The five shares of `RECOMPUTES` that hold for `remat`."""
+        """The five shares of `RECOMPUTES` that hold for `remat`.
+
+        Over pieces of sequences attention's first product is one that no remat sees, so all_dots makes it again.
+        """
         remat = np.asarray(self.remat)
-        return tuple(
+        found = [
             np.select([remat == name for name in RECOMPUTES], [shares[i] for shares in RECOMPUTES.values()])
             for i in range(5)
-        )
+        ]
+        found[1] = np.where((remat == "all_dots") & np.greater(self.context, 1), 0.5, found[1])
+        return tuple(found)

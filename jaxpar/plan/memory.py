@@ -113,11 +113,11 @@ def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple
     inner = qkv + result + (2 + shape.gated) * hidden
     others = 4 * tokens * shape.kv_dim / tensor * (candidate.context - 1)  # keys and values of the others' tokens
     everything = (practice.residual + 2 * practice.dropout) * stream + inner + others + scores
-    working = everything + worked_twice / 2 * scores
+    working = everything + worked_twice / 4 * scores
     dots = 6 * stream + qkv + (1 + shape.gated) * hidden
     kept = {
         "none": everything,
-        "all_dots": dots + result + practice.kept[1] * (1 + kept_twice) * score,
+        "all_dots": dots + result + np.equal(candidate.context, 1) * practice.kept[1] * (1 + kept_twice) * score,
         "dots": dots,
         "selective": everything - scores,
         "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,

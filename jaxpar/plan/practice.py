@@ -20,8 +20,8 @@ class Practice:
       scores: Bytes per score to and from memory, forward and backward, of unfused attention.
       kept: Bytes per score kept for the backward pass, and of them those of products alone; 0 where attention is fused.
       relaid: How often more scores are kept because XLA lays them forward in one order and backward in another, where
-        a device has more than one pair of a row and a head of keys; half as many more while they are worked with,
-        where it has more rows than heads of keys.
+        a device has more than one pair of a row and a head of keys; a quarter as many more while they are worked
+        with, where it has more rows than heads of keys.
       residual: Bytes per element [tokens, dim] that a layer keeps where nothing is computed again.
       stream: Bytes per element [tokens, dim] of norms, dropout and residuals, forward and backward.
       inner: Bytes per element of the widths that the tensor axis cuts: q, k, v and the feed-forward's hidden.
