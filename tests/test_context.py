@@ -28,7 +28,7 @@ LAYOUTS = {
     "pipe 2 x context 2 x tensor 2": {"pipe": 2, "context": 2, "tensor": 2},
     "pipe 2 x context 2 x tensor 2, sequence": {"pipe": 2, "context": 2, "tensor": 2, "sequence": True},
 }
-LLAMA = jp.DecoderSettings(vocab=VOCAB, seq=SEQ, layers=2, dim=32, heads=4, kv_heads=4, hidden=32)
+LLAMA = jp.DecoderSettings(vocab=VOCAB, seq=SEQ, layers=4, dim=32, heads=4, kv_heads=4, hidden=32)
 GPT = jp.DecoderSettings(
     vocab=VOCAB, seq=SEQ, layers=2, dim=32, heads=8, kv_heads=8, gated=False, position="learned", norm="layer",
     use_bias=True, tied=True, dropout=0.2, scan=False,
@@ -62,14 +62,44 @@ CASES = [
     *(("llama", "accumulation", layout) for layout in ("context 8", "data 2 x fsdp 2 x context 2, zero 2")),
     *((kind, "plain", "data 2 x context 4") for kind in ("annotated", "linen")),
 ]
+OFTEN = {
+    *(("llama", "plain", layout) for layout in (
+        "context 8", "fsdp 2 x context 2 x tensor 2", "context 4 x tensor 2, sequence",
+        "pipe 2 x context 2 x tensor 2, sequence")),
+    ("gpt", "remat", "data 2 x context 4"),
+    ("llama", "accumulation", "data 2 x fsdp 2 x context 2, zero 2"),
+    *((kind, "plain", "data 2 x context 4") for kind in ("annotated", "linen")),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "variant", "layout"), [pytest.param(*case, id=", ".join(case)) for case in CASES])
+def case_of(case):
+    return pytest.param(*case, id=", ".join(case), marks=[pytest.mark.slow] * (case not in OFTEN))
+
+
+@pytest.mark.parametrize(("kind", "variant", "layout"), [case_of(case) for case in CASES])
 def test_losses_and_parameters_equal_one_device(kind, variant, layout):
     want, reference = alone(kind, variant)
     got, state, _ = train(KINDS[kind], parallel(layout), loss=jp.next_token, **VARIANTS[variant])
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert_same_arrays((state.params, state.rest), (reference.params, reference.rest))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "pipeline"),
+    [
+        ({"pipe": 2, "context": 2, "tensor": 2, "sequence": True}, {"schedule": "1f1b"}),  # gathers in a lax.switch
+        ({"pipe": 2, "context": 2, "tensor": 2, "sequence": True}, {"head": "spread"}),
+        ({"pipe": 2, "fsdp": 2, "context": 2}, {"schedule": "zb_v"}),
+        ({"pipe": 2, "fsdp": 2, "context": 2}, {"gather": "tick"}),
+    ],
+)
+def test_in_a_pipeline_of_any_kind(sizes, pipeline):
+    want, reference = alone("llama", "plain")
+    how = jp.Parallel(**sizes, pipeline=jp.Pipeline(microbatches=4, **pipeline))
+    got, state, _ = train(KINDS["llama"], how, loss=jp.next_token)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_same_arrays(state.params, reference.params)
 
 
 def test_a_piece_may_have_fewer_tokens_than_the_others():
