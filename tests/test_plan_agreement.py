@@ -250,10 +250,10 @@ def on_record(seed):
 
 @pytest.mark.parametrize(
     ("seeds", "count", "rank", "seconds", "bytes_"),
-    [((1,), 32, 0.97, 0.07, 0.05), ((3,), 32, 0.88, 0.1, 0.08), ((1, 3), 64, 0.92, 0.085, 0.065)],
+    [((5,), 32, 0.95, 0.1, 0.06), ((6,), 32, 0.95, 0.09, 0.07), ((5, 6), 64, 0.95, 0.095, 0.065)],
 )
 def test_predictions_still_agree_with_the_compiled_programs_on_record(seeds, count, rank, seconds, bytes_):
-    """Formulas of bytes were read off seed 1; seed 3 came after, and with it in sight a term was halved, two added."""
+    """Seed 6 was drawn after the last formula was written; in sight of seed 5 two terms were mended."""
     found = agreement([each for seed in seeds for each in on_record(seed)])
     assert found["layouts"] == count
     assert found["rank_correlation"] >= rank
