@@ -16,8 +16,9 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.plan import overrides, planned
 from jaxpar.job.plan import question as asked_of
 from jaxpar.job.schema import load
+from jaxpar.mesh.axes import TRAINED
 from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.plan.candidate import SIZES, Candidate
+from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE
 from jaxpar.plan.legal import Choices, at, legal
 from jaxpar.plan.memory import memory
@@ -228,7 +229,7 @@ def test_a_planned_job_is_the_job_with_that_layout(index):
     every = legal(asked.model.shape, devices=64, rows=128)
     candidate = at(every, index % len(every.pipe))
     made = planned(job, candidate, asked.model.layers)
-    assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in SIZES}
+    assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in TRAINED}
     assert made.parallel.stage == candidate.zero
     assert made.train.remat == candidate.remat
     if candidate.pipe > 1:

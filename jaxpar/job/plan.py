@@ -10,10 +10,11 @@ from jaxpar.job.schema import loads
 from jaxpar.job.subject import subject
 from jaxpar.job.tables import Job, MeshTable
 from jaxpar.job.toml import dumps
+from jaxpar.mesh.axes import TRAINED
 from jaxpar.mesh.chips import CHIPS, USABLE, Chip, find_chip
 from jaxpar.mesh.target import Target
 from jaxpar.plan.agreement import Checked
-from jaxpar.plan.candidate import SIZES, Candidate
+from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE, Hardware
 from jaxpar.plan.hardware_file import load_hardware
 from jaxpar.plan.legal import Choices
@@ -79,7 +80,7 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
 def overrides(candidate: Candidate, layers: int) -> list[str]:
     """Returns a layout as overrides of a job."""
     c = candidate
-    words = [f"parallel.{axis}={getattr(c, axis)}" for axis in SIZES]
+    words = [f"parallel.{axis}={getattr(c, axis)}" for axis in TRAINED]
     words += [f"parallel.zero={c.zero}"] * (c.fsdp > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
     words.append(f"train.remat={c.remat}")
     if c.pipe == 1:

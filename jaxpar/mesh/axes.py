@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from jaxpar.errors import JaxparError, Problem, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+TRAINED = ("pipe", "data", "fsdp", "context", "tensor")  # those that jaxpar trains over
 BATCH_AXES = ("data", "fsdp")  # the axes that each see other examples
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpar.errors import Problem
+from jaxpar.mesh.axes import TRAINED
 from jaxpar.parallel.pipe import Pipeline
 
 Axes = str | tuple[str, ...] | None
@@ -55,7 +56,7 @@ class Parallel:
     @property
     def sizes(self) -> dict[str, int]:
         """Mesh axis to size, as declared."""
-        return {axis: getattr(self, axis) for axis in ("pipe", "data", "fsdp", "context", "tensor")}
+        return {axis: getattr(self, axis) for axis in TRAINED}
 
     @property
     def stage(self) -> int:

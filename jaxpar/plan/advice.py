@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.plan.candidate import SIZES, Candidate
+from jaxpar.mesh.axes import TRAINED
+from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.decisions import RULES, Layouts, Rule, Situation, situated
 from jaxpar.plan.legal import at
 from jaxpar.plan.search import Plan, Question, Ranked, describe, weigh
@@ -159,4 +160,4 @@ def _options(asked: Question, rule: Rule) -> Iterator[Option]:
 
 
 def _mesh(ranked: Ranked) -> tuple:
-    return tuple(getattr(ranked.candidate, key) for key in (*SIZES, "zero"))
+    return tuple(getattr(ranked.candidate, key) for key in (*TRAINED, "zero"))

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.mesh.axes import TRAINED
 from jaxpar.pipeline.library import LIBRARY
 
-SIZES = ("pipe", "data", "fsdp", "context", "tensor")  # of a mesh, outermost first
 RECOMPUTES = {
     # remat: shares of a layer's forward that the backward pass computes again:
     # products with weights, products of attention, its softmax, other passes, collectives of the tensor axis; where
@@ -59,7 +59,7 @@ class Candidate:
 
     def __post_init__(self):
         problems = []
-        for key in (*SIZES, "chunks", "microbatch", "microbatches"):
+        for key in (*TRAINED, "chunks", "microbatch", "microbatches"):
             value = np.asarray(getattr(self, key))
             if not np.issubdtype(value.dtype, np.integer) or (value < 1).any():
                 problems.append(
@@ -76,7 +76,7 @@ class Candidate:
     @property
     def devices(self) -> Any:
         """Devices all axes together need."""
-        return math.prod(getattr(self, axis) for axis in SIZES)
+        return math.prod(getattr(self, axis) for axis in TRAINED)
 
     @property
     def rows(self) -> Any:

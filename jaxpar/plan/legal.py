@@ -6,8 +6,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from jaxpar.errors import refuse
+from jaxpar.mesh.axes import TRAINED
 from jaxpar.pipeline.library import LIBRARY
-from jaxpar.plan.candidate import SIZES, Candidate
+from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.shape import Shape
 
 Row = tuple[int, int, int, int, int, int, str, int, int, int]
@@ -96,7 +97,7 @@ def _arrays(found: list[Row], sequences: tuple[bool, ...], remats: tuple[str, ..
     table = {
         key: np.repeat(column, len(last))
         for key, column in zip(
-            (*SIZES, "zero", "schedule", "chunks", "microbatch", "microbatches"),
+            (*TRAINED, "zero", "schedule", "chunks", "microbatch", "microbatches"),
             columns,
             strict=True,
         )

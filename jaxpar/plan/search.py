@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.plan.candidate import SIZES, Candidate
+from jaxpar.mesh.axes import TRAINED
+from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.front import Points
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, at, pick
@@ -17,7 +18,7 @@ from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes
 
 SPARE = 0.05  # of the memory stays free: predictions are off by about as much
-CHUNKED = 0.25  # and so much more where a stage has several chunks: of those, compiled bytes were up to 46 % more
+CHUNKED = 0.25  # and so much more where a stage has several chunks: of those, compiled bytes were up to 47 % more
 MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
 DOUBT = 0.3  # how wrong an assumed bandwidth may be
 
@@ -200,7 +201,7 @@ def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
     """Returns the first of every mesh and ZeRO stage, in order."""
-    keys = np.stack([getattr(fitting, key)[order] for key in (*SIZES, "zero")], axis=1)
+    keys = np.stack([getattr(fitting, key)[order] for key in (*TRAINED, "zero")], axis=1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
     return order[first].tolist()
 
@@ -253,7 +254,7 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
 
 def describe(candidate: Candidate) -> str:
     """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 x 2 rows, remat full`."""
-    sizes = {key: getattr(candidate, key) for key in SIZES}
+    sizes = {key: getattr(candidate, key) for key in TRAINED}
     words = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one device"
     words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
     if candidate.pipe > 1:
