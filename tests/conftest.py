@@ -3,6 +3,7 @@
 import gc
 import itertools
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -20,6 +21,14 @@ jp.simulate(8)
 # Linux gives a process 65,530 mappings; programs on processors take dozens each, and XLA crashes without
 MAPPINGS, MORE, EVERY = 20_000, 15_000, 20
 allowed, tests = MAPPINGS, itertools.count(1)
+
+collect_ignore = ["gpu"]  # those tests want real devices, and have a pytest.ini and a conftest of their own
+
+
+def pytest_configure(config):
+    """Refuses to look for GPUs here, where every device is simulated: such a run would pass and have seen none."""
+    if re.search(r"\bgpu\b", config.option.markexpr):
+        raise pytest.UsageError("tests on GPUs are run by `pytest tests/gpu`")
 
 
 @pytest.fixture(autouse=True)

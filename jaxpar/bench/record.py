@@ -6,9 +6,11 @@ import platform
 import subprocess
 from typing import Any
 
+import jaxpar
 from jaxpar.mesh.devices import describe, visible
 
-PACKAGES = ("jaxpar", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+COMMIT = "JAXPAR_COMMIT"  # the commit of a copy that has no history, such as one sent to another machine
 
 
 def where() -> dict[str, Any]:
@@ -22,12 +24,28 @@ def where() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of what computes; makes no device."""
-    return {name: importlib.metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}
+    """Returns the versions of what computes; makes no device.
+
+    jaxpar's own is that of its code: it may be on the path and not installed. A package that is missing is "missing".
+    """
+    found = {"jaxpar": jaxpar.__version__} | {name: _installed(name) for name in PACKAGES}
+    return found | {"python": platform.python_version()}
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
 
 
 def commit() -> str:
-    """Returns the commit of the working directory, `+` for uncommitted changes, or "" outside of git."""
+    """Returns the commit of the working directory, `+` for uncommitted changes, or "" outside of git.
+
+    The variable JAXPAR_COMMIT, where it is set, is believed instead.
+    """
+    if given := os.environ.get(COMMIT):
+        return given
     try:
         head = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=5, check=False
