@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from jaxpar.cli.options import add_json
+from jaxpar.cli.options import add_json, job_file
 
 EXAMPLE = """\
   $ jaxpar doctor
@@ -23,7 +23,9 @@ def add(verbs) -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verb.add_argument("job", metavar="JOB", nargs="?", default="", help="a TOML file; without one, the machine alone")
+    verb.add_argument(
+        "job", metavar="JOB", type=job_file, nargs="?", default="", help="a TOML file; without one, the machine alone"
+    )
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     add_json(verb)
     verb.set_defaults(run=run)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.options import add_allow_import, add_json
+from jaxpar.cli.options import add_allow_import, add_json, job_file
 
 EXAMPLE = """\
   $ jaxpar launch -n 4 train configs/quickstart.toml
@@ -32,7 +32,7 @@ def add(verbs) -> None:
     add_allow_import(verb)
     add_json(verb)
     verb.add_argument("command", choices=["train"], help="what each process does")
-    verb.add_argument("job", metavar="JOB", help="a TOML file")
+    verb.add_argument("job", metavar="JOB", type=job_file, help="a TOML file")
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     verb.set_defaults(run=run)
 

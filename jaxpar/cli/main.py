@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpar.cli import bench, check, checkpoint, doctor, inspect, launch, partition, plan, sample, schedule, train
 from jaxpar.errors import JaxparError, refuse
+from jaxpar.mesh.plugin import hush_plugin
 
 VERBS = (train, launch, check, inspect, plan, partition, schedule, sample, checkpoint, bench, doctor)
 
@@ -17,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one verb and returns its exit status: 0 if what was asked for held, 1 if not, 2 for wrong use."""
     if "JAXPAR_PROCESS" in os.environ:
         sys.excepthook = _crash
+    hush_plugin()  # whichever verb it is that makes the first device
     parser = argparse.ArgumentParser(
         prog="jaxpar",
         description="Parallel training in JAX: any Flax model, any mesh, one declaration.",

@@ -3,14 +3,29 @@
 import argparse
 import os
 import sys
+from pathlib import Path
+
+SHIPPED = Path(__file__).parent.parent / "configs"  # in a checkout, a link to its configs/
 
 
 def add_job(verb: argparse.ArgumentParser) -> None:
     """Adds JOB, its overrides, --allow-import and --json."""
-    verb.add_argument("job", metavar="JOB", help="a TOML file")
+    verb.add_argument("job", metavar="JOB", type=job_file, help="a TOML file")
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     add_allow_import(verb)
     add_json(verb)
+
+
+def job_file(name: str) -> str:
+    """Returns the file of a job; `configs/NAME.toml`, where there is none, is the one that jaxpar was installed with.
+
+    So that the commands of the help run anywhere. It says so, as the file is not where it was looked for.
+    """
+    path = Path(name)
+    if not name or path.exists() or path.parent != Path("configs") or not (SHIPPED / path.name).is_file():
+        return name
+    print(f"{name}: not in this folder; taken from {SHIPPED / path.name}", file=sys.stderr)
+    return str(SHIPPED / path.name)
 
 
 def add_allow_import(verb: argparse.ArgumentParser) -> None:
@@ -39,8 +54,6 @@ def check_file(option: str, path: str | None, example: str, *, anew: bool = Fals
     Raises:
       JaxparError: If it is a folder, has none to lie in, or is there already.
     """
-    from pathlib import Path
-
     from jaxpar.errors import refuse
 
     if path is None:

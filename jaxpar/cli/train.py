@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from jaxpar.cli.options import add_allow_import, add_json, prefer_huge_pages
+from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge_pages
 
 EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml
@@ -20,7 +20,7 @@ def add(verbs) -> None:
     verb = verbs.add_parser(
         "train", help="train a job", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verb.add_argument("job", metavar="JOB", nargs="?", help="a TOML file")
+    verb.add_argument("job", metavar="JOB", type=job_file, nargs="?", help="a TOML file")
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     verb.add_argument(
         "--print-defaults", action="store_true", help="show every key of a job with its meaning, and exit"

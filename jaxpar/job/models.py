@@ -28,6 +28,7 @@ MODELS: dict[str, tuple[Callable, type]] = {
     "mlp": (mlp.MLP, mlp.MLPSettings),
 }
 LOSSES = {"next_token": losses.next_token, "classify": losses.classify}
+COUNTED = {"next_token": "tokens", "classify": "examples"}  # what their counts are of
 
 
 def resolve_loss(job: Job) -> Callable:

@@ -18,7 +18,7 @@ from jaxpar.errors import JaxparError, reading, refuse, said
 from jaxpar.job import pretrained
 from jaxpar.job.batches import abstract_batch
 from jaxpar.job.build import Built, build
-from jaxpar.job.models import sound
+from jaxpar.job.models import COUNTED, sound
 from jaxpar.job.tables import Job
 from jaxpar.job.toml import dumps
 from jaxpar.mesh.chips import find_chip
@@ -89,7 +89,7 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
     built.step.agree = peers.agree if peers.count > 1 else None
     devices = list(built.layout.on.devices.flat)
     progress = Progress(
-        job.train.steps, every=job.metrics.show_every, unit="tokens" if job.data.is_text else "examples",
+        job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),
         flops=step_flop(built), peak=_peak(devices), stream=stream if first else io.StringIO(),
     )  # fmt: skip
     store.say = progress.say

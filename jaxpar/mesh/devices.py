@@ -1,16 +1,13 @@
 """Which devices there are: those of the machine, or simulated ones on its processor."""
 
-import logging
 import os
-from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import jax
 
 from jaxpar.errors import refuse
+from jaxpar.mesh.plugin import hush_plugin
 
-PLUGIN = "jax_plugins.xla_cuda13"  # XLA's compiler for NVIDIA GPUs
 THREADS = 8  # threads per simulated device, see `_make_devices`
 
 
@@ -24,19 +21,6 @@ def leave_alone() -> None:
     """Keeps this process off accelerators: what is only described or planned takes no memory of theirs."""
     hush_plugin()
     jax.config.update("jax_platforms", "cpu")
-
-
-def hush_plugin() -> None:
-    """Keeps the plugin from saying in every process that it misses its other half, which only running needs."""
-    _drop(PLUGIN, lambda message: "is not found" in message)
-    if find_spec("jax_cuda13_plugin") is None:  # else what JAX says of it is a finding
-        _drop("jax._src.xla_bridge", lambda message: PLUGIN in message)
-
-
-def _drop(logger: str, unwanted: Callable[[str], bool]) -> None:
-    log = logging.getLogger(logger)
-    if not log.filters:
-        log.addFilter(lambda record: not unwanted(record.getMessage()))
 
 
 def simulate(count: int, *, processes: int = 1) -> None:

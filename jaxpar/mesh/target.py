@@ -17,7 +17,8 @@ import jax
 
 from jaxpar.errors import JaxparError, nearest, refuse
 from jaxpar.mesh.chips import CHIPS, Chip
-from jaxpar.mesh.devices import PLUGIN, hush_plugin, leave_alone
+from jaxpar.mesh.devices import leave_alone
+from jaxpar.mesh.plugin import PLUGIN, hush_plugin
 
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
 MOST = 65_536

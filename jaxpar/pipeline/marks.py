@@ -63,6 +63,8 @@ def document(what: str, sheet: Sheet, height: float, drawn: Iterable[str]) -> st
     """Returns a file, of marks on a ground."""
     size = f'width="{n(sheet.width)}" height="{n(height)}" viewBox="0 0 {n(sheet.width)} {n(height)}"'
     style = (
+        # shrinks to its page; of no weight, so that a page that scrolls a drawing has its own way
+        ":where(.jaxpar-schedule){max-width:100%;height:auto}"
         ".jaxpar-schedule{color-scheme:light dark}"
         '[data-jp-theme-light="true"] .jaxpar-schedule,.vscode-light .jaxpar-schedule{color-scheme:light}'
         '[data-jp-theme-light="false"] .jaxpar-schedule,.vscode-dark .jaxpar-schedule{color-scheme:dark}'

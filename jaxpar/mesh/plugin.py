@@ -1,0 +1,20 @@
+"""XLA's compiler for NVIDIA GPUs, where it is installed without what runs its programs. Imports no JAX."""
+
+import logging
+from collections.abc import Callable
+from importlib.util import find_spec
+
+PLUGIN = "jax_plugins.xla_cuda13"
+
+
+def hush_plugin() -> None:
+    """Keeps the plugin from saying in every process that it misses its other half, which only running needs."""
+    _drop(PLUGIN, lambda message: "is not found" in message)
+    if find_spec("jax_cuda13_plugin") is None:  # else what JAX says of it is a finding
+        _drop("jax._src.xla_bridge", lambda message: PLUGIN in message)
+
+
+def _drop(logger: str, unwanted: Callable[[str], bool]) -> None:
+    log = logging.getLogger(logger)
+    if not log.filters:
+        log.addFilter(lambda record: not unwanted(record.getMessage()))
