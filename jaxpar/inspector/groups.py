@@ -180,3 +180,18 @@ def axes_of_pairs(pairs: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...
         return ()
     there = np.stack(np.unravel_index(pairs, [sizes[axis] for axis in axes]))
     return tuple(axis for axis, (a, b) in zip(axes, there.transpose(0, 2, 1), strict=True) if (a != b).any())
+
+
+def most_nodes(groups: np.ndarray, per_node: int) -> int:
+    """Returns on how many nodes the members of one group sit, in the group that has most; at least 1.
+
+    Args:
+      groups: Device ids, numbered node by node: the groups of a collective, or the pairs of a permute. Shape [groups,
+        size].
+      per_node: Devices of a node.
+
+    >>> most_nodes(np.array([[0, 4], [4, 8]]), per_node=8)
+    2
+    """
+    nodes = np.sort(groups // per_node, axis=1)
+    return 1 + int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0))

@@ -7,17 +7,16 @@ time. Everything here is modelled, nothing is measured:
 * other kernels take as long as XLA's cost model says, at most what memory needs, and each at least `KERNEL`;
 * a collective takes `LAUNCH` + hops x latency + wire bytes / (`LINE` x bandwidth). Within a node
   that is NVLink's; a group that spans nodes has the network ports of all its members in a node.
+  It ends with its slowest group: of a permute, one pair that crosses nodes is enough.
 """
 
 import math
 from collections import defaultdict
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxpar.errors import refuse
 from jaxpar.inspector.flop import op_flop, operand_dtype
-from jaxpar.inspector.groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
+from jaxpar.inspector.groups import axes_of, axes_of_pairs, most_nodes, parse_groups, parse_pairs
 from jaxpar.inspector.hlo import Module, Op
 from jaxpar.inspector.ledger import attribute_text
 from jaxpar.inspector.moved import moved
@@ -225,16 +224,15 @@ class _Player:
         if group == 1 or not len(members) or not axes:  # without axes, devices permute with themselves
             return None
         payload *= group if kind == "all-gather" else 1
-        first = members[0] // self.per_node
-        inside = group / len(np.unique(first))
+        nodes = most_nodes(members, self.per_node)
         rate, hop = self.chip.nvlink, HOP["node"]
-        if inside < group:
+        if nodes > 1:
             if self.chip.network is None:
                 raise refuse(
                     f"a time of {self.chip.name} over several machines",
                     rule="what joins them is in jaxpar's table of chips",
                     fix="one machine",
                 )
-            rate, hop = min(self.chip.nvlink, inside * self.chip.network), HOP["network"]
+            rate, hop = min(self.chip.nvlink, group / nodes * self.chip.network), HOP["network"]
         seconds = LAUNCH + hop * math.ceil(math.log2(group)) + wire_bytes(kind, payload, group) / (LINE * rate)
         return ",".join(axes), seconds, kind

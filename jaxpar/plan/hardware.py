@@ -113,9 +113,13 @@ class Hardware:
         hops = (members - 1) * self.inside.latency + (nodes - 1) * self.between.latency
         return np.where(np.asarray(group) > 1, self.launch + hops + size * wire, 0.0)
 
-    def send(self, size: Any, stride: Any) -> Any:
-        """Returns the seconds of a message to the device `stride` places further: another node's if that is far."""
-        far = np.asarray(stride) >= self.per_node
+    def send(self, size: Any, stride: Any, stages: Any) -> Any:
+        """Returns the seconds of a message from every stage to the next, and from the last to the first.
+
+        A tick ends with its slowest message. Stages are `stride` devices apart: the devices of all `stages` are one
+        node's, or some boundary between two stages is one between nodes, wherever it lies in the table.
+        """
+        far = np.asarray(stride) * stages > self.per_node
         latency = np.where(far, self.between.latency, self.inside.latency)
         return self.launch + latency + size / np.where(far, self.between.bandwidth, self.inside.bandwidth)
 

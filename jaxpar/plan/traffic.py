@@ -50,7 +50,7 @@ def context(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pr
 
 
 def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
-    """Returns the seconds of one message between two stages.
+    """Returns the seconds of a tick's messages between stages: those of the slowest link that any of them crosses.
 
     Scattered, each tensor rank sends its share through its own NIC and a gather inside the node puts them together,
     except where the stream is sharded by sequence anyway. Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
@@ -58,9 +58,9 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
     size = BYTES * tokens(shape, candidate) * shape.dim
     stride = candidate.tensor * candidate.context * candidate.fsdp * candidate.data
     if not practice.scatter:
-        return hardware.send(size / np.where(candidate.sequence, candidate.tensor, 1), stride)
+        return hardware.send(size / np.where(candidate.sequence, candidate.tensor, 1), stride, candidate.pipe)
     gathered = np.where(candidate.sequence, 0.0, hardware.gather(size, candidate.tensor, 1))
-    return hardware.send(size / candidate.tensor, stride) + gathered
+    return hardware.send(size / candidate.tensor, stride, candidate.pipe) + gathered
 
 
 def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
