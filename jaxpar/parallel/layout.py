@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.declare import Parallel
+from jaxpar.pipeline.asynchronous import microbatches_per_update
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.sharding.names import SCOPE, Blueprint, Leaf, Tree, nest, path_of
 from jaxpar.sharding.place import shard_bytes
@@ -77,6 +78,13 @@ class Layout:
     def microbatches(self) -> int:
         """Pieces of a batch that a pipeline takes one after the other; 1 without one."""
         return self.schedule.microbatches if self.sizes["pipe"] > 1 else 1
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates of the optimizer in a step: one with a flush, else one per microbatch (2bw: per P of them)."""
+        if self.sizes["pipe"] == 1:
+            return 1
+        return self.microbatches // microbatches_per_update(self.parallel.pipeline.weights, self.schedule)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -240,8 +248,9 @@ class Layout:
         stage = f", ZeRO-{self.parallel.stage}" if self.sizes["fsdp"] > 1 else ""
         total = sum(leaf.bytes for leaf in leaves)
         count = sum(leaf.size for leaf in leaves)
+        updates = f", {self.updates_per_step} updates a step" if self.updates_per_step > 1 else ""
         return (
-            f"{self.blueprint.name} on {axes}{stage}{', sequence' if self.parallel.sequence else ''}: "
+            f"{self.blueprint.name} on {axes}{stage}{', sequence' if self.parallel.sequence else ''}{updates}: "
             f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device"
         )
 

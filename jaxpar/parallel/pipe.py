@@ -34,7 +34,10 @@ class Pipeline:
       weights: When they change. flush: once per step, by the gradient of the whole batch. Otherwise after every
         microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights of its
         forward), vertical (all stages have those that the first had when the microbatch came in), 2bw (one update per
-        as many microbatches as stages, one late), none (no care taken: not the gradient of any function).
+        as many microbatches as stages, one late), none (no care taken: not the gradient of any function). Several
+        updates make a step then (`Layout.updates_per_step`), and all of them have the step's learning rate: schedules,
+        a job's and those that optax counts (`learning_rate=schedule`, `inject_hyperparams`), count steps, as with a
+        flush. What else a chain of your own counts, counts updates.
     """
 
     schedule: str = "1f1b_phased"

@@ -53,6 +53,11 @@ class Plan:
     versions: int
 
 
+def microbatches_per_update(weights: Weights, table: Schedule) -> int:
+    """Returns how many microbatches of a table make one update."""
+    return {"flush": table.microbatches, "2bw": table.stages}.get(weights, 1)
+
+
 def plan(program: Program, weights: Weights) -> Plan:
     """Returns the plan of a table.
 
@@ -68,7 +73,7 @@ def plan(program: Program, weights: Weights) -> Plan:
             fix='schedule="1f1b", PipeDream\'s own',
         )
     _check_order(table, weights)
-    per_update = table.stages if weights == "2bw" else 1
+    per_update = microbatches_per_update(weights, table)
     if table.microbatches % per_update:
         raise refuse(
             f"weights='2bw' with microbatches={table.microbatches} on pipe={table.stages}",

@@ -1,7 +1,7 @@
 """A step without a flush: as many updates as the table makes, each by the stage that its parameters live on.
 
 A parameter outside of the stack belongs to the first stage or to the last, by which of them reads it. The others carry
-a copy along that nobody reads, and take the owner's at the end of the step.
+a copy along that nobody reads, and take the owner's at the end of the step. Schedules go on once a step: see `pace`.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.optim.pace import advanced, standing
 from jaxpar.pipeline.asynchronous import Unflushed, plan, updating
 from jaxpar.pipeline.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.program import program
@@ -65,7 +66,7 @@ class Updating(Pipelined):
                 unflushed = Unflushed(
                     plan=self.plan,
                     model=model,
-                    update=updating(optimizer, self._join, self._split, self._reduce),
+                    update=updating(standing(optimizer), self._join, self._split, self._reduce),
                     place=self.homes.place,
                     keep=self.layout.parallel.pipeline.keep,
                     fill=self.fill,
@@ -98,7 +99,7 @@ class Updating(Pipelined):
             out_specs=(whole, split, specs, whole, whole),
             check_vma=False,
         )(self.plan.program.rows, jnp.arange(self.homes.replicas), shared, layers, state, rests, batch)
-        return self._tree(shared, layers), state, sums, after, jnp.sqrt(square)
+        return self._tree(shared, layers), advanced(state), sums, after, jnp.sqrt(square)
 
     def _check_state(self, state: Any) -> None:
         """Refuses an optimizer whose state for a stack cannot be cut as the stack is, such as Adafactor's."""
