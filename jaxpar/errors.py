@@ -6,6 +6,7 @@ JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
 """
 
 import difflib
+import math
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -106,6 +107,22 @@ def nearest(word: str, known: Iterable[str]) -> str:
     choices = sorted(known)
     close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(choices)}"
+
+
+def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lambda divisor: True) -> int | None:
+    """Returns the divisor of `number` that is nearest to `near`, the lower of two; None if none is within twice.
+
+    Args:
+      number: A positive number.
+      near: What was asked for.
+      good: What else must hold of it.
+
+    >>> nearest_divisor(4096, 7), nearest_divisor(4099, 7)
+    (8, None)
+    """
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    close = [n for n in (*small, *(number // n for n in small)) if near <= 2 * n <= 4 * near and good(n)]
+    return min(close, key=lambda n: (abs(n - near), n), default=None)
 
 
 def within(spec: object, section: str, ranges: Mapping[str, tuple[float, float]], *, below: Iterable[str] = ()) -> None:

@@ -1,6 +1,8 @@
 """The only place that parses and prints bytes, counts, FLOP and seconds. GiB = 2^30, GB = 10^9."""
 
+import math
 import re
+from numbers import Real
 
 from jaxpar.errors import JaxparError, refuse
 
@@ -20,20 +22,27 @@ def show_bytes(count: float) -> str:
     return f"{count:.4g} {_BINARY[power]}"
 
 
-def parse_bytes(text: str | int) -> int:
-    """Returns the bytes that a text such as `64 MiB`, `2GB` or `512` says.
+def parse_bytes(text: str | float) -> int:
+    """Returns the bytes that a text such as `64 MiB`, `2GB` or `512 B` says, or a number of them.
 
     Raises:
-      JaxparError: If the text is no size.
+      JaxparError: If it is no size. A text without a unit is none, for nobody means three bytes by `3`; 0 is one.
 
-    >>> parse_bytes("1.5 KiB")
-    1536
+    >>> parse_bytes("1.5 KiB"), parse_bytes(512), parse_bytes("0")
+    (1536, 512, 0)
     """
+    if isinstance(text, Real) and 0 <= float(text) < math.inf:
+        return int(text)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     scale = {unit: 1024**i for i, unit in enumerate(_BINARY)} | {unit: 1000**i for i, unit in enumerate(_DECIMAL)}
-    if not match or (match[2] or "B") not in scale:
+    if match and not match[2]:
+        if float(match[1]) == 0:
+            return 0
+        fix = f'write it as "{match[1]} GiB" or "{match[1]} B"'
+        raise refuse(f"{text!r} has no unit", rule=f"a number and one of {', '.join(scale)}", fix=fix)
+    if not match or match[2] not in scale:
         raise refuse(f"{text!r} is no size", rule=f"a number and one of {', '.join(scale)}", fix='write it as "64 MiB"')
-    return int(float(match[1]) * scale[match[2] or "B"])
+    return int(float(match[1]) * scale[match[2]])
 
 
 def parse_rate(text: str) -> float:
@@ -52,6 +61,9 @@ def parse_rate(text: str) -> float:
         return float(parse_bytes(text.strip().removesuffix("/s")))
     except JaxparError as error:
         rule = "bytes per second, B, or bits per second, b, with k, M, G or T before it"
+        bare = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:/s)?\s*", text)
+        if bare:
+            raise refuse(f"{text!r} has no unit", rule=rule, fix=f"{bare[1]}GB/s, or {bare[1]}Gb/s") from error
         raise refuse(f"{text!r} is no bandwidth", rule=rule, fix="12GB/s, or 10Gb/s") from error
 
 

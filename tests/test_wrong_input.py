@@ -193,7 +193,7 @@ JOBS = [
     (DECODER, "parallel.context=long", '"long"', "an integer"),
     (DECODER, "train.global_batch=33", "global_batch = 33", "global_batch = 36"),
     (DECODER, "train.accumulate=3", "accumulate=3", "global_batch = 36"),
-    (DECODER, "model.heads=3", "heads = 3", "dim = "),
+    (DECODER, "model.heads=3", "heads = 3", "heads = 2"),
     (DECODER, "model.heads=0", "heads = 0", "at least 1"),
     (DECODER, "model.kv_heads=3", "kv_heads = 3", "kv_heads = 2"),
     (DECODER, "model.kv_heads=-1", "kv_heads = -1", "kv_heads = "),

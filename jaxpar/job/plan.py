@@ -38,10 +38,15 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
     Raises:
       JaxparError: If the model cannot be planned, the chip's constants are not known, or a number is out of its range.
     """
-    rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key))}
+    rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key)) is not None}
     if slow := [key for key, rate in rates.items() if rate < 1]:
         key = slow[0]
         raise refuse(f"--{key} {given[key]}", rule="a link moves at least a byte per second", fix=f"--{key} 3GB")
+    memory = given.get("memory")
+    if memory is not None and parse_bytes(memory) < 1:
+        raise refuse(
+            f"--memory {memory}", rule="a program needs memory", fix="--memory 70GiB, or without it for what a run gets"
+        )
     known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
     links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
     fused = given.get("attention") == "fused"
@@ -52,7 +57,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         hardware=dataclasses.replace(known, **links),
         practice=JAXPAR_FUSED if fused else JAXPAR,
         choices=Choices(context=1) if fused else Choices(),  # cuDNN's kernel takes whole sequences
-        memory=parse_bytes(given.get("memory") or 0),
+        memory=parse_bytes(memory) if memory is not None else 0,
     )
 
 

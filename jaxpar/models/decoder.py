@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxpar.errors import refuse, within
 from jaxpar.models.attention import Attend, Rope, attend
+from jaxpar.models.heads import check_heads
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
 from jaxpar.models.stack import run_stack, stack
@@ -71,19 +72,7 @@ class DecoderSettings:
             | {"norm_eps": (0, 1), "rope_base": (1, 1e30), "dropout": (0, 1)},
             below=["dropout"],
         )
-        kv = self.kv_heads or self.heads
-        if self.dim % self.heads:
-            raise refuse(
-                f"dim = {self.dim}, heads = {self.heads}",
-                rule="heads divide dim",
-                fix=f"dim = {-(-self.dim // (2 * self.heads)) * 2 * self.heads}",
-            )
-        if self.heads % kv:
-            raise refuse(
-                f"heads = {self.heads}, kv_heads = {kv}",
-                rule="each head of keys and values serves a whole number of query heads",
-                fix=f"kv_heads = {max(n for n in range(1, kv + 1) if self.heads % n == 0)}",
-            )
+        check_heads(self.dim, self.heads, kv_heads=self.kv_heads, even=self.position == "rotary")
         stretch = tuple(self.rope_stretch)
         if stretch and not (
             len(stretch) == 4 and stretch[0] >= 1 and 0 < stretch[1] < stretch[2] < 1e9 > stretch[3] > 0
@@ -92,12 +81,6 @@ class DecoderSettings:
                 f"rope_stretch = {list(stretch)!r:.80}",
                 rule="a factor of at least 1, two numbers of turns, the smaller first, a sequence length; or nothing",
                 fix="rope_stretch = [8.0, 1.0, 4.0, 8192.0]",
-            )
-        if self.position == "rotary" and (self.dim // self.heads) % 2:
-            raise refuse(
-                f"head_dim = {self.dim // self.heads} with rotary positions",
-                rule="rotary positions turn pairs, so head_dim is even",
-                fix=f"dim = {(self.dim // self.heads + 1) * self.heads}, or position = 'learned'",
             )
 
     @property

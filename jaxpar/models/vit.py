@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import nearest_divisor, refuse, within
+from jaxpar.models.heads import check_heads
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
 from jaxpar.models.stack import run_stack, stack
@@ -53,14 +54,9 @@ class ViTSettings:
             raise refuse(
                 f"size = {self.size}, patch = {self.patch}",
                 rule="patches tile the image",
-                fix=f"patch = {max(n for n in range(1, self.patch + 1) if self.size % n == 0)}",
+                fix=f"patch = {nearest_divisor(self.size, self.patch) or self.size}",
             )
-        if self.dim % self.heads:
-            raise refuse(
-                f"dim = {self.dim}, heads = {self.heads}",
-                rule="heads divide dim",
-                fix=f"dim = {-(-self.dim // self.heads) * self.heads}",
-            )
+        check_heads(self.dim, self.heads)
 
 
 class ViT(nnx.Module):

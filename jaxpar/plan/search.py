@@ -8,6 +8,7 @@ import numpy as np
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.mesh.axes import TRAINED
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.doubts import MOST, doubts
 from jaxpar.plan.front import Points
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, at, pick
@@ -20,7 +21,6 @@ from jaxpar.units import show_bytes
 SPARE = 0.05  # of the memory stays free: predictions are off by about as much
 CHUNKED = 0.25  # and so much more where a stage has several chunks: of those, compiled bytes were up to 47 % more
 MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
-DOUBT = 0.3  # how wrong an assumed bandwidth may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Plan:
       fastest: The fastest of all, which may be the first.
       considered: Legal layouts.
       fitting: Those that fit.
-      doubts: What was assumed, and changed by `DOUBT`, to the mesh that would then be first.
+      doubts: Each assumption that may be wrong, as `jaxpar.plan.doubts` has them, to what would then be first.
       points: All that fit, with time and memory.
     """
 
@@ -161,7 +161,7 @@ def search(question: Question, *, top: int = 10) -> Plan:
         fastest=weigh(question, at(fitting, int(np.argmin(seconds)))),
         considered=len(needed),
         fitting=len(fits),
-        doubts={what: _first(changed, fitting, needed[fits]) for what, changed in _doubted(question).items()},
+        doubts=_doubted(question, fitting, seconds, needed[fits]),
         points=Points(layouts=fitting, seconds=seconds, bytes=needed[fits]),
     )
 
@@ -206,24 +206,17 @@ def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
     return order[first].tolist()
 
 
-def _doubted(question: Question) -> dict[str, Question]:
-    """Returns the question with each assumption off by `DOUBT`, to both sides."""
-    hardware, found = question.hardware, {}
-    for sign, word in ((1 + DOUBT, "more"), (1 - DOUBT, "less")):
-        for what, part, rate in (
-            ("bandwidth inside a node", "inside", "bandwidth"),
-            ("bandwidth between nodes", "between", "bandwidth"),
-            ("speed of products", "chip", "bf16_flops"),
-        ):
-            one = getattr(hardware, part)
-            changed = replace(hardware, **{part: replace(one, **{rate: getattr(one, rate) * sign})})
-            found[f"{DOUBT:.0%} {word} {what}"] = replace(question, hardware=changed)
+def _doubted(question: Question, fitting: Candidate, seconds: np.ndarray, needed: np.ndarray) -> dict[str, Ranked]:
+    """Returns what would be first with each assumption as wrong as it may be.
+
+    A doubt changes times by a factor of `MOST` at most, so what takes longer than that cannot become first.
+    """
+    near = np.flatnonzero(seconds <= seconds.min() * MOST * (1 + question.margin))
+    close, found = pick(fitting, near), {}
+    for what, hardware, practice in doubts(question.hardware, question.practice):
+        changed = replace(question, hardware=hardware, practice=practice)
+        found[what] = weigh(changed, at(close, int(_order(changed, close, needed[near])[1][0])))
     return found
-
-
-def _first(question: Question, fitting: Candidate, needed: np.ndarray) -> Ranked:
-    _, order = _order(question, fitting, needed)
-    return weigh(question, at(fitting, int(order[0])))
 
 
 def _plain(numbers: Any) -> Any:

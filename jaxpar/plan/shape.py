@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import nearest_divisor, refuse, within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class Shape:
             raise refuse(
                 f"dim={self.dim}, heads={self.heads}, kv_heads={self.kv_heads}",
                 rule="heads divide dim, and kv_heads divide heads",
-                fix=f"heads={next(n for n in range(self.heads, 0, -1) if self.dim % n == 0)}, kv_heads=0",
+                fix=f"heads={nearest_divisor(self.dim, self.heads) or 1}, kv_heads=0",
             )
 
     @classmethod

@@ -1,0 +1,50 @@
+"""What a plan takes for granted, each assumption as wrong as it may well be, to both sides.
+
+    bandwidths, speed of products      off by `DOUBT`
+    latencies                          twice, or half: of hops, and of what starts a kernel or a collective
+    exposed collectives                twice, or half, of what overlap is assumed to leave
+    fixed cost of a product            twice, or half: what a small microbatch's products lose
+
+So no doubt makes a cause of a step's time more than twice, or less than half, as long.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxpar.plan.hardware import Hardware
+from jaxpar.plan.practice import Practice
+
+DOUBT = 0.3  # how wrong an assumed bandwidth or speed may be
+MOST = 2.0  # the factor by which a doubt changes a part of the time at most
+
+_OVERLAPS = ("overlap", "tensor_overlap", "context_overlap")
+
+
+def doubts(hardware: Hardware, practice: Practice) -> Iterator[tuple[str, Hardware, Practice]]:
+    """Yields each doubt in words, with the hardware and the practice as they would then be."""
+    for sign, word in ((1 + DOUBT, "more"), (1 - DOUBT, "less")):
+        for what, part, rate in (
+            ("bandwidth inside a node", "inside", "bandwidth"),
+            ("bandwidth between nodes", "between", "bandwidth"),
+            ("speed of products", "chip", "bf16_flops"),
+        ):
+            one = getattr(hardware, part)
+            changed = replace(one, **{rate: getattr(one, rate) * sign})
+            yield f"{DOUBT:.0%} {word} {what}", replace(hardware, **{part: changed}), practice
+    for factor, word in ((MOST, "twice"), (1 / MOST, "half")):
+        yield f"{word} the latencies", _later(hardware, factor), practice
+        yield f"{word} the traffic that nothing hides", hardware, _exposed(practice, factor)
+        gemm = replace(hardware.gemm, half=hardware.gemm.half * factor)
+        yield f"{word} the fixed cost of a product", replace(hardware, gemm=gemm), practice
+
+
+def _later(hardware: Hardware, factor: float) -> Hardware:
+    links = {key: getattr(hardware, key) for key in ("inside", "between")}
+    slower = {key: replace(link, latency=link.latency * factor) for key, link in links.items()}
+    return replace(hardware, launch=min(1.0, hardware.launch * factor), **slower)
+
+
+def _exposed(practice: Practice, factor: float) -> Practice:
+    """Returns the practice with so many times the share of collectives that computation does not hide."""
+    left = {key: min(1.0, factor * (1 - getattr(practice, key))) for key in _OVERLAPS}
+    return replace(practice, **{key: 1 - share for key, share in left.items()})
