@@ -4,11 +4,14 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 from jaxpar.cli import bench, check, checkpoint, doctor, inspect, launch, partition, plan, sample, schedule, train
 from jaxpar.errors import JaxparError, refuse
+from jaxpar.launch.lifeline import follow
+from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
 
 VERBS = (train, launch, check, inspect, plan, partition, schedule, sample, checkpoint, bench, doctor)
@@ -18,6 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one verb and returns its exit status: 0 if what was asked for held, 1 if not, 2 for wrong use."""
     if "JAXPAR_PROCESS" in os.environ:
         sys.excepthook = _crash
+        follow()
     hush_plugin()  # whichever verb it is that makes the first device
     parser = argparse.ArgumentParser(
         prog="jaxpar",
@@ -45,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         result, status = {"problems": [vars_of(problem) for problem in error.problems]}, error.status
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
+        _leave(130)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,26 +60,20 @@ def main(argv: list[str] | None = None) -> int:
         except OSError as error:
             print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr)
             status = 1
-    if status and "jax" in sys.modules:
+    if status:
         _leave(status)
     return status
 
 
 def _leave(status: int) -> None:
     """Ends the process at once if it is one of several: JAX would wait at its end for the others."""
-    import jax
-
-    if jax.distributed.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    if "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+        leave(status)
 
 
 def _crash(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Ends one of several processes with a status that is no refusal, so that it is started again."""
-    sys.__excepthook__(kind, error, trace)
-    sys.stderr.flush()
-    os._exit(70)
+    leave(70, "".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def vars_of(problem: Any) -> dict[str, str]:

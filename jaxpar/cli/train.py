@@ -11,7 +11,7 @@ EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml parallel.data=1 parallel.fsdp=8 parallel.tensor=1 run.dir=runs/fsdp8
   $ jaxpar train --print-defaults
 
-Ctrl-C or SIGTERM finish the step, save and exit; the same command goes on from there.
+Ctrl-C, SIGTERM or a terminal that closes (SIGHUP) finish the step, save and exit; the same command goes on from there.
 """
 
 

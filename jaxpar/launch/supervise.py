@@ -6,7 +6,7 @@
                                                   without one that failed twice before there was another
 
 It trains nothing and holds no device. The processes find each other by `JAXPAR_COORDINATOR`,
-`JAXPAR_PROCESSES`, `JAXPAR_PROCESS`.
+`JAXPAR_PROCESSES`, `JAXPAR_PROCESS`; they end with it, whatever ends it (`lifeline.py`).
 """
 
 import dataclasses
@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.errors import LOST, JaxparError, refuse
+from jaxpar.launch.lifeline import VARIABLE, lifeline
+from jaxpar.leaving import wishes_to_stop
 
 _NOISE = "[Gloo] Rank "  # Gloo tells of every connection, on every process
 _CONSEQUENCES = (-signal.SIGABRT, LOST, 0)
@@ -103,6 +105,10 @@ class Attempt:
 
     def run(self, stop: "Stop") -> list[Ended]:
         """Returns how the processes ended, the first to fail first."""
+        with lifeline() as end:
+            return self._run(stop, end)
+
+    def _run(self, stop: "Stop", end: int) -> list[Ended]:
         begin = time.monotonic()
         coordinator = self.launch.coordinator or f"127.0.0.1:{free_port()}"
         attempt = f"{coordinator}-{self.number}"
@@ -110,7 +116,7 @@ class Attempt:
         readers = []
         try:
             for process in range(first, first + self.launch.processes):
-                child = self._start(process, coordinator, attempt)
+                child = self._start(process, coordinator, attempt, end)
                 self.children[process] = child
                 readers += [threading.Thread(target=self._pass_on, args=(process, pipe, out), daemon=True)
                             for pipe, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))]  # fmt: skip
@@ -135,13 +141,14 @@ class Attempt:
                 reader.join(timeout=5)
         return self.ended
 
-    def _start(self, process: int, coordinator: str, attempt: str) -> subprocess.Popen:
+    def _start(self, process: int, coordinator: str, attempt: str, end: int) -> subprocess.Popen:
         total = self.launch.nodes * self.launch.processes
         own = {"COORDINATOR": coordinator, "PROCESSES": str(total), "PROCESS": str(process)}
         own["ATTEMPT"] = attempt
         return subprocess.Popen(
             [sys.executable, "-m", "jaxpar", *self.launch.command, *self.launch.options],
-            env={**os.environ, **{f"JAXPAR_{name}": value for name, value in own.items()}},
+            env={**os.environ, **{f"JAXPAR_{name}": value for name, value in own.items()}, VARIABLE: str(end)},
+            pass_fds=(end,),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
             start_new_session=True,  # Ctrl-C reaches the supervisor, which passes it on
         )  # fmt: skip
@@ -202,7 +209,7 @@ def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str
       `status` of the verb, `attempts`: for each, the processes as they ended.
     """
     stop = Stop()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, stop) for number in wishes_to_stop()}
     attempts: list[list[Ended]] = []
     left, reached, before_last = launch.restarts, progress(), -1
     try:

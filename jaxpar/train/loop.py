@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxpar.errors import JaxparError
+from jaxpar.leaving import wishes_to_stop
 from jaxpar.train.checkpoint import Checkpoints, Store
 from jaxpar.train.data.spec import Source
 from jaxpar.train.detours import Detours
@@ -196,7 +197,7 @@ class _Stop:
 
 @contextmanager
 def _signals(stop: _Stop):
-    """Turns Ctrl-C and SIGTERM into a wish to stop after this step; a second one stops at once."""
+    """Turns Ctrl-C, SIGTERM and SIGHUP into a wish to stop after this step; a second one stops at once."""
 
     def wish(number, _frame):
         if stop.name is not None:
@@ -204,7 +205,7 @@ def _signals(stop: _Stop):
         stop.name = signal.Signals(number).name
 
     try:
-        before = {number: signal.signal(number, wish) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, wish) for number in wishes_to_stop()}
     except ValueError:  # not the main thread (a notebook's worker): signals are not ours to take
         before = {}
     try:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxpar.errors import LOST, JaxparError, Problem, refuse, said
+from jaxpar.leaving import leave
 from jaxpar.train.checkpoint.files import FULL
 
 EVERY = 0.5  # seconds between two signs of life
@@ -342,10 +343,7 @@ def write(folder: Path, beat: Beat) -> None:
 
 def _end(problem: Problem) -> NoReturn:
     """Ends this process from a thread: its main thread may wait in a collective for ever."""
-    print(f"error: {problem}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    time.sleep(PAUSE)
-    os._exit(LOST)
+    leave(LOST, f"error: {problem}", pause=PAUSE)
 
 
 def _disagreement(what: str, said: Mapping[int, tuple[str, str]]) -> JaxparError:

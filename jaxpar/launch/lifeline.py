@@ -1,0 +1,42 @@
+"""A process ends with its supervisor: each holds one end of a pipe through which nothing is ever sent.
+
+    supervisor ─── writing end        whatever ends the supervisor, kill -9 too, the system closes its end:
+    process    ◄── reading end        the read of a thread that waits there returns, and the process leaves
+
+Without it the processes of a supervisor that is gone would wait for ever, and hold their GPUs.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxpar.errors import LOST
+from jaxpar.leaving import leave
+
+VARIABLE = "JAXPAR_LIFELINE"  # the number of the reading end, and of the process that it is for
+
+
+@contextmanager
+def lifeline() -> Iterator[int]:
+    """Holds a writing end, as the supervisor; gives the reading end, for processes to inherit."""
+    reading, writing = os.pipe()
+    try:
+        yield reading
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+def follow() -> None:
+    """Ends this process when the supervisor that started it is gone; without one it does nothing."""
+    end, _, owner = os.environ.get(VARIABLE, "").partition(" ")
+    me = str(os.getpid())
+    if end and owner in ("", me):  # another is the parent of this process, which got the variable and not the pipe
+        os.environ[VARIABLE] = f"{end} {me}"  # stays, as the pipe does: a process may start itself anew by exec
+        threading.Thread(target=_wait, args=(int(end),), name="jaxpar-lifeline", daemon=True).start()
+
+
+def _wait(end: int) -> None:
+    os.read(end, 1)
+    leave(LOST, "error: the supervisor (jaxpar launch) is gone, and this process ends with it")
