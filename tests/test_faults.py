@@ -379,7 +379,7 @@ def test_a_held_out_batch_that_is_corrupt_is_found_too(tmp_path):
     skips = careful(source, tmp_path, said, "skip")
     for _ in range(2):
         found = [skips.evaluation(index, 2) for index in range(4)]
-        assert [batch is not None for batch in found] == [True, True, False, False]
+        assert [bool(batches) for batches in found] == [True, True, False, False]
     assert len(said) == 3
 
 

@@ -16,6 +16,7 @@ import jax
 
 from jaxpar.errors import reading, refuse
 from jaxpar.train.checkpoint import make_folder, write_json
+from jaxpar.train.data.held_out import Weighted
 from jaxpar.train.data.iterables import some
 from jaxpar.train.data.sound import CorruptBatch, Sound
 from jaxpar.train.data.spec import Batch, Rows, Source
@@ -124,8 +125,8 @@ class Careful:
         batch = self.sound.checked(self.source.batch(index, size, alone), lies, alone)
         return some(batch, None if alone is rows else rows)
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
-        """Returns the index-th held-out batch that is not corrupt, or some of its rows.
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
+        """Returns the index-th held-out examples that are not corrupt, or some rows of their batches.
 
         Raises:
           JaxparError: If one is, and the job does not skip such ones.
@@ -136,12 +137,11 @@ class Careful:
             for bad in self._bad_out:
                 at += bad <= at
             alone = rows if self.faults.on_bad_batch == "stop" else None
-            batch = self.source.evaluation(at, size, alone)
-            if batch is None:
-                return None
             try:
-                self.sound.checked(batch, lambda _, at=at: f"held-out batch {at}", alone)
-                return some(batch, None if alone is rows else rows)
+                batches = self.source.evaluation(at, size, alone)
+                for each in batches:
+                    self.sound.checked(each.batch, lambda _, at=at: f"held-out batch {at}", alone)
+                return [Weighted(each.weight, some(each.batch, None if alone is rows else rows)) for each in batches]
             except CorruptBatch as error:
                 self._pass("a held-out batch", error, passed)
                 self._bad_out = sorted([*self._bad_out, at])

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxpar.parallel.layout import Layout
+from jaxpar.train.data.held_out import Weighted
 from jaxpar.train.data.spec import Batch, Source
 
 
@@ -29,12 +30,12 @@ class Feed:
             return self.source.batch(step, self.size)
         return self._placed(self.source.batch(step, self.size, self.rows))
 
-    def evaluation(self, index: int) -> Mapping[str, Any] | None:
-        """Returns the index-th batch of the held-out examples, or None after the last."""
+    def evaluation(self, index: int) -> list[Weighted]:
+        """Returns the index-th held-out examples, in batches with their weights; none after the last."""
         if self.rows is None:
             return self.source.evaluation(index, self.size)
-        batch = self.source.evaluation(index, self.size, self.rows)
-        return None if batch is None else self._placed(batch)
+        batches = self.source.evaluation(index, self.size, self.rows)
+        return [Weighted(each.weight, self._placed(each.batch)) for each in batches]
 
     def _placed(self, batch: Batch) -> dict[str, jax.Array]:
         return {name: self._global(value) for name, value in batch.items()}

@@ -151,16 +151,14 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
 
 
 def evaluate(job: Run, state: State, feed: Feed) -> dict[str, float]:
-    """Returns `eval_loss` and its kin over the held-out examples: sums over all batches, divided once."""
+    """Returns `eval_loss` and its kin over the held-out examples: weighted sums over all batches, divided once."""
     totals: dict[str, tuple[float, float]] = {}
     index = 0
-    while not job.eval_batches or index < job.eval_batches:
-        batch = feed.evaluation(index)
-        if batch is None:
-            break
-        for name, (total, count) in jax.device_get(job.step.evaluate(state, batch)).items():
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = (before[0] + float(total), before[1] + float(count))
+    while (not job.eval_batches or index < job.eval_batches) and (batches := feed.evaluation(index)):
+        for each in batches:
+            for name, (total, count) in jax.device_get(job.step.evaluate(state, each.batch)).items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = (before[0] + each.weight * float(total), before[1] + each.weight * float(count))
         index += 1
     return {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}
 

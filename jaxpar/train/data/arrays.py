@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.train.data import order
+from jaxpar.train.data.held_out import Weighted, weighted
 from jaxpar.train.data.spec import Batch, Data, Rows
 
 
@@ -46,17 +47,10 @@ class Arrays:
     def _chosen(self, step: int, size: int) -> np.ndarray:
         return self.train[order.rows(step, size, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)]
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
-        """Returns the index-th held-out batch; the last is filled up with rows that count nothing (`mask` 0)."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
+        """Returns the index-th `size` held-out examples; none after the last."""
         chosen = self.out[index * size : (index + 1) * size]
-        if not len(chosen):
-            return None
-        wanted = np.arange(size) if rows is None else rows
-        batch = self._rows(np.resize(chosen, size)[wanted])
-        mask = (wanted < len(chosen)).astype(np.float32)
-        given = batch.get("mask", np.ones((len(wanted),), np.float32))
-        batch["mask"] = given * mask.reshape(-1, *(1,) * (given.ndim - 1))
-        return batch
+        return weighted(len(chosen), size, rows, lambda at: self._rows(chosen[at]))
 
     def _rows(self, chosen: np.ndarray) -> Batch:
         return {name: np.ascontiguousarray(value[chosen]) for name, value in self.arrays.items()}

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, refuse, users_code
 from jaxpar.train.data.arrays import in_32_bits
+from jaxpar.train.data.held_out import Weighted, weighted
 from jaxpar.train.data.sound import CorruptBatch
 from jaxpar.train.data.spec import Batch, Rows
 
@@ -41,13 +42,17 @@ class Stream:
             self._next += 1
         return some(as_batch(batch, size, self.fingerprint), rows)
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
-        """Returns None: nothing is held out of an iterable."""
-        return None
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
+        """Returns nothing: nothing is held out of an iterable."""
+        return []
 
 
 class Own:
-    """The user's own object with `batch(step, size)`, each batch checked."""
+    """The user's own object with `batch(step, size)`, each batch checked.
+
+    It is evaluated if it has `evaluation(index, size)`: the index-th `size` held-out examples, fewer at the end, then
+    None.
+    """
 
     def __init__(self, source: Any, name: str):
         self.source, self.name = source, name
@@ -61,17 +66,34 @@ class Own:
             batch = self.source.batch(step, size)
         return some(as_batch(batch, size, self.name), rows)
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
-        """Returns a held-out batch, or None; also where the source holds nothing out."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
+        """Returns the index-th held-out batch of the user's, which has `size` rows or fewer; none after the last."""
         if not hasattr(self.source, "evaluation"):
-            return None
+            return []
         with users_code(
             f"{self.name}.evaluation({index}, {size})",
             rule="a source has evaluation(index, size)",
             fix="the line that it names",
         ):
             batch = self.source.evaluation(index, size)
-        return None if batch is None else some(as_batch(batch, size, self.name), rows)
+        if batch is None:
+            return []
+        count = _count(batch, size)
+        whole = as_batch(batch, count, self.name)
+        return weighted(count, size, rows, lambda at: some(whole, at))
+
+
+def _count(batch: Any, size: int) -> int:
+    """Returns how many rows all arrays of a user's held-out batch have, if fewer than `size`; else `size`."""
+    counts = {_rows(value) for value in batch.values()} if isinstance(batch, Mapping) else set()
+    return min(counts) if len(counts) == 1 and 0 < min(counts) < size else size
+
+
+def _rows(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    shape = getattr(value, "shape", ())
+    return shape[0] if shape else 0
 
 
 def some(batch: Batch, rows: Rows) -> Batch:

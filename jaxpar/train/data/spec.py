@@ -1,11 +1,14 @@
 """What a job says of its data, and what a source of batches is."""
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, nearest, within
+
+if TYPE_CHECKING:
+    from jaxpar.train.data.held_out import Weighted
 
 Batch = dict[str, np.ndarray]
 
@@ -15,7 +18,8 @@ class Data:
     """What to train on.
 
     Attributes:
-      source: stdlib, text, digits, arrays, or "package.module:name" of a Python iterable.
+      source: stdlib, text, digits, arrays, or "package.module:name" of a Python iterable, of a function that returns
+        one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size).
       path: File, folder or glob of text or arrays; a list of them for text.
       pattern: Which files of a folder of text.
       tokenizer: bytes, or bpe trained on the text.
@@ -82,6 +86,9 @@ class Source(Protocol):
         """Returns the training batch of a step, or some of its rows: the same for the same step, always."""
         ...
 
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
-        """Returns the index-th batch of the held-out examples, or None after the last whole one."""
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> "list[Weighted]":
+        """Returns the index-th `size` held-out examples, in one or two batches of `size` rows; none after the last.
+
+        The last ones may be fewer: then their batches are filled up, and the weights make up for it.
+        """
         ...

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.train.data.arrays import Arrays
-from jaxpar.train.data.spec import Batch, Data, Rows
+from jaxpar.train.data.spec import Batch, Data
 
 
 class Tokens(Arrays):
@@ -31,13 +31,6 @@ class Tokens(Arrays):
     def where(self, step: int, size: int, row: int) -> str:
         """Returns in words where a row of a training batch lies."""
         return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
-
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> Batch | None:
-        """Returns the index-th held-out batch, its mask spread over the tokens."""
-        batch = super().evaluation(index, size, rows)
-        if batch is not None:
-            batch["mask"] = np.broadcast_to(batch["mask"][:, None], batch["targets"].shape).copy()
-        return batch
 
 
 def check_length(tokens: int, spec: Data) -> None:
