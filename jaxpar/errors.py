@@ -7,6 +7,7 @@ JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
 
 import difflib
 import math
+import signal
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
+STOPPED = {name: 128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGTERM")}  # and saved; as shells count
 
 
 @dataclass(frozen=True, slots=True)

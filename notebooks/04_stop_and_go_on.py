@@ -99,7 +99,7 @@ end(start("train", "job.toml", "run.dir=runs/whole"))
 # %% [markdown]
 # ## Stopped on 2 x 2 x 2
 #
-# The step is finished, the state saved, and the command ends well.
+# The step is finished, the state saved, and the command ends with status 143: stopped, as asked.
 
 # %%
 stop_after(25, "stopped", start("train", "job.toml", "run.dir=runs/stopped"))

@@ -118,7 +118,7 @@ def test_a_run_goes_on_with_another_number_of_processes(folder):
         child = start(folder, "launch", "-n", str(count), "train", name)
         wait_for(folder, "changing", step)
         child.send_signal(signal.SIGTERM)
-        end(child)
+        end(child, status=143)
         assert step <= len(rows(folder, "changing")) < 60
     end(start(folder, "train", name))
     np.testing.assert_allclose(losses(folder, "changing"), losses(folder, "unchanged"), rtol=2e-6)
@@ -219,7 +219,7 @@ def test_a_signal_to_one_stops_all_after_the_same_step(folder):
     child = start(folder, "launch", "-n", "2", "train", job(folder, "told", steps=5000))
     wait_for(folder, "told", 10)
     os.kill(pid(folder, "told", 1), signal.SIGTERM)
-    out, _ = end(child)
+    out, _ = end(child, status=143)
     assert "stopped by SIGTERM, saved step " in out
     last = rows(folder, "told")[-1]["step"]
     assert f"saved step {last};" in out

@@ -137,13 +137,14 @@ def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
         wait_for(process, "step")
         process.send_signal(number)
         out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
+    assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in out
     assert rows(target)[-1]["step"] < 40
     assert "on from step" in run("train", folder / "job.toml", f"run.dir={target}").stdout
-    want = losses(whole)
-    # the step that the signal ended was evaluated too, which the undisturbed run had no reason for
-    assert {step: row[:2] for step, row in losses(target).items()} == {step: row[:2] for step, row in want.items()}
+    got, want = losses(target), losses(whole)
+    assert {step: row[:2] for step, row in got.items()} == {step: row[:2] for step, row in want.items()}
+    # at most the step that the signal ended has not been evaluated, and no other has
+    assert sum(got[step] != row for step, row in want.items()) <= 1
 
 
 @pytest.mark.slow  # test_kills.py kills a loop ten times

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.bench.record import where
-from jaxpar.errors import refuse
+from jaxpar.errors import STOPPED, refuse
 from jaxpar.launch.supervise import free_port
 from jaxpar.mesh.devices import simulate
 
@@ -311,7 +311,7 @@ def preempted(timeout: float) -> Found:
         run.children[1].send_signal(signal.SIGTERM)
         ended = run.wait_for_end(within=3 * timeout + 20)
         said = next((line for line in run.said(0).splitlines() if line.startswith("stopped by SIGTERM")), "")
-        well = len(ended) == len(run.children) and {status for status, _ in ended.values()} == {0}
+        well = len(ended) == len(run.children) and {status for status, _ in ended.values()} == {STOPPED["SIGTERM"]}
         return Found("SIGTERM to process 1", time.monotonic() - begin, timeout + 5, well and bool(said), said)
 
 

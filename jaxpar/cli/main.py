@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cli import bench, check, checkpoint, doctor, inspect, launch, partition, plan, sample, schedule, train
-from jaxpar.errors import JaxparError, refuse
+from jaxpar.errors import STOPPED, JaxparError, refuse
 from jaxpar.launch.lifeline import follow
 from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
@@ -18,7 +18,10 @@ VERBS = (train, launch, check, inspect, plan, partition, schedule, sample, check
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb and returns its exit status: 0 if what was asked for held, 1 if not, 2 for wrong use."""
+    """Runs one verb and returns its exit status: 0 if what was asked for held, 1 if not, 2 for wrong use.
+
+    A run that a signal stopped ends with 128 and the number of the signal.
+    """
     if "JAXPAR_PROCESS" in os.environ:
         sys.excepthook = _crash
         follow()
@@ -60,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         except OSError as error:
             print(f"error: --json {args.json}: {error.strerror}", file=sys.stderr)
             status = 1
-    if status:
+    if status and status not in STOPPED.values():  # who stopped leaves with all others
         _leave(status)
     return status
 

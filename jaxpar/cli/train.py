@@ -11,7 +11,9 @@ EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml parallel.data=1 parallel.fsdp=8 parallel.tensor=1 run.dir=runs/fsdp8
   $ jaxpar train --print-defaults
 
-Ctrl-C, SIGTERM or a terminal that closes (SIGHUP) finish the step, save and exit; the same command goes on from there.
+Ctrl-C, SIGTERM or a terminal that closes (SIGHUP) finish the step, save it, evaluate nothing and end with status 130,
+143 or 129 (128 and the signal's number); the same command goes on from there. A second Ctrl-C ends at once, without a
+save.
 """
 
 
@@ -32,7 +34,7 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains and returns the outcome."""
-    from jaxpar.errors import refuse
+    from jaxpar.errors import STOPPED, refuse
     from jaxpar.job.schema import load
     from jaxpar.job.toml import show_defaults
 
@@ -52,4 +54,4 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.run import train
 
     result = train(job, stream=sys.stdout)
-    return result, 0
+    return result, STOPPED.get(result["stopped_by"], 0)

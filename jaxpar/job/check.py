@@ -85,7 +85,7 @@ def _check_path(job: Job) -> None:
 def _check_faults(job: Job) -> None:
     if job.faults.on_bad_step == "rollback" and not job.checkpoint.every:
         raise refuse(
-            "faults.on_bad_step = 'rollback' with checkpoint.every = 0, which saves at the end only",
+            "faults.on_bad_step = 'rollback' with checkpoint.every = 0, which saves by the clock alone",
             rule="a rollback goes to a checkpoint",
             fix=f"checkpoint.every = {max(1, job.train.steps // 20)}",
         )

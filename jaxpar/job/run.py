@@ -113,8 +113,8 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
         if built.step.products is not None:
             progress.say(str(built.step.products))
         if outcome.stopped_by:
-            saved = int(outcome.state.step)
-            progress.say(f"stopped by {outcome.stopped_by}, saved step {saved}; the same command goes on from there")
+            done = int(outcome.state.step)
+            progress.say(f"stopped by {outcome.stopped_by}, saved step {done}; the same command goes on from there")
     last = outcome.rows[-1] if outcome.rows else {}
     return {
         "run": str(folder),

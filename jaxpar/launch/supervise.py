@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpar.errors import LOST, JaxparError, refuse
+from jaxpar.errors import LOST, STOPPED, JaxparError, refuse
 from jaxpar.launch.lifeline import VARIABLE, lifeline
 from jaxpar.leaving import wishes_to_stop
 
@@ -127,7 +127,7 @@ class Attempt:
                 self._collect(begin)
                 if stop.name:
                     stop.pass_on(self.children.values())
-                failed = [each for each in self.ended if each.status]
+                failed = [each for each in self.ended if each.status and each.status not in STOPPED.values()]
                 if failed and deadline is None:
                     deadline = time.monotonic() + GRACE
                     self.say(str(failed[0]))
@@ -222,6 +222,8 @@ def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str
             if refused := next((each for each in ended if each.status == JaxparError.status), None):
                 say(f"process {refused.process} refused what it was given: not started again")
                 return _outcome(1, attempts)
+            if stopped := next((each.status for each in failed if each.status in STOPPED.values()), 0):
+                return _outcome(stopped, attempts)  # on purpose, and saved
             if stop.name:
                 return _outcome(1, attempts)
             if (now := progress()) > reached:

@@ -1,7 +1,9 @@
 """The loop: batches in, steps in flight bounded, metrics, evaluations and checkpoints out.
 
     batch(i) ─► step i ─► in flight (at most 2) ─► row i ─► metrics.jsonl, progress
-                                                     └─► every so often: evaluate, save
+                                                     └─► every so often: save, evaluate; the scores go to both
+
+A signal: the step is finished and saved, and nothing is evaluated.
 
 Two in flight keep a GPU busy, and metrics late by one step. (`Step` itself bounds them on simulated
 devices, where a loop of 40 unblocked steps aborted on jax 0.10.2.)
@@ -20,7 +22,8 @@ import jax
 
 from jaxpar.errors import JaxparError
 from jaxpar.leaving import wishes_to_stop
-from jaxpar.train.checkpoint import Checkpoints, Store
+from jaxpar.train.checkpoint import Checkpoints, Store, processes
+from jaxpar.train.checkpoint.due import Due
 from jaxpar.train.data.spec import Source
 from jaxpar.train.detours import Detours
 from jaxpar.train.faults import Watch, roll_back
@@ -96,11 +99,14 @@ def run(job: Run, state: State) -> Outcome:
     feed = Feed(job.source, job.step.layout, job.global_batch)
     rows: list[dict[str, Any]] = []
     stop = _Stop()
-    while True:
-        try:
-            return _stretch(job, state, feed, rows, stop)
-        except JaxparError as error:
-            state = roll_back(job, error, rows)
+    with _signals(stop):
+        if int(state.step) >= job.steps:
+            return Outcome(state=state, rows=rows, stopped_by=_score_the_end(job, state, feed, stop))
+        while True:
+            try:
+                return _stretch(job, state, feed, rows, stop)
+            except JaxparError as error:
+                state = roll_back(job, error, rows)
 
 
 def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], stop: "_Stop") -> Outcome:
@@ -109,52 +115,99 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
     flying: collections.deque = collections.deque()
     clock = time.perf_counter()
     stopped: str | None = None
+    due = Due(job.checkpoints, start=start)
 
-    def land() -> None:
+    def land() -> dict[str, Any]:
         nonlocal clock
         index, metrics = flying.popleft()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
         rows.append(_row(job, index, values, now - clock))
         clock = now
+        if job.log:
+            job.log.write(rows[-1])
+        return rows[-1]
 
-    with _signals(stop):
-        for index in range(start, job.steps):
-            done = index + 1
-            job.peers.at(done, "reading the batch" if index > start else "compiling")
-            batch = feed.batch(index)
-            if index > start:
-                job.peers.at(done, "training")
-            state, metrics = job.step(state, batch, limit=job.watch.limit(done))
-            flying.append((done, metrics))
-            stopped = job.peers.stopping(stop.name, done)
-            last = done == job.steps or stopped is not None
-            evaluating = last or (job.eval_every and done % job.eval_every == 0)
-            saving = last or (job.checkpoints.every and done % job.checkpoints.every == 0)
-            while len(flying) > (0 if evaluating or saving else IN_FLIGHT - 1):
-                land()
-                if flying or not evaluating:
-                    _publish(job, rows[-1])
-            if evaluating:
-                job.peers.at(done, "evaluating")
-                rows[-1] |= evaluate(job, state, feed)
-                _publish(job, rows[-1])
-                clock = time.perf_counter()
-            if saving and job.store:
-                job.peers.at(done, "saving")
-                job.store.save(done, state, _scores(rows[-1]))
-            if last:
-                break
-    if job.store:
-        job.store.finish()
+    for index in range(start, job.steps):
+        done = index + 1
+        job.peers.at(done, "reading the batch" if index > start else "compiling")
+        batch = feed.batch(index)
+        if index > start:
+            job.peers.at(done, "training")
+        state, metrics = job.step(state, batch, limit=job.watch.limit(done))
+        flying.append((done, metrics))
+        stopped = job.peers.stopping(stop.name, done)
+        last = done == job.steps or stopped is not None
+        evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))
+        if stopped and job.progress:
+            job.progress.say(f"{stopped}: saving step {done}" if job.store else f"{stopped}: step {done} is the last")
+        while len(flying) > (0 if last or evaluating or due.is_asked(done) else IN_FLIGHT - 1):
+            row = land()
+            if job.progress and (flying or not evaluating):
+                job.progress.step(row)
+        if last or due.is_due(done):
+            _save(job, state, done, rows[-1], last=last)
+        if evaluating:
+            stopped = _evaluate(job, state, feed, rows[-1], stop)
+            clock = time.perf_counter()
+        if last:
+            break
     return Outcome(state=state, rows=rows, stopped_by=stopped)
 
 
-def evaluate(job: Run, state: State, feed: Feed) -> dict[str, float]:
-    """Returns `eval_loss` and its kin over the held-out examples: weighted sums over all batches, divided once."""
+def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:
+    """Starts to save the state; of the last step it is on the disk afterwards, whatever comes then."""
+    if job.store:
+        job.peers.at(step, "saving")
+        job.store.save(step, state, _scores(row))
+        if last:
+            job.store.finish()
+
+
+def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_Stop") -> str | None:
+    """Adds the scores of the held-out examples to a row, and to the checkpoint of its step where there is one.
+
+    Returns the signal that broke it off, or None.
+    """
+    step = row["step"]
+    job.peers.at(step, "evaluating")
+    found = evaluate(job, state, feed, stop)
+    row |= found or {}
+    if found and job.log:
+        job.log.amend(found)
+    if found and job.store:
+        job.store.score(step, _scores(row))
+    if job.progress and "loss" in row:
+        job.progress.step(row)
+    return stop.name if found is None else None
+
+
+def _score_the_end(job: Run, state: State, feed: Feed, stop: "_Stop") -> str | None:
+    """Evaluates the last step of a run that was stopped there, or broke in its last evaluation."""
+    step, store = int(state.step), job.store
+    if store is None or not processes.told(step in store.steps() and "eval_loss" not in store.scores(step)):
+        return None
+    row: dict[str, Any] = {"step": step}
+    by = _evaluate(job, state, feed, row, stop)
+    if job.progress and len(row) > 1:
+        said = ", ".join(f"{name} {value:.4f}" for name, value in row.items() if name != "step")
+        job.progress.say(f"step {step} evaluated: {said}")
+    return by
+
+
+def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) -> dict[str, float] | None:
+    """Returns `eval_loss` and its kin over the held-out examples: weighted sums over all batches, divided once.
+
+    A signal breaks it off, and nothing is returned: that of process 0, as all must leave after the same batch.
+    """
     totals: dict[str, tuple[float, float]] = {}
     index = 0
-    while (not job.eval_batches or index < job.eval_batches) and (batches := feed.evaluation(index)):
+    while not job.eval_batches or index < job.eval_batches:
+        if stop is not None and (number := processes.told(stop.number)):
+            stop.name = signal.Signals(number).name
+            return None
+        if not (batches := feed.evaluation(index)):
+            break
         for each in batches:
             for name, (total, count) in jax.device_get(job.step.evaluate(state, each.batch)).items():
                 before = totals.get(name, (0.0, 0.0))
@@ -181,25 +234,24 @@ def _scores(row: dict[str, Any]) -> dict[str, float]:
     return {key: row[key] for key in ("loss", "eval_loss") if math.isfinite(row.get(key, math.nan))}
 
 
-def _publish(job: Run, row: dict[str, Any]) -> None:
-    if job.log:
-        job.log.write(row)
-    if job.progress:
-        job.progress.step(row)
-
-
 @dataclass
 class _Stop:
     name: str | None = None
 
+    @property
+    def number(self) -> int:
+        return signal.Signals[self.name] if self.name else 0
+
 
 @contextmanager
 def _signals(stop: _Stop):
-    """Turns Ctrl-C, SIGTERM and SIGHUP into a wish to stop after this step; a second one stops at once."""
+    """Turns signals into a wish to stop after this step; a second Ctrl-C stops at once, without a save."""
 
     def wish(number, _frame):
         if stop.name is not None:
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return  # a cluster may say it twice: what is being saved is saved
         stop.name = signal.Signals(number).name
 
     try:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,13 @@ class Log:
         self._file: Any = None
         self._board: Any = None
         self._rows: list[str] = []  # that are not written yet: while the disk is full
+        self._row: dict[str, Any] = rows[-1][1] if rows else {}  # the last one
         if not self._writes:
             return
         write_text(self.path, "".join(line + "\n" for line, _ in rows))
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self.path.open("r+b", buffering=0)
+        self._end = self._file.seek(0, os.SEEK_END)
+        self._begin = self._end - (len(rows[-1][0].encode()) + 1 if rows else 0)  # where that row is
         if self._spec.tensorboard:
             try:
                 from tensorboardX import SummaryWriter
@@ -84,15 +88,23 @@ class Log:
         """
         if self._file is None:
             return
-        row = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
-        self._rows.append(json.dumps(row) + "\n")
+        self._row = _plain(row)
+        self._rows.append(_line(self._row))
         self._write()
-        if self._board is not None:
-            for key, value in row.items():
-                if key != "step" and value is not None:
-                    self._board.add_scalar(key, value, row["step"])
+        self._draw(self._row)
+
+    def amend(self, more: Mapping[str, Any]) -> None:
+        """Adds to the last row what was measured since: one write over it, so that a kill leaves a whole row."""
+        if self._file is None or not more or not self._row:
+            return
+        more = _plain(more)
+        self._row = self._row | more
+        if self._rows:
+            self._rows[-1] = _line(self._row)
+        else:
+            self._rows, self._end = [_line(self._row)], self._begin
+        self._write()
+        self._draw(more)
 
     def close(self) -> None:
         """Flushes and closes the files; warns of rows that a full disk kept from them."""
@@ -107,16 +119,26 @@ class Log:
 
     def _write(self) -> None:
         """Writes the rows that wait, all of them or none: half a line would spoil the file for the next start."""
-        text, begin = "".join(self._rows).encode(), self._file.seek(0, os.SEEK_END)
+        lines = [line.encode() for line in self._rows]
+        text = b"".join(lines)
+        self._file.seek(self._end)
         try:
             while text:
                 text = text[self._file.write(text) :]
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            self._file.truncate(begin)
+            self._file.truncate(self._end)
         else:
+            self._end = self._file.tell()
+            self._begin = self._end - len(lines[-1]) if lines else self._begin
             self._rows.clear()
+
+    def _draw(self, row: Mapping[str, Any]) -> None:
+        if self._board is not None:
+            for key, value in row.items():
+                if key != "step" and value is not None:
+                    self._board.add_scalar(key, value, self._row["step"])
 
     def _lines(self) -> list[str]:
         """Returns the whole lines that are there; a line cut off by a crash is none."""
@@ -124,3 +146,12 @@ class Log:
             return []
         text = self.path.read_text()
         return [line for line in text[: text.rfind("\n") + 1].splitlines() if line.strip()]
+
+
+def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row with null for what is not finite, as JSON knows no nan."""
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row) + "\n"

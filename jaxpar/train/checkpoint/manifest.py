@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 
 import pydantic
@@ -23,6 +23,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.train.checkpoint.files import sync, sync_tree
 
 NAME = "MANIFEST"
+PART = ".writing.list"  # of the name of a list that is to take the place of another
 FORMAT = 1
 _WORKERS = 4  # hashing lets other threads run
 _SMALL = 2**20  # bytes that are hashed sooner than threads are started
@@ -79,12 +80,29 @@ def write(
 ) -> Manifest:
     """Makes a folder a checkpoint: lists its files as they are, and waits until all is on the disk."""
     made = Manifest(step=step, written=written, scores=dict(scores), arrays=dict(arrays), files=_hashed(folder))
-    rest = json.dumps(asdict(made), indent=1).encode() + b"\n"
     sync_tree(folder)
-    (folder / NAME).write_bytes(_digest(rest).encode() + b"\n" + rest)
-    sync(folder / NAME)
+    _list(folder / NAME, made)
     sync(folder)
     return made
+
+
+def score(folder: Path, scores: Mapping[str, float]) -> None:
+    """Adds to the scores of a checkpoint what was measured since; a reader sees the old list or the new one.
+
+    Raises:
+      JaxparError: If its list cannot be read.
+    """
+    made = read(folder)
+    part = folder.with_name(folder.name + PART)  # beside it: within, what a kill leaves would not belong to it
+    _list(part, replace(made, scores=made.scores | dict(scores)))
+    part.replace(folder / NAME)
+    sync(folder)
+
+
+def _list(path: Path, made: Manifest) -> None:
+    rest = json.dumps(asdict(made), indent=1).encode() + b"\n"
+    path.write_bytes(_digest(rest).encode() + b"\n" + rest)
+    sync(path)
 
 
 def read(folder: Path) -> Manifest:

@@ -11,7 +11,8 @@ class Checkpoints:
     """When checkpoints are written, which are kept, and which one a new run starts from.
 
     Attributes:
-      every: Steps between two; 0 writes one at the end only.
+      every: Steps between two; 0 counts no steps. One is written at the end, and where a run is stopped.
+      minutes: Age at which the latest is too old, so that another is written besides; 0 for none.
       keep_last: How many of the latest stay.
       keep_best: How many of those with the lowest eval_loss stay besides.
       start_from: A run folder, one checkpoint, or a Llama or GPT-2 folder of Hugging Face's (taken whole), whose
@@ -24,6 +25,7 @@ class Checkpoints:
     """
 
     every: int = 0
+    minutes: float = 30.0
     keep_last: int = 2
     keep_best: int = 0
     start_from: str = ""
@@ -32,7 +34,9 @@ class Checkpoints:
     cast: bool = False
 
     def __post_init__(self):
-        within(self, "checkpoint", {"every": (0, 2**31 - 1), "keep_last": (1, 2**31 - 1), "keep_best": (0, 2**31 - 1)})
+        most = 2**31 - 1
+        ranges = {"every": (0, most), "minutes": (0.0, 1e6), "keep_last": (1, most), "keep_best": (0, most)}
+        within(self, "checkpoint", ranges)
         for key, usual in (("take", ("*",)), ("rename", {}), ("cast", False)):
             if not self.start_from and getattr(self, key) != usual:
                 raise refuse(

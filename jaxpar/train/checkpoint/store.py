@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,20 @@ class Store:
         else:
             self._pending = writing.begin(self.folder, step, state, scores)
 
+    def score(self, step: int, scores: dict[str, float]) -> None:
+        """Adds to the list of a checkpoint what was measured since it was saved; it may still be being written.
+
+        Raises:
+          JaxparError: If its list cannot be read or written.
+        """
+        if not processes.is_first():
+            return
+        if self._pending is not None and self._pending.step == step:
+            self._pending = writing.after(self._pending, partial(self._score, step, scores))
+        elif self.path(step).is_dir():
+            self._score(step, scores)
+            self._delete_old()
+
     def wait(self) -> None:
         """Waits until the last write is committed, then deletes what is not kept.
 
@@ -85,6 +100,7 @@ class Store:
             return
         write, self._pending = self._pending, None
         error = write.done.exception()
+        write.worker.shutdown()
         if error is None:
             processes.told(0)  # the first has renamed it
             self._unsaved = None
@@ -112,7 +128,9 @@ class Store:
         """Waits for a write under way, on this process alone: a run that ends by an error still has its checkpoint."""
         if self._pending is not None:
             write, self._pending = self._pending, None
-            if (error := write.done.exception()) is not None:
+            error = write.done.exception()
+            write.worker.shutdown()
+            if error is not None:
                 self.say(str(self._failed(write, error)))
 
     def restore(self, like: Any, step: int | None = None) -> tuple[Any, int]:
@@ -185,6 +203,14 @@ class Store:
             make_folder(self.folder)
             for path in list(shelf.left_over(self.folder)):
                 shelf.delete(path)
+
+    def _score(self, step: int, scores: dict[str, float]) -> None:
+        try:
+            manifest.score(self.path(step), scores)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self.say(f"the scores of step {step} are not saved: the disk of {self.folder} is full")
 
     def _full(self, step: int, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free

@@ -5,8 +5,9 @@
 A kill at any moment leaves a folder with another name than `000200`, or the whole checkpoint.
 """
 
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,13 @@ class Write:
       step: Its step.
       bytes: Of its arrays.
       done: Ends when it is committed, or with the error that ended it.
+      worker: The thread that commits it.
     """
 
     step: int
     bytes: int
     done: Future
+    worker: ThreadPoolExecutor
 
 
 def begin(folder: Path, step: int, state: Any, scores: Mapping[str, float]) -> Write:
@@ -44,8 +47,17 @@ def begin(folder: Path, step: int, state: Any, scores: Mapping[str, float]) -> W
         done = worker.submit(_finish, response, writing, final, about)
     except arrays.UNREADABLE as error:  # told by `Store.wait`, as what comes later
         done.set_exception(error)
-    worker.shutdown(wait=False)
-    return Write(step=step, bytes=sum(each.bytes for each in listed.values()), done=done)
+    return Write(step=step, bytes=sum(each.bytes for each in listed.values()), done=done, worker=worker)
+
+
+def after(write: Write, act: Callable[[], None]) -> Write:
+    """Returns the write with something that is done once it is committed."""
+
+    def _then() -> None:
+        write.done.result()
+        act()
+
+    return dataclasses.replace(write, done=write.worker.submit(_then))
 
 
 def _finish(response: Any, writing: Path, final: Path, about: dict[str, Any]) -> None:
