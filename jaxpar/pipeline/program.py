@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxpar.pipeline.forwards import forwards
 from jaxpar.pipeline.schedule import Schedule
 
 COLUMNS = (
@@ -89,8 +90,7 @@ class Program:
 @lru_cache(maxsize=64)
 def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
     """Returns the program of a table; with `forward_only`, of its forwards, as an evaluation needs them."""
-    ticks = [row for row in schedule.cells if not forward_only or any(cell and cell.op == "F" for cell in row)]
-    ticks = [tuple(c if c and (c.op == "F" or not forward_only) else None for c in row) for row in ticks]
+    ticks = forwards(schedule) if forward_only else schedule.cells
     rows = np.full((len(ticks), schedule.stages, len(COLUMNS)), -1, np.int32)
     rows[..., :4] = 0
     at: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -101,7 +101,7 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
                 at[cell.op, cell.microbatch, part] = tick, stage
                 rows[tick, stage, :4] = OP_NUMBER[cell.op], cell.microbatch, cell.chunk, part
     kinds = [_kind(schedule, row, forward_only=forward_only) for row in ticks]
-    if not schedule.phased:
+    if not schedule.phased and not forward_only:
         ops = frozenset().union(*(kind.ops for kind in kinds))
         flags = [any(flag) for flag in zip(*(kind[1:] for kind in kinds), strict=True)]
         kinds = [Kind(ops, *flags)] * len(kinds)
