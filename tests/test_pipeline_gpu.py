@@ -1,7 +1,7 @@
 """What XLA's GPU compiler makes of a pipeline, for eight GPUs that are not there.
 
-Two stages x data 2 x fsdp 2; a microbatch is two rows on each device. What follows from a table is counted from the
-table: how often a stage sends. Bytes are the theory's, to 0.2 %.
+Two stages x data 2 x fsdp 2, or four x fsdp 2; a microbatch is two rows on each device. What follows from a table is
+counted from the table: how often a stage sends. Bytes are the theory's, to 0.2 %.
 """
 
 from functools import cache, partial
@@ -24,6 +24,7 @@ from jaxpar.pipeline.deal import rounds
 pytestmark = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 VOCAB, SEQ, DIM, HIDDEN, LAYERS = 512, 64, 256, 1024, 8
 MESH = {"pipe": 2, "data": 2, "fsdp": 2}
+ALONE = {"pipe": 4, "fsdp": 2}
 PHASED = ("1f1b_phased", "gpipe", "interleaved_phased", "looped_bfs")
 MIXED = ("1f1b", "zb_h1")
 EXACT = {"rel": 2e-3}
@@ -40,7 +41,7 @@ def step_of(name, mesh, *, microbatches, keep="inputs"):
 
 
 @cache
-def found(name):
+def found(name, *, alone=False):
     """Returns (table, report, compiled program) of a schedule with four microbatches."""
     programs = []
 
@@ -48,7 +49,7 @@ def found(name):
         programs.append(compile_program(*args, **kwargs))
         return programs[-1]
 
-    step, batch = step_of(name, MESH, microbatches=4)
+    step, batch = step_of(name, ALONE if alone else MESH, microbatches=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "compile_program", compiled)
         report = jp.inspect(step, batch)
@@ -116,6 +117,21 @@ def test_gradients_and_parameters_travel_once_per_step(name):
         ("data", "all-reduce"),
         ("pipe,data", "all-reduce"),
     }
+
+
+SCATTERED = [  # in every run: the schedule that deals its layers to the stages, with one replica and with two
+    pytest.param(name, alone, marks=[pytest.mark.slow] * (name != "interleaved_phased"))
+    for name in PHASED + MIXED
+    for alone in (True, False)
+]
+
+
+@pytest.mark.parametrize(("name", "alone"), SCATTERED)
+def test_outside_gradients_are_scattered_over_fsdp_with_one_replica_and_with_two(name, alone):
+    _, report, _ = found(name, alone=alone)
+    layers = LAYER_BYTES / (ALONE if alone else MESH)["pipe"]
+    assert payload(report, "fsdp", "reduce-scatter") == pytest.approx(layers + SHARED_BYTES, **EXACT)
+    assert payload(report, "fsdp", "all-reduce") == 0
 
 
 @each(PHASED + MIXED)

@@ -110,6 +110,8 @@ class Homes:
     def stored(self, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the layers where they are stored."""
         if not self.uneven:
+            # else XLA merges the slices of the deal with those to the shards, and reduces all of it to take them
+            layers = jax.lax.optimization_barrier(layers) if self.layout.schedule.chunks > 1 else layers
             return deal(self.layout.on, self.layout.schedule.cut, layers, back=True)
         _, places = padded(self.uneven)
         specs = {path: pick(self.layout.updated, words) for path, words in self.stacked.items()}
