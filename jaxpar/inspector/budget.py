@@ -95,7 +95,7 @@ def assert_fits(report: Report) -> None:
         )
         raise refuse(
             f"{report.title} needs {show_bytes(report.total)} per device: {causes}",
-            rule=f"a {report.chip.name if report.chip else 'device'} has {show_bytes(report.capacity)} for a program",
+            rule=report.room,
             fix="; ".join(f"{change} frees {show_bytes(freed)}" for change, freed in report.knobs[:3])
             or "remat, more microbatches, a higher zero, or more devices",
         )

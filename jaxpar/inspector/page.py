@@ -70,9 +70,8 @@ def _verdict(report: Report) -> Markup:
         why = "simulated devices have" if report.devices.endswith(" cpu") else "no sheet of this chip, so"
         look, words, more = "none", "No capacity", f"{need} per device; {why} neither a capacity nor a time"
     else:
-        room = f"{show_bytes(report.capacity)} of the {report.chip.name}'s {show_bytes(report.chip.visible)}"
         look, words = ("fits", "Fits") if report.fits else ("over", "Does not fit")
-        more = f"{need} per device; {room} are for a program"
+        more = f"{need} per device; {report.room}"
         if not report.fits:
             more += f", {show_bytes(report.total - report.capacity)} less than it needs"
     count = len(report.flags)

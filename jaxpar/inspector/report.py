@@ -5,6 +5,7 @@ Every number says what it is: `exact`, arithmetic on shapes and specs; `compiled
 """
 
 import dataclasses
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,10 @@ from jaxpar.inspector.subject import Subject, of_function
 from jaxpar.inspector.timeline import Timeline, replay
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.collective import Collective
+from jaxpar.mesh.devices import took
+from jaxpar.mesh.pool import Pool, taken
 from jaxpar.pipeline.schedule import Schedule
+from jaxpar.units import show_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,7 @@ class Report:
       sizes: Mesh axis to size, outermost first.
       per_node: Devices of one machine.
       chip: The GPU; None on simulated devices, which have neither a capacity nor a time.
+      pool: What a run takes of the GPU's memory, or this process took.
       memory: Bytes of one device by cause; they add up to `total`.
       total: Bytes that one device needs.
       ledger: Every collective of a step, the largest traffic first.
@@ -62,6 +67,7 @@ class Report:
     sizes: dict[str, int]
     per_node: int
     chip: Chip | None
+    pool: Pool = field(default_factory=Pool)
     memory: tuple[Share, ...]
     total: int
     ledger: tuple[Collective, ...] = field(repr=False)
@@ -87,7 +93,15 @@ class Report:
     @property
     def capacity(self) -> int | None:
         """Bytes of a device that a program may take."""
-        return None if self.chip is None else self.chip.usable
+        return None if self.chip is None else self.pool.room(self.chip.visible)
+
+    @property
+    def room(self) -> str:
+        """What a program may take, in words: of how much, and why not all of it."""
+        if self.capacity is None or self.chip is None:
+            return ""
+        of = f"{show_bytes(self.capacity)} of the {self.chip.name}'s {show_bytes(self.chip.visible)}"
+        return f"{of} are for a program: {self.pool}"
 
     @property
     def fits(self) -> bool | None:
@@ -114,11 +128,13 @@ class Report:
         made = {
             each.name: getattr(self, each.name)
             for each in dataclasses.fields(self)
-            if each.name not in ("chip", "memory", "ledger", "flags", "arguments", "flop", "timeline", "schedule")
+            if each.name
+            not in ("chip", "pool", "memory", "ledger", "flags", "arguments", "flop", "timeline", "schedule")
         }
         made |= {
             "chip": self.chip.name if self.chip else None,
             "capacity": self.capacity,
+            "room": self.room,
             "fits": self.fits,
             "mfu": self.mfu,
             "by_axis": self.by_axis,
@@ -221,6 +237,7 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         sizes=sizes,
         per_node=per_node,
         chip=chip,
+        pool=_pool(devices[0], chip),
         memory=tuple(memory.by_cause(compiled, module, causes)),
         total=memory.total(compiled),
         ledger=tuple(ledger),
@@ -234,3 +251,11 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         seconds=compiled.seconds,
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )
+
+
+def _pool(device: Any, chip: Chip | None) -> Pool:
+    """Returns what this process took of a GPU that is there, or a run would take with the same variables."""
+    own = took(device) if chip else None
+    if own is None or chip is None:
+        return taken(os.environ)
+    return Pool(part=min(1.0, own / chip.visible), why="as this process did")

@@ -28,10 +28,7 @@ def _head(report: Report) -> str:
 def _memory(report: Report) -> str:
     room = "no capacity on simulated devices"
     if report.capacity is not None and report.chip is not None:
-        room = (
-            f"{'fits' if report.fits else 'DOES NOT FIT'}: {show_bytes(report.capacity)} of the {report.chip.name}'s "
-            f"{show_bytes(report.chip.visible)} are for a program"
-        )
+        room = f"{'fits' if report.fits else 'DOES NOT FIT'}: {report.room}"
     scale = max([share.bytes for share in report.memory], default=1)
     rows = [
         (

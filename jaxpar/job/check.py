@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,19 @@ from jaxpar.job.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.tables import Job
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import visible
+from jaxpar.mesh.pool import taken
 from jaxpar.mesh.target import parse_target
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute
-from jaxpar.train import losses
+from jaxpar.sharding.place import shard_bytes
+from jaxpar.train import losses, state
 from jaxpar.train.data import arrays, text
 from jaxpar.train.numerics import PRECISIONS, Numerics
 from jaxpar.train.pipelined import Pipelined
 from jaxpar.train.updating import Updating
+from jaxpar.units import show_bytes
 
 
 def check(job: Job, *, whole: bool = True) -> list[Problem]:
@@ -64,6 +68,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
         problems.extend(problem for problem in job.parallel.problems() if problem not in problems)
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)
+        attempt(_check_room, job, layout)
     return problems
 
 
@@ -138,6 +143,32 @@ def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:
             )
         )
     return problems
+
+
+def _check_room(job: Job, layout: Layout) -> None:
+    """Refuses a state that is more than a run gets of the GPUs the job is meant for, activations or not."""
+    if not job.mesh.target or job.mesh.simulate:
+        return
+    chip, pool = parse_target(job.mesh.target).chip, taken(os.environ)
+    shapes = state.abstract(layout, chain.build(job.optimizer, job.train.steps))
+    placed = state.specs(layout, shapes)
+    held = {"parameters": (shapes.params, placed.params)}
+    if not job.train.offload:
+        held["optimizer state"] = (shapes.optimizer, placed.optimizer)
+    sizes = {what: sum(jax.tree.leaves(jax.tree.map(partial(_held, layout), *each))) for what, each in held.items()}
+    room = pool.room(chip.visible)
+    if sum(sizes.values()) > room:
+        words = " and ".join(f"{what} {show_bytes(size)}" for what, size in sizes.items())
+        of = f"{show_bytes(room)} of its {show_bytes(chip.visible)}"
+        raise refuse(
+            f"a device holds {words}",
+            rule=f"an {chip.name} has {of} for them: {pool}",
+            fix="parallel.zero = 3, a larger parallel.fsdp, parallel.tensor or parallel.pipe; or train.offload = true",
+        )
+
+
+def _held(layout: Layout, leaf: Any, spec: Any) -> int:
+    return shard_bytes(leaf, spec, layout.sizes)
 
 
 def _trace(job: Job, layout: Layout, loss: Callable) -> None:

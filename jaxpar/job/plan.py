@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from jaxpar.errors import JaxparError, nearest, refuse
@@ -11,7 +12,8 @@ from jaxpar.job.subject import subject
 from jaxpar.job.tables import Job, MeshTable
 from jaxpar.job.toml import dumps
 from jaxpar.mesh.axes import TRAINED
-from jaxpar.mesh.chips import CHIPS, USABLE, Chip, find_chip
+from jaxpar.mesh.chips import CHIPS, Chip, find_chip
+from jaxpar.mesh.pool import Pool, taken
 from jaxpar.mesh.target import Target
 from jaxpar.plan.agreement import Checked
 from jaxpar.plan.candidate import Candidate
@@ -20,7 +22,7 @@ from jaxpar.plan.hardware_file import load_hardware
 from jaxpar.plan.legal import Choices
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.search import Question, Ranked
-from jaxpar.units import parse_bytes, parse_rate
+from jaxpar.units import parse_bytes, parse_rate, show_bytes
 
 
 def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: Mapping[str, str | None]) -> Question:
@@ -48,6 +50,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
             f"--memory {memory}", rule="a program needs memory", fix="--memory 70GiB, or without it for what a run gets"
         )
     known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
+    pool = taken(os.environ)
     links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
     fused = given.get("attention") == "fused"
     return Question(
@@ -57,7 +60,8 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         hardware=dataclasses.replace(known, **links),
         practice=JAXPAR_FUSED if fused else JAXPAR,
         choices=Choices(context=1) if fused else Choices(),  # cuDNN's kernel takes whole sequences
-        memory=parse_bytes(memory) if memory is not None else 0,
+        memory=pool.room(known.chip.visible) if memory is None else parse_bytes(memory),
+        why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
     )
 
 
@@ -137,7 +141,7 @@ def _as_asked(asked: Question, memory: int) -> Chip:
     usual, meant = HARDWARE[chip.key], asked.hardware
     return dataclasses.replace(
         chip,
-        reported=math.ceil(memory / USABLE),
+        reported=math.ceil(Pool().memory(memory)),
         nvlink=chip.nvlink * meant.inside.bandwidth / usual.inside.bandwidth,
         network=(chip.network or 0.0) * meant.between.bandwidth / usual.between.bandwidth or None,
     )

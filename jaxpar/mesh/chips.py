@@ -10,7 +10,7 @@ What no source says is None, never a guess: whoever needs it asks the user.
 import re
 from dataclasses import dataclass
 
-USABLE = 0.92  # share of a chip's memory that a program may take: the rest is CUDA's and NCCL's; assumed, not measured
+from jaxpar.mesh.pool import Pool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +78,8 @@ class Chip:
 
     @property
     def usable(self) -> int:
-        """Bytes that a program may take."""
-        return int(self.visible * USABLE)
+        """Bytes that a program may take in a run that takes jaxpar's own share of them."""
+        return Pool().room(self.visible)
 
 
 _HOPPER = Gpu(

@@ -1,20 +1,50 @@
 """Which devices there are: those of the machine, or simulated ones on its processor."""
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.plugin import hush_plugin
+from jaxpar.mesh.pool import wanted
 
 THREADS = 8  # threads per simulated device, see `_make_devices`
 
 
 def visible() -> list[Any]:
-    """Returns the devices that this process sees; of several processes, all of theirs."""
+    """Returns the devices that this process sees; of several processes, all of theirs.
+
+    Of GPUs that JAX makes here it takes as much memory as `jaxpar.mesh.pool` promises, where the user's own
+    variables do not say otherwise.
+    """
     hush_plugin()
-    return jax.devices()
+    with _told(wanted(os.environ)):
+        return jax.devices()
+
+
+def took(device: Any) -> int | None:
+    """Returns the bytes of a device's memory that this process took; None of simulated, absent and others' devices."""
+    if device not in jax.local_devices():
+        return None
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+@contextmanager
+def _told(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that are read when devices are made, and takes them back: other programs have their own."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def leave_alone() -> None:
@@ -66,14 +96,8 @@ def _make_devices(count: int) -> None:
     aborts the process after 40 seconds. The size of the pool is read from NPROC when it is made.
     """
     before = os.environ.get("NPROC")
-    os.environ["NPROC"] = str(max(THREADS * count, int(before) if before and before.isdecimal() else 0))
-    try:
+    with _told({"NPROC": str(max(THREADS * count, int(before) if before and before.isdecimal() else 0))}):
         jax.devices()
-    finally:
-        if before is None:
-            del os.environ["NPROC"]
-        else:
-            os.environ["NPROC"] = before
 
 
 def is_simulated(devices) -> bool:

@@ -38,7 +38,7 @@ def _head(plan: Plan) -> str:
         f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {spare(plan)}; "
         f"all numbers are modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives "
         f"{inside} GB/s per GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: "
-        f"{hardware.source.partition(';')[0]}"
+        f"{hardware.source.partition(';')[0]}" + f"\nmemory: {show_bytes(asked.room)} {asked.why}" * bool(asked.why)
     )
 
 

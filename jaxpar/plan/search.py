@@ -35,6 +35,7 @@ class Question:
       practice: What the program does with them.
       choices: What may vary besides the mesh.
       memory: Bytes of a device that a program may use; 0 means the hardware's.
+      why: Of which memory these are and who says so, in words.
       spare: Share of that which predictions leave free; interleaved pipelines leave `CHUNKED` more.
       margin: By how large a share a more complicated layout must be faster.
     """
@@ -46,6 +47,7 @@ class Question:
     practice: Practice
     choices: Choices = field(default_factory=Choices)
     memory: int = 0
+    why: str = ""
     spare: float = SPARE
     margin: float = MARGIN
 

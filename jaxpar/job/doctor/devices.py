@@ -21,6 +21,8 @@ if simulated:
     from jaxpar.mesh.devices import simulate
     simulate(simulated)
 import jax
+from jaxpar.mesh.devices import visible
+visible()
 devices = jax.local_devices()
 jax.block_until_ready(jax.numpy.ones(8) + 1)
 limits = [stats["bytes_limit"] for d in devices if (stats := d.memory_stats()) and "bytes_limit" in stats]

@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from jaxpar.errors import JaxparError
 from jaxpar.job.doctor.finding import Finding
+from jaxpar.mesh.pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, taken
 
 CHECKED = ("jax", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+ROOMY = 0.95  # share of a GPU's memory above which little is left beside JAX's pool
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -116,17 +119,31 @@ def variables(environment: Mapping[str, str], *, simulate: int) -> Iterator[Find
     if count and count != str(simulate):
         yield Finding("CPU devices", "warning", f"JAX_NUM_CPU_DEVICES={count}, mesh.simulate = {simulate}: the job's "
             "number counts", "unset JAX_NUM_CPU_DEVICES")  # fmt: skip
-    share = environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    if share and not (re.fullmatch(r"\d*\.?\d+", share) and 0 < float(share) <= 1):
-        yield Finding("GPU memory", "problem", f"XLA_PYTHON_CLIENT_MEM_FRACTION={share!r}", "a number above 0, at most "
-            "1: 0.9, or unset it for 0.75")  # fmt: skip
-    elif share:
-        yield Finding("GPU memory", "ok", f"XLA_PYTHON_CLIENT_MEM_FRACTION={share}")
-    if environment.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("false", "0"):
-        yield Finding("GPU memory", "warning", "XLA_PYTHON_CLIENT_PREALLOCATE=false: memory comes piece by piece, and "
-            "in pieces it may run out", "unset it, unless others share the GPU")  # fmt: skip
+    yield from _pool(environment)
     if environment.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
         yield Finding("GPU memory", "warning", "XLA_PYTHON_CLIENT_ALLOCATOR=platform: every array is a call of the "
             "driver, which is slow", "unset it")  # fmt: skip
     if environment.get("JAX_DISABLE_JIT", "").lower() in ("1", "true", "yes", "on"):
         yield Finding("JAX_DISABLE_JIT", "problem", "nothing is compiled", "unset JAX_DISABLE_JIT")
+
+
+def _pool(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Looks at the variables that say how much of a GPU's memory JAX takes, by their new name and by their old one."""
+    said = {name: environment[name] for name in (NAME, OLD) if environment.get(name)}
+    shown = ", ".join(f"{name}={value}" for name, value in said.items())
+    try:
+        pool = taken(environment)
+    except JaxparError as error:
+        yield from (Finding("GPU memory", "problem", each.got, each.fix) for each in error.problems)
+        return
+    if said and pool.part > ROOMY:
+        text = f"{shown}: {1 - pool.part:.0%} of a GPU are left for its driver and NCCL"
+        yield Finding("GPU memory", "warning", text, f"unset it: jaxpar takes {SHARE}")
+    elif said and pool.part < OWN:
+        text = f"{shown}: a run has {pool.part:.0%} of a GPU"
+        yield Finding("GPU memory", "warning", text, f"unset it, unless others share the GPU: jaxpar takes {SHARE}")
+    elif said:
+        yield Finding("GPU memory", "ok", shown + f", the deprecated name of {NAME}" * (OLD in said))
+    if environment.get(PREALLOCATE) in OFF:
+        text = f"{PREALLOCATE}={environment[PREALLOCATE]}: memory comes piece by piece, and in pieces it may run out"
+        yield Finding("GPU memory", "warning", text, "unset it, unless others share the GPU")
