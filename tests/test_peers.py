@@ -1,29 +1,43 @@
 """Processes that watch each other: who is at fault is found by one pure function; files and threads carry it."""
 
 import errno
+import re
+import threading
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.train.peers import AHEAD, Alone, Beat, Heard, LostPeer, Peers, judge, read
+from jaxpar.train.peers import Alone, LostPeer, Peers
+from jaxpar.train.watchdog.beat import Beat, read
+from jaxpar.train.watchdog.digest import merge
+from jaxpar.train.watchdog.judge import judge
 
 LIMIT = 30.0
 
 
-def heard(*others, **mine):
-    """Returns what process 0 hears: itself first, then the others as (place, doing, silent, stuck)."""
+def beats(*others, **mine):
+    """Returns what processes say, process 0 first: each as (place, doing, silent, stuck)."""
     rows = [{"place": 5, "doing": "training", "silent": 0.0, "stuck": 0.0} | row for row in (mine, *others)]
-    return {
-        i: Heard(
-            Beat(process=i, host=f"h{i}", pid=i, place=row["place"], step=row["place"], doing=row["doing"]),
+    return [
+        (
+            Beat(
+                process=i, host=f"h{i}", pid=i, place=row["place"], step=row["place"], doing=row["doing"],
+                stuck=row["stuck"],
+            ),
             row["silent"],
-            row["stuck"],
         )
         for i, row in enumerate(rows)
-    }
+    ]  # fmt: skip
+
+
+def heard(*others, **mine):
+    """Returns what is known of such processes."""
+    return merge(beat.digest(silent) for beat, silent in beats(*others, **mine))
 
 
 def test_all_well_is_no_problem():
@@ -53,6 +67,14 @@ def test_compiling_may_take_ten_times_as_long():
     assert "is late: compiling" in judge(0, heard(*rows, stuck=300.5), limit=LIMIT).got
 
 
+def test_it_may_take_as_long_again_as_it_took_another():
+    rows = ({"place": 4, "doing": "compiling", "stuck": 1500.0}, {"stuck": 900.0})
+    known = replace(heard(*rows, stuck=900.0), longest={"compiling": 601.0})
+    assert judge(0, known, limit=LIMIT) is None
+    assert judge(0, replace(known, longest={"compiling": 599.0}), limit=LIMIT) is not None
+    assert judge(0, replace(known, longest={"saving": 601.0}), limit=LIMIT) is not None
+
+
 def test_a_process_that_failed_says_why():
     found = judge(0, heard({"doing": "failed: no data"}), limit=LIMIT)
     assert found.got == "process 1 (host h1, pid 1) ended: no data"
@@ -72,35 +94,52 @@ def test_nobody_is_blamed_within_the_limit(rows):
 
 @given(st.lists(rows, min_size=2, max_size=6))
 def test_who_is_blamed_is_silent_or_last(rows):
-    everyone = heard(*rows[1:], **rows[0])
-    found = judge(0, everyone, limit=LIMIT)
+    found = judge(0, heard(*rows[1:], **rows[0]), limit=LIMIT)
     if found is not None:
-        blamed = [other for other in everyone.values() if other.beat.name in found.got]
-        going = [other for other in everyone.values() if not other.beat.ended]
-        least = min(other.beat.place for other in going)
+        everyone = beats(*rows[1:], **rows[0])
+        blamed = [(beat, silent) for beat, silent in everyone if beat.name in found.got]
+        least = min(beat.place for beat, _ in everyone if not beat.ended)
         assert blamed
-        assert all(other.silent > LIMIT or (other.beat.place == least and other.stuck > LIMIT) for other in blamed)
+        assert all(silent > LIMIT or (beat.place == least and beat.stuck > LIMIT) for beat, silent in blamed)
 
 
 def meet(folder, count, *, limit=1.0, end=None):
     return [Peers(folder, "a", process=i, count=count, limit=limit, end=end) for i in range(count)]
 
 
+def together(*calls):
+    """Makes all calls at once; returns what each raised, or None."""
+    raised = {}
+
+    def make(i, call):
+        try:
+            call()
+            raised[i] = None
+        except JaxparError as error:
+            raised[i] = error
+
+    threads = [threading.Thread(target=make, args=(i, call)) for i, call in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [raised[i] for i in range(len(calls))]
+
+
 def test_processes_agree_or_the_odd_one_is_named(tmp_path):
     peers = meet(tmp_path, 3)
-    for each in peers[1:]:
-        each._change(facts={"job": "a = 1\nb = 2"})
-    peers[0].agree("job", "a = 1\nb = 2")
-    peers[2]._change(facts={"job": "a = 1\nb = 3"})
-    with pytest.raises(JaxparError, match=r"process 2 \(host .*\) has another job than the other 2: .*it has b = 3"):
-        peers[0].agree("job", "a = 1\nb = 2")
+    assert together(*(partial(each.agree, "job", "a = 1\nb = 2") for each in peers)) == [None] * 3
+    values = ["a = 1\nb = 2", "a = 1\nb = 2", "a = 1\nb = 3"]
+    for error in together(*(partial(each.agree, "job", value) for each, value in zip(peers, values, strict=True))):
+        assert re.search(r"process 2 \(host .*\) has another job than the other 2: .*it has b = 3", str(error))
+        assert error.status == 1
     for each in peers:
         each.close()
 
 
 def test_one_that_never_comes_is_named(tmp_path):
-    (first, second) = meet(tmp_path, 2, limit=0.1)
-    with pytest.raises(LostPeer, match=r"process 1 \(host .*\) did not come as far as data in 1 s") as error:
+    (first, second) = meet(tmp_path, 2, limit=0.1, end=lambda problem: None)
+    with pytest.raises(LostPeer, match=r"process 1 \(host .*\) is late: starting for .*agreeing on the data") as error:
         first.agree("data", "x")
     assert error.value.status == 75
     first.close()
@@ -120,16 +159,19 @@ def test_a_stopped_thread_and_a_late_one_are_found_in_time(tmp_path):
 
 
 def test_all_stop_after_the_same_step(tmp_path):
-    peers = meet(tmp_path, 3)
-    stopped = {}
-    for step in range(1, 12):
-        for each in peers:  # the wish comes to process 2, in step 3
-            stopped.setdefault(each.process, None)
-            if stopped[each.process] is None and each.stopping(
-                "SIGTERM" if each.process == 2 and step >= 3 else None, step
-            ):
+    peers, stopped = meet(tmp_path, 3, limit=30.0), {}
+
+    def train(each):
+        for step in range(1, 10_000):
+            time.sleep(0.001 * (1 + each.process))  # the wish comes to process 2, in its third step
+            if each.stopping("SIGTERM" if each.process == 2 and step >= 3 else None, step):
                 stopped[each.process] = step
-    assert set(stopped.values()) == {4 + AHEAD}
+                return
+
+    begin = time.monotonic()
+    assert together(*(partial(train, each) for each in peers)) == [None] * 3
+    assert len(set(stopped.values())) == 1
+    assert time.monotonic() - begin < 5.0
     for each in peers:
         each.close()
 
@@ -137,6 +179,7 @@ def test_all_stop_after_the_same_step(tmp_path):
 def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch):
     (peers,) = meet(tmp_path, 1)
     peers._closed.set()
+    peers._asked.set()
     peers._thread.join()
     before = read(peers.folder, 0)
 
@@ -145,12 +188,13 @@ def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
     peers.at(123, "training")
+    peers._dog.turn()
     after = read(peers.folder, 0)
     assert (after.step, after.doing) == (123, "training")
     assert after.count > before.count
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
-        peers.at(124, "training")
+        peers._dog.turn()
 
 
 def test_alone_there_is_nothing_to_agree_on():

@@ -30,9 +30,10 @@ from jaxpar.train.checkpoint import Store, make_folder, partial, write_json, wri
 from jaxpar.train.detours import Careful, Detours
 from jaxpar.train.faults import Watch
 from jaxpar.train.metrics import Log
-from jaxpar.train.peers import SLOW, Alone, Peers, forget
+from jaxpar.train.peers import Alone, Peers, forget
 from jaxpar.train.progress import Progress
 from jaxpar.train.subject import model_flop
+from jaxpar.train.watchdog.judge import SLOW
 
 
 def train(job: Job, *, stream=None) -> dict[str, Any]:

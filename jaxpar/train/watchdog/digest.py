@@ -1,0 +1,148 @@
+"""Digests: what is known of many processes, in a size that does not grow with them.
+
+    digest of one process      digest of another
+              └──────── merge ────────┘           in any order, any grouping: a tree of processes adds them up
+
+A judgement needs the most silent process, those at the lowest place, and how many are ahead of them: each of these
+is a minimum, a maximum or a sum, with a few names.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+NAMES = 4  # processes that a message names; the others are counted
+VALUES = 4  # values of one fact that are told apart; the others are counted
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crowd:
+    """Processes that have come as far as each other, or some of them further.
+
+    Attributes:
+      place: How far the last of them has come.
+      count: How many they are.
+      stuck: Seconds, of the one that began last what it does.
+      names: Of the first few.
+      doing: What the first of them does.
+      activity: The same with its step.
+    """
+
+    place: int
+    count: int
+    stuck: float
+    names: tuple[str, ...]
+    doing: str
+    activity: str
+
+    def __add__(self, other: "Crowd") -> "Crowd":
+        return Crowd(
+            place=min(self.place, other.place), count=self.count + other.count, stuck=min(self.stuck, other.stuck),
+            names=(self.names + other.names)[:NAMES], doing=self.doing, activity=self.activity,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        more = f" and {self.count - len(self.names)} more" if self.count > len(self.names) else ""
+        return ", ".join(self.names) + more
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Digest:
+    """What is known of some processes.
+
+    Attributes:
+      failed: The first that ended before the run did, and its words; or None.
+      silent: The longest silence: seconds, whose, and what it did then; or None where all have ended.
+      late: Those at the lowest place, but for ended ones.
+      ahead: All others, but for ended ones.
+      longest: What processes do to the most seconds that it took one of them.
+      facts: `COUNT:HASH` of the last fact stated, to how many stated it and the first of them.
+      stop: A signal that one of them got, or "".
+      holding: How many know that all are asked to stop, and do not pass `hold`; ended ones count.
+      hold: The highest step after which one of them waits.
+    """
+
+    failed: tuple[int, str] | None = None
+    silent: tuple[float, str, str] | None = None
+    late: Crowd | None = None
+    ahead: Crowd | None = None
+    longest: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    stop: str = ""
+    holding: int = 0
+    hold: int = 0
+
+    @classmethod
+    def parse(cls, said: Mapping[str, Any]) -> "Digest":
+        """Returns what was written as JSON."""
+        crowds = {
+            name: None if said[name] is None else Crowd(**said[name] | {"names": tuple(said[name]["names"])})
+            for name in ("late", "ahead")
+        }
+        facts = {value: (count, tuple(first)) for value, (count, first) in said["facts"].items()}
+        ends = {name: None if said[name] is None else tuple(said[name]) for name in ("failed", "silent")}
+        return cls(**{**said, **crowds, **ends, "facts": facts})
+
+    def __add__(self, other: "Digest") -> "Digest":
+        late, ahead = _ordered(self, other)
+        return Digest(
+            failed=_least(self.failed, other.failed),
+            silent=self.silent if self.silent and not (other.silent and other.silent > self.silent) else other.silent,
+            late=late,
+            ahead=ahead,
+            longest=self.longest if self.longest == other.longest else _most(self.longest, other.longest),
+            facts=_added(self.facts, other.facts) if self.facts and other.facts else self.facts or other.facts,
+            stop=self.stop or other.stop,
+            holding=self.holding + other.holding,
+            hold=max(self.hold, other.hold),
+        )
+
+    def stated(self, index: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Returns each value of a fact by its hash: how many stated it, and the first of them."""
+        return {value.partition(":")[2]: found for value, found in self.facts.items() if value.startswith(f"{index}:")}
+
+
+def merge(digests: Iterable[Digest]) -> Digest:
+    """Returns what is known of all."""
+    each = iter(digests)
+    return reduce(Digest.__add__, each, next(each, Digest()))
+
+
+def _ordered(one: Digest, other: Digest) -> tuple[Crowd | None, Crowd | None]:
+    """Returns those at the lowest place of both, and all others."""
+    if one.late is None or other.late is None:
+        known = other if one.late is None else one
+        return known.late, known.ahead
+    if one.late.place == other.late.place:
+        return one.late + other.late, _both(one.ahead, other.ahead)
+    if one.late.place < other.late.place:
+        return one.late, _both(_both(one.ahead, other.late), other.ahead)
+    return other.late, _both(_both(one.late, one.ahead), other.ahead)
+
+
+def _both(one: Crowd | None, other: Crowd | None) -> Crowd | None:
+    return one + other if one and other else one or other
+
+
+def _least(one: tuple[int, str] | None, other: tuple[int, str] | None) -> tuple[int, str] | None:
+    return min(one, other) if one and other else one or other
+
+
+def _most(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, float]:
+    return {**one, **{what: max(seconds, one.get(what, 0.0)) for what, seconds in other.items()}}
+
+
+def _added(one: Mapping, other: Mapping) -> Mapping[str, tuple[int, tuple[int, ...]]]:
+    """Returns who stated which value; of very many values the rarest are counted together."""
+    both = dict(one)
+    for value, (count, first) in other.items():
+        before = both.get(value, (0, ()))
+        both[value] = (before[0] + count, (before[1] + tuple(first))[:NAMES])
+    for index in {value.partition(":")[0] for value in both}:
+        ranked = sorted((value for value in both if value.startswith(f"{index}:")), key=lambda value: -both[value][0])
+        for value in ranked[VALUES:]:
+            count, first = both.pop(value)
+            rest = both.get(f"{index}:others", (0, ()))
+            both[f"{index}:others"] = (rest[0] + count, (rest[1] + first)[:NAMES])
+    return both

@@ -1,0 +1,199 @@
+"""The watch of many processes: it is cheap, patient with what is slow, and stops all after the same step.
+
+It used to open files by the square of the number of processes, and in each of their steps; to take a long compilation
+for a hang; and to stop processes after different steps where reads of the shared folder were old.
+"""
+
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated import Training, dogs, turns
+
+from jaxpar.train.peers import Peers
+from jaxpar.train.watchdog import tree
+from jaxpar.train.watchdog.beat import Beat, Files
+from jaxpar.train.watchdog.digest import NAMES, merge
+from jaxpar.train.watchdog.judge import judge
+from jaxpar.train.watchdog.watchdog import Watchdog
+
+opened: list[tuple[int, str]] = []  # thread, file; while `counting`
+counting = threading.Event()
+
+
+def _heed(event, args):
+    if event == "open" and counting.is_set():
+        opened.append((threading.get_ident(), str(args[0])))
+
+
+sys.addaudithook(_heed)  # sees every way in which Python opens a file; there is no way to take it back
+
+
+@pytest.fixture
+def opens():
+    """The files that are opened in the test, by which thread."""
+    opened.clear()
+    counting.set()
+    yield opened
+    counting.clear()
+
+
+# cheap
+
+
+def test_the_watch_of_4096_processes_opens_few_files_and_takes_5_ms(tmp_path, opens):
+    count, rounds = 4096, 2
+    files = Files(tmp_path)
+    watch = [Watchdog(files, process=p, count=count, limit=30.0) for p in range(count)]
+    opens.clear()
+    spent = [float("inf")] * count
+    for _ in range(rounds):
+        for each in reversed(watch):
+            begin = time.thread_time()  # of the processor: others may use this machine
+            assert each.turn() is None
+            spent[each.process] = min(spent[each.process], time.thread_time() - begin)
+    assert max(spent) <= 0.005
+    assert len(opens) / rounds / watch[0].interval <= 20_000
+    assert watch[0].known.late.count == count  # it knows of all
+
+
+def test_a_step_opens_no_file(tmp_path, opens):
+    peers = [Peers(tmp_path, "a", process=p, count=20, limit=30.0) for p in range(20)]
+    opens.clear()
+    for step in range(1, 200):
+        for each in peers:
+            each.at(step, "reading the batch")
+            each.at(step, "training")
+            assert each.stopping(None, step) is None
+    mine = [file for thread, file in opens if thread == threading.get_ident()]
+    for each in peers:
+        each.close()
+    assert mine == []
+
+
+def test_who_reads_whom_is_a_tree():
+    for count in (1, 2, tree.WIDTH, tree.WIDTH + 1, 300, 5000):
+        read = [child for process in range(count) for child in tree.children(process, count)]
+        assert sorted(read) == list(range(1, count))
+        assert max(len(tree.children(process, count)) for process in range(count)) <= 3 * tree.WIDTH + 1
+
+
+times = st.floats(0, 100)
+beats = st.builds(
+    Beat,
+    process=st.just(0), place=st.integers(0, 3), doing=st.sampled_from(["training", "saving", "done", "failed: x"]),
+    stuck=times, longest=st.dictionaries(st.sampled_from(["saving", "compiling"]), times),
+    fact=st.tuples(st.integers(0, 2), st.sampled_from("ab")), hold=st.integers(0, 3), stop=st.sampled_from(["", "S"]),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(beats, times), min_size=1, max_size=9), st.integers(0, 9))
+def test_digests_add_up_in_any_grouping(rows, cut):
+    each = [Beat(**vars(beat) | {"process": i}).digest(silent) for i, (beat, silent) in enumerate(rows)]
+    whole, halves = merge(each), merge([merge(each[:cut]), merge(each[cut:])])
+    assert judge(-1, whole, limit=9.0) == judge(-1, halves, limit=9.0)
+    assert (whole.late, whole.longest, whole.holding, whole.hold) == (
+        halves.late, halves.longest, halves.holding, halves.hold
+    )  # fmt: skip
+    assert whole.late is None or len(whole.late.names) <= NAMES
+    assert {value: count for value, (count, _) in whole.facts.items()} == {
+        value: count for value, (count, _) in halves.facts.items()
+    }
+
+
+@pytest.mark.parametrize("lost", [0, 16, 299], ids=["the first", "one that others report to", "the last"])
+def test_a_silent_one_of_300_is_named_by_all_in_time(tmp_path, lost):
+    watch, clock = dogs(tmp_path, 300)
+    assert set(turns(watch, clock, 5.0).values()) == {None}
+    found = turns(watch, clock, 28.0, but={lost})
+    assert set(found.values()) == {None}
+    found = turns(watch, clock, 5.0, but={lost})
+    assert {problem.got.partition(" (host")[0] for problem in found.values()} == {f"process {lost}"}
+
+
+# patient
+
+
+def compile_for(watch, clock, seconds, *, late, by):
+    """Lets all processes compile, one of them for longer; returns what is found until it is through."""
+    for dog in watch:
+        dog.at(1, "compiling")
+    found = turns(watch, clock, seconds)
+    for dog in watch:
+        if dog.process != late:
+            dog.at(1, "training")
+    found |= {process: problem or found[process] for process, problem in turns(watch, clock, by).items()}
+    return {problem.got for problem in found.values() if problem}
+
+
+@pytest.mark.parametrize(("seconds", "by"), [(300, 32), (600, 35), (600, 290), (1200, 60)])
+def test_a_long_compilation_is_no_hang(tmp_path, seconds, by):
+    watch, clock = dogs(tmp_path, 3)
+    assert compile_for(watch, clock, seconds, late=1, by=by) == set()
+
+
+def test_a_compilation_that_does_not_end_is_found(tmp_path):
+    watch, clock = dogs(tmp_path, 3)
+    (got,) = {text.partition(" for ")[0] for text in compile_for(watch, clock, 60, late=1, by=60 + 300 + 35)}
+    assert got.endswith("is late: compiling (step 1)")
+    assert got.startswith("process 1 ")
+
+
+def test_a_slow_batch_is_no_hang_where_the_first_was_slow_everywhere(tmp_path):
+    watch, clock = dogs(tmp_path, 3)
+    for dog in watch:
+        dog.at(1, "reading the batch")
+    turns(watch, clock, 14.0)
+    for dog in watch:
+        dog.at(1, "training")
+        dog.at(2, "reading the batch")
+    for dog in watch[1:]:
+        dog.at(2, "training")
+    assert set(turns(watch, clock, 50.0).values()) == {None}
+    assert "process 0 " in turns(watch, clock, 15.0)[1].got  # that is longer than anyone has ever needed
+
+
+def test_a_hang_in_a_step_is_found_in_time_whatever_was_compiled(tmp_path):
+    watch, clock = dogs(tmp_path, 3)
+    compile_for(watch, clock, 900, late=1, by=3)
+    for step in range(1, 20):
+        for dog in watch:
+            dog.at(step, "training")
+        turns(watch, clock, 0.5)
+    for dog in watch[1:]:
+        dog.at(20, "training")
+    assert set(turns(watch, clock, 29.0).values()) == {None}
+    assert "process 0 " in turns(watch, clock, 3.0)[2].got
+
+
+# stopping
+
+
+@pytest.mark.parametrize(("count", "delay"), [(2, 0.0), (2, 3.0), (3, 12.0), (40, 3.0)])
+def test_all_stop_after_the_same_step_though_reads_are_old(tmp_path, count, delay):
+    watch, clock = dogs(tmp_path, count, delay=delay)
+    turns(watch, clock, 2 * delay + 2)
+    runs, ticks = [Training(dog) for dog in watch], 0
+    watch[-1].wish("SIGTERM")
+    while not all(run.stopped for run in runs) and clock.now < 1000:
+        clock.now += 0.048  # seconds per step
+        ticks += 1
+        for i, each in enumerate(runs):  # some are ahead, by as many steps as the loop keeps in flight
+            each.go(most=min(other.step for other in runs) + 1 + i % 3)
+        for dog in watch[ticks % 10 :: 10]:
+            assert dog.turn() is None
+    assert len({run.step for run in runs}) == 1
+    assert clock.now < 8 * delay + 20
+
+
+def test_what_is_decided_stays_though_the_file_is_gone_for_a_moment(tmp_path):
+    watch, clock = dogs(tmp_path, 2)
+    watch[1].wish("SIGTERM")
+    turns(watch, clock, 3.0)
+    assert (watch[1].holds(1), watch[1].stops(1)) == (False, "SIGTERM")
+    watch[1].files.held.clear()
+    watch[1].turn()
+    assert (watch[1].holds(1), watch[1].stops(1)) == (False, "SIGTERM")
