@@ -8,11 +8,16 @@ import sys
 import threading
 import time
 
+import jax
 import pytest
+import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import Training, dogs, turns
 
+import jaxpar as jp
+from jaxpar.job import run
+from jaxpar.job.tables import Job, RunTable
 from jaxpar.train.peers import Peers
 from jaxpar.train.watchdog import tree
 from jaxpar.train.watchdog.beat import Beat, Files
@@ -167,6 +172,35 @@ def test_a_hang_in_a_step_is_found_in_time_whatever_was_compiled(tmp_path):
         dog.at(20, "training")
     assert set(turns(watch, clock, 29.0).values()) == {None}
     assert "process 0 " in turns(watch, clock, 3.0)[2].got
+
+
+def test_a_step_says_when_it_compiles(tmp_path):
+    layout = jp.compose(tiny.Annotated, jp.Parallel(data=2), jax.devices()[:2])
+    chain, batches, said = tiny.optimizer(), list(tiny.batches(2)), []
+    step = jp.build(layout, tiny.token_loss, chain)
+    peers = Peers(tmp_path, "a", process=0, count=1, limit=30.0)
+    step.compiling = lambda: said.append("compiling") or peers.compiling()
+    step.agree = lambda what, _: said.append(f"{peers._dog.beat.doing}: {what}")
+    peers.at(1, "training")
+    state = jp.create(layout, chain, seed=1)
+    for batch in batches:
+        state, _ = step(state, batch)
+        assert peers._dog.beat.activity == "training (step 1)"
+    step.evaluate(state, batches[0])
+    peers.close()
+    assert said == ["compiling", "compiling: train program (0)", "compiling", "compiling: eval program (1)"]
+
+
+@pytest.mark.parametrize("timeout", [5.0, 30.0, 120.5])
+def test_jax_waits_longer_for_a_paused_process_than_the_watch(tmp_path, monkeypatch, timeout):
+    seen = {}
+    monkeypatch.setattr(run, "connect", lambda cluster, **settings: seen.update(settings))
+    monkeypatch.setattr(run, "Peers", lambda *_, **settings: seen.update(settings))
+    for name, value in (("COORDINATOR", "127.0.0.1:7"), ("PROCESSES", "2"), ("PROCESS", "0")):
+        monkeypatch.setenv(f"JAXPAR_{name}", value)
+    run._meet(Job(run=RunTable(dir=str(tmp_path), timeout=timeout)), tmp_path)
+    assert seen["limit"] == timeout
+    assert seen["heartbeat"] >= timeout + 20
 
 
 # stopping

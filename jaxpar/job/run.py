@@ -7,6 +7,7 @@ RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 
 import io
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from jaxpar.job.models import COUNTED, sound
 from jaxpar.job.tables import Job
 from jaxpar.job.toml import dumps
 from jaxpar.mesh.chips import find_chip
-from jaxpar.mesh.connect import connect
+from jaxpar.mesh.connect import HEARTBEAT, connect
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.mesh.processes import Cluster, detect
 from jaxpar.train import loop, state
@@ -81,13 +82,16 @@ def _meet(job: Job, folder: Path) -> Alone:
     if cluster.process == 0:
         forget(folder, attempt)
     jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from us  # pyright: ignore
-    connect(cluster, timeout=job.run.timeout * SLOW)
+    # JAX ends processes without a word of whose fault it is: its own heartbeat comes in only after ours has spoken
+    heartbeat = HEARTBEAT + math.ceil(job.run.timeout)
+    connect(cluster, timeout=job.run.timeout * SLOW, heartbeat=heartbeat)
     return Peers(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
 
 
 def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int], stream) -> dict[str, Any]:
     folder, first = Path(job.run.dir), peers.process == 0
-    built.step.agree = peers.agree if peers.count > 1 else None
+    if peers.count > 1:
+        built.step.agree, built.step.compiling = peers.agree, peers.compiling
     devices = list(built.layout.on.devices.flat)
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),

@@ -28,7 +28,8 @@ class RunTable:
       resume: auto goes on from the latest checkpoint if there is one; never starts anew and
         refuses a folder that has checkpoints; must refuses a folder that has none.
       timeout: Seconds without a sign of life from another process, or in which it keeps the others
-        waiting, after which the run ends and says so. Compiling and saving may take ten times as long.
+        waiting, after which the run ends and says so. Compiling, evaluating, saving and the start may take ten
+        times as long; and whatever took a process long before may take twice that on top of it.
     """
 
     dir: str = ""

@@ -130,10 +130,9 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
 
     for index in range(start, job.steps):
         done = index + 1
-        job.peers.at(done, "reading the batch" if index > start else "compiling")
+        job.peers.at(done, "reading the batch")
         batch = feed.batch(index)
-        if index > start:
-            job.peers.at(done, "training")
+        job.peers.at(done, "training")
         state, metrics = job.step(state, batch, limit=job.watch.limit(done))
         flying.append((done, metrics))
         stopped = job.peers.stopping(stop.name, done)

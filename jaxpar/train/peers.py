@@ -192,7 +192,7 @@ class Peers(Alone):
         if not hurried:
             return every
         waited = time.monotonic() - (self._waiting or time.monotonic())
-        return min(every, max(tree.shortest(self.count), every / 10, waited / 10))
+        return min(every, max(tree.shortest(self.count), every / 10, waited / 50))
 
     def _watch(self) -> None:
         while True:

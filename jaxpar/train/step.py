@@ -12,7 +12,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ class Step:
       layout: Where arrays live.
       products: After the first call with bf16, what the matrix products really run in.
       agree: With several processes, what each says of a program before it is run: (which, hash).
+      compiling: With several processes, what is open while a program is traced, agreed on and compiled.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Step:
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
         self.products: check.Products | None = None
         self.agree: Callable[[str, str], None] | None = None
+        self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self.pipelined: Pipelined | None = None
         if isinstance(layout, Layout) and layout.sizes["pipe"] > 1:
             if numerics.accumulate > 1:
@@ -108,7 +110,8 @@ class Step:
         key = _signature("train", batch)
         if key not in self._compiled:
             self._check_state(state)
-            self._compiled[key] = self._compile(key, self.lower(state, batch))
+            with self.compiling():
+                self._compiled[key] = self._compile(key, self.lower(state, batch))
         limits = (np.float32(limit),) if self.guard else ()
         new, metrics = self._run(key, state, state, batch, *limits)
         self._bound(metrics)
@@ -128,9 +131,10 @@ class Step:
         key = _signature("eval", batch)
         if key not in self._compiled:
             self._check_state(state)
-            with self._users_code(batch), self._traced():
-                lowered = self._eval.lower(state.params, state.rest, batch)
-            self._compiled[key] = self._compile(key, lowered)
+            with self.compiling():
+                with self._users_code(batch), self._traced():
+                    lowered = self._eval.lower(state.params, state.rest, batch)
+                self._compiled[key] = self._compile(key, lowered)
         sums = self._run(key, state, state.params, state.rest, batch)
         self._bound(sums)
         return sums
