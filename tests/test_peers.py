@@ -183,7 +183,7 @@ def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch
     peers._thread.join()
     before = read(peers.folder, 0)
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
@@ -192,6 +192,8 @@ def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch
     after = read(peers.folder, 0)
     assert (after.step, after.doing) == (123, "training")
     assert after.count > before.count
+    peers._dog.files.state(0, "eval program (1)")
+    assert peers._dog.files.stated(0) == ""
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
         peers._dog.turn()

@@ -117,8 +117,14 @@ class Files:
         write(self.folder, beat)
 
     def state(self, process: int, text: str) -> None:
-        """Leaves the text of a fact where it can be compared, should its hash differ from others'."""
-        (self.folder / f"{process}.fact.txt").write_text(text, encoding="utf-8")
+        """Leaves the text of a fact where it can be compared, should its hash differ; not on a full disk."""
+        file = self.folder / f"{process}.fact.txt"
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            file.unlink(missing_ok=True)  # the hash is compared all the same: a text that is old would mislead
 
     def stated(self, process: int) -> str:
         """Returns the text of the last fact that a process stated; "" where it does not show in the folder yet."""
