@@ -18,11 +18,13 @@ from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut, reached
 from jaxpar.pipeline.dataflow import Traced, needed, primitives
+from jaxpar.pipeline.lookups import whole_lookups
 from jaxpar.pipeline.pieces import Model
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
 from jaxpar.train.homes import Homes
 from jaxpar.train.losses import as_sums
 from jaxpar.train.numerics import Numerics
+from jaxpar.train.pieces import tables_in_pieces
 from jaxpar.train.rests import salted
 
 
@@ -102,7 +104,11 @@ class Cutting:
             with cut(lambda layers, x, per_layer: y):
                 return as_sums(called(shared, known)(), accumulate=layout.microbatches)
 
-        return Model(name=blueprint.name, embed=embed, stage=stage, head=head, layers=homes.uneven)
+        pieces = {"embed": embed, "stage": stage, "head": head}
+        if tables_in_pieces(layout):
+            whole = lambda x: homes.constrained(x, ())  # noqa: E731
+            pieces = {name: whole_lookups(piece, whole) for name, piece in pieces.items()}
+        return Model(name=blueprint.name, layers=homes.uneven, **pieces)
 
     def check_lookups(self, model: Model, shared: Tree, layers: Tree, known: Tree) -> None:
         """Refuses lookups on which XLA aborts: of rows split over `fsdp`, in what is split over `tensor`."""

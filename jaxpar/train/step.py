@@ -132,8 +132,9 @@ class Step:
         if key not in self._compiled:
             self._check_state(state)
             with self.compiling():
-                with self._users_code(batch), self._traced():
+                with self._users_code(batch), self._traced() as named:
                     lowered = self._eval.lower(state.params, state.rest, batch)
+                check_pieces(self.layout, named, lowered)
                 self._compiled[key] = self._compile(key, lowered)
         sums = self._run(key, state, state.params, state.rest, batch)
         self._bound(sums)
