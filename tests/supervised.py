@@ -52,6 +52,12 @@ dir = "run"
 timeout = {timeout}
 """
 
+OWN_CHILD = """\
+for line in range(20_000):
+    print("a line of a process that is long enough to fill the pipe, number", line, 30 * ".")
+print("the last line", flush=True)
+"""
+
 
 def write(folder, *, steps=100_000, seconds=0.01, every=0, timeout=5):
     """Writes a job and its module into a folder."""
@@ -59,10 +65,10 @@ def write(folder, *, steps=100_000, seconds=0.01, every=0, timeout=5):
     (folder / "job.toml").write_text(JOB.format(steps=steps, every=every, timeout=timeout))
 
 
-def start(folder, *words, **how):
+def start(folder, *words, program=("-m", "jaxpar"), **how):
     """Starts `jaxpar` in a folder; its output is read by the test unless it says otherwise."""
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
-    return subprocess.Popen([sys.executable, "-m", "jaxpar", *words], cwd=folder, **how)
+    return subprocess.Popen([sys.executable, *program, *words], cwd=folder, **how)
 
 
 def started_by(folder):

@@ -39,6 +39,7 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Starts the processes and waits for them."""
+    from jaxpar.cli.output import outlast
     from jaxpar.job.fewer import fewer
     from jaxpar.job.schema import load
     from jaxpar.launch.supervise import Launch, supervise
@@ -47,6 +48,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
     allowed = args.allow_import
     folder = Path(load(args.job, args.overrides, allow_import=allowed).run.dir)  # what is wrong is said once
+    outlast(folder)
     launch = Launch(
         command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,
         processes=args.processes, restarts=args.restarts,

@@ -15,6 +15,7 @@ from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
 
 VERBS = (train, launch, check, inspect, plan, partition, schedule, sample, checkpoint, bench, doctor)
+LASTING = ("train", "launch")  # their output outlasts its reader
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> int:
         _leave(130)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
+        if args.verb in LASTING:  # then it is another pipe, of the user's own
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if getattr(args, "json", None):

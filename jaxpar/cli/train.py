@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge_pages
@@ -14,6 +15,7 @@ EXAMPLE = """\
 Ctrl-C, SIGTERM or a terminal that closes (SIGHUP) finish the step, save it, evaluate nothing and end with status 130,
 143 or 129 (128 and the signal's number); the same command goes on from there. A second Ctrl-C ends at once, without a
 save.
+A reader that goes away (| head, a terminal under nohup) ends nothing: the output goes on in RUN/output.log.
 """
 
 
@@ -51,7 +53,9 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if job.mesh.simulate:
         prefer_huge_pages()
 
+    from jaxpar.cli.output import outlast
     from jaxpar.job.run import train
 
+    outlast(Path(job.run.dir))
     result = train(job, stream=sys.stdout)
     return result, STOPPED.get(result["stopped_by"], 0)

@@ -3,6 +3,7 @@
 RUN/job.toml        the resolved job           RUN/metrics.jsonl   a line per step
 RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
+RUN/output.log      what was said after the reader of the output went away
 """
 
 import io

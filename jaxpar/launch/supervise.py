@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +158,8 @@ class Attempt:
         for line in pipe:
             if line.startswith(_NOISE):
                 continue
-            print(f"{f'[{process}] ' if process or out is sys.stderr else ''}{line}", end="", file=out, flush=True)
+            with suppress(OSError, ValueError):  # nobody reads this any more: the process must not wait for it
+                print(f"{f'[{process}] ' if process or out is sys.stderr else ''}{line}", end="", file=out, flush=True)
         pipe.close()
 
     def _collect(self, begin: float) -> None:

@@ -58,6 +58,9 @@ class Progress:
             self._eval = f"eval {row['eval_loss']:.4f}{accuracy}"
         self._recent = [*self._recent[-19:], row["seconds"]]
         line = self._line(row)
+        if self._live and not self.stream.isatty():  # the terminal is gone, and the output goes on in a file
+            self._live.stop()
+            self._live = None
         if self._live:
             from rich.text import Text
 

@@ -1,0 +1,65 @@
+"""Output that outlasts its reader: a run goes on, and what it says goes on in its folder.
+
+    stdout ──► head, less, a terminal, a tee on a full disk
+       └─────► RUN/output.log        from the moment that the other does not take it
+
+A run is worth more than whoever watches it: hours of training are not lost because a terminal, a pager or
+an ssh connection went away, and `| head` asks for a few lines, not for the end of the run. Who wants the
+end says so: Ctrl-C, SIGTERM or SIGHUP. The same holds for `train` alone and for `launch`.
+"""
+
+import io
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+NAME = "output.log"
+
+
+def outlast(folder: Path) -> None:
+    """Lets this process's own stdout and stderr go on in a run folder when they cannot be written any more.
+
+    Streams that somebody has put in their place are left as they are.
+    """
+    for name, own in (("stdout", sys.__stdout__), ("stderr", sys.__stderr__)):
+        if own is not None and getattr(sys, name) is own:
+            raw = _Outlasting(own.fileno(), name, folder / NAME)
+            setattr(sys, name, io.TextIOWrapper(
+                io.BufferedWriter(raw), encoding=own.encoding, errors="backslashreplace",
+                line_buffering=own.line_buffering,
+            ))  # fmt: skip
+
+
+class _Outlasting(io.FileIO):
+    """A file descriptor that becomes another file when a write fails: native code that writes to it follows."""
+
+    def __init__(self, number: int, stream: str, log: Path):
+        super().__init__(number, "wb", closefd=False)
+        self._stream, self._log, self._moved = stream, log, False
+
+    def write(self, data) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Writes some bytes, if need be elsewhere; returns how many."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if self._moved:  # neither is there room in the run folder: training is worth more than its output
+                return len(data)
+            self._move(error)
+            return self.write(data)
+
+    def _move(self, error: OSError) -> None:
+        self._moved = True
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError:  # no run folder either: then there is nowhere to say it
+            log = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(log, self.fileno())
+        os.close(log)
+        why = f"{self._stream} can no longer be written ({error.strerror}): the run goes on, and says so"
+        self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {why} here\n".encode())
+        if self._stream == "stdout":
+            with suppress(OSError, ValueError):
+                print(f"jaxpar: {why} in {self._log}", file=sys.stderr, flush=True)
