@@ -4,12 +4,15 @@ RUN/job.toml        the resolved job           RUN/metrics.jsonl   a line per st
 RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 RUN/output.log      what was said after the reader of the output went away
+RUN/lock            who is at work in it
 """
 
 import io
 import json
 import math
 import os
+import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from jaxpar.train import loop, state
 from jaxpar.train.checkpoint import Store, make_folder, partial, write_json, write_text
 from jaxpar.train.detours import Careful, Detours
 from jaxpar.train.faults import Watch
+from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
 from jaxpar.train.peers import Alone, Peers, forget
 from jaxpar.train.progress import Progress
@@ -49,13 +53,16 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
     try:
         peers.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
         store = Store(folder / "checkpoints", job.checkpoint)
-        steps = _check_folder(job, folder, store)
-        built = build(job, processes=peers.count)
-        _check_same_run(folder, built, steps)
-        peers.agree("data", built.source.fingerprint)
-        peers.agree("list of checkpoints", str(steps))
-        make_folder(folder)
-        result = _train(job, built, store, peers, steps, stream)
+        _check_folder(job, folder, store)
+        alone = Lock(folder, lambda text: print(text, file=stream or sys.stdout, flush=True))
+        with alone if peers.process == 0 else nullcontext():
+            steps = _check_folder(job, folder, store)
+            built = build(job, processes=peers.count)
+            _check_same_run(folder, built, steps)
+            peers.agree("data", built.source.fingerprint)
+            peers.agree("list of checkpoints", str(steps))
+            make_folder(folder)
+            result = _train(job, built, store, peers, steps, stream)
         peers.close()
         return result
     except JaxparError as error:

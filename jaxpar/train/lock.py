@@ -1,0 +1,209 @@
+"""One run writes into a run folder: a second would replace its metrics, and delete checkpoints that it writes.
+
+    RUN/lock    who holds the folder: host, pid, since when; its time of change is its last sign of life
+
+A lock says who left it, and is believed as long as that one lives. On the same machine the process is looked up. On
+another one its signs of life count, by the clock of the file system that both share: the lock is watched until it
+is touched again, or has been still for `STALE` seconds.
+"""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.train.checkpoint.files import make_folder
+from jaxpar.units import show_seconds
+
+BEAT = 5.0  # seconds between two signs of life
+STALE = 6 * BEAT  # seconds without one, after which a process elsewhere is gone
+RULE = "one run at a time writes into a run folder"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who holds a lock.
+
+    Attributes:
+      host, pid: Where it runs.
+      since: When it took the lock, in seconds since 1970.
+      machine: What tells machines and containers of one host name apart; "" where nothing does.
+      started: When the process began, by its machine's count: another one may have its pid by now.
+    """
+
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    since: float = field(default_factory=time.time)
+    machine: str = field(default_factory=lambda: _machine())
+    started: str = field(default_factory=lambda: _started(os.getpid()))
+
+    @property
+    def name(self) -> str:
+        """`host a, pid 12, for 3.0 min`."""
+        return f"host {self.host}, pid {self.pid}, for {show_seconds(max(0.0, time.time() - self.since))}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its pid can be looked up from here."""
+        ours = _machine()
+        return bool(ours) and (self.host, self.machine) == (socket.gethostname(), ours)
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is still there, if it is here."""
+        return bool(self.started) and _started(self.pid) == self.started
+
+
+class Lock:
+    """The lock of a run folder, held within a `with`.
+
+    Args:
+      folder: The run folder; it is made.
+      say: Takes a line for the user: that a stale lock is broken.
+
+    Raises:
+      JaxparError: On entry, if another run holds it.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None]):
+        self.folder, self.say, self.path = folder, say, folder / "lock"
+        self.holder = Holder()
+        self._closed = threading.Event()
+
+    def __enter__(self) -> "Lock":
+        self._was_there = self.folder.is_dir()
+        make_folder(self.folder)
+        while not self._take():
+            self._break()
+        threading.Thread(target=self._beat, name="jaxpar-lock", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        if read(self.path) == self.holder:
+            self.path.unlink(missing_ok=True)
+        if not self._was_there and self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _take(self) -> bool:
+        try:
+            handle = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise refuse(f"{self.path}: {error.strerror}", rule=RULE, fix="another run.dir") from error
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(asdict(self.holder), file)
+        return True
+
+    def _break(self) -> None:
+        """Takes a stale lock out of the way, or refuses."""
+        try:
+            held, touched = read(self.path), self.path.stat().st_mtime
+        except FileNotFoundError:  # let go of meanwhile
+            return
+        if held is not None and held.is_here:
+            if held.lives:
+                raise self._refused(held)
+            why = "which is gone"
+        else:
+            quiet = max(0.0, self._now() - touched)
+            if quiet < STALE:
+                self.say(
+                    f"{self.folder} is held by {_name(held)}: waiting for a sign of life of it, {STALE:g} s at most"
+                )
+            end = time.monotonic() + STALE - quiet
+            while time.monotonic() < end:
+                time.sleep(min(0.2, STALE / 20))
+                try:
+                    if self.path.stat().st_mtime != touched:
+                        raise self._refused(read(self.path) or held)
+                except FileNotFoundError:
+                    return
+            why = f"which has given no sign of life for {max(quiet, STALE):.0f} s"
+        aside = self._beside()
+        try:
+            self.path.replace(aside)
+        except FileNotFoundError:  # another one was quicker
+            return
+        if (found := read(aside)) != held:  # it had broken it, and this is its own
+            aside.replace(self.path)
+            raise self._refused(found)
+        aside.unlink(missing_ok=True)
+        self.say(f"{self.folder} was held by {_name(held)}, {why}: its lock is broken")
+
+    def _now(self) -> float:
+        """Returns the time by the clock of the file system."""
+        probe = self._beside()
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _beside(self) -> Path:
+        return self.path.with_name(f"lock.{uuid.uuid4().hex}")
+
+    def _refused(self, held: Holder | None) -> JaxparError:
+        fix = "another run.dir, or wait until that run has ended"
+        return refuse(f"another run is at work in {self.folder}: {_name(held)}", rule=RULE, fix=fix)
+
+    def _beat(self) -> None:
+        told = False
+        while not self._closed.wait(BEAT):
+            try:
+                if (found := read(self.path)) not in (None, self.holder):
+                    _end(Problem(f"{self.folder} was taken over by {_name(found)}", RULE, "let one of both go on"))
+                os.utime(self.path)
+            except OSError as error:
+                if not (told or self._closed.is_set()):
+                    self.say(f"{self.path}: {error.strerror}; another run may begin to write there")
+                told = True
+
+
+def read(path: Path) -> Holder | None:
+    """Returns who holds a lock, or None where it does not say."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # gone, being written, or by another version
+        return None
+
+
+def _name(holder: Holder | None) -> str:
+    return holder.name if holder else "a process that did not say its name"
+
+
+def _end(problem: Problem) -> NoReturn:
+    """Ends this process from a thread: whatever it wrote from now on would destroy what another writes."""
+    try:
+        print(f"error: {problem}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
+def _machine() -> str:
+    """Returns the boot of this machine and its namespace of pids, or "" where the system does not tell."""
+    try:
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Returns when a process began, in ticks since its machine did; "" where there is none, or it is a zombie."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if words[0] in "ZX" else words[19]
