@@ -1,6 +1,7 @@
 """A job is trained: from its latest checkpoint, into its run folder.
 
-RUN/job.toml        the resolved job           RUN/metrics.jsonl   a line per step
+RUN/job.toml        the resolved job, earlier ones beside it as job.0001.toml
+RUN/metrics.jsonl   a line per step
 RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 RUN/output.log      what was said after the reader of the output went away
@@ -20,7 +21,7 @@ import jax
 
 from jaxpar.bench.record import versions, where
 from jaxpar.errors import JaxparError, reading, refuse, said
-from jaxpar.job import pretrained
+from jaxpar.job import changes, pretrained
 from jaxpar.job.batches import abstract_batch
 from jaxpar.job.build import Built, build
 from jaxpar.job.models import COUNTED, sound
@@ -31,7 +32,7 @@ from jaxpar.mesh.connect import HEARTBEAT, connect
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.mesh.processes import Cluster, detect
 from jaxpar.train import loop, state
-from jaxpar.train.checkpoint import Store, make_folder, partial, write_json, write_text
+from jaxpar.train.checkpoint import Store, make_folder, partial, write_json
 from jaxpar.train.detours import Careful, Detours
 from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
@@ -57,12 +58,13 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
         alone = Lock(folder, lambda text: print(text, file=stream or sys.stdout, flush=True))
         with alone if peers.process == 0 else nullcontext():
             steps = _check_folder(job, folder, store)
+            changed = changes.changes(folder, job) if steps else []
             built = build(job, processes=peers.count)
             _check_same_run(folder, built, steps)
             peers.agree("data", built.source.fingerprint)
             peers.agree("list of checkpoints", str(steps))
             make_folder(folder)
-            result = _train(job, built, store, peers, steps, stream)
+            result = _train(job, built, store, peers, steps, changed, stream)
         peers.close()
         return result
     except JaxparError as error:
@@ -96,7 +98,9 @@ def _meet(job: Job, folder: Path) -> Alone:
     return Peers(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
 
 
-def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int], stream) -> dict[str, Any]:
+def _train(
+    job: Job, built: Built, store: Store, peers: Alone, steps: list[int], changed: list[changes.Change], stream
+) -> dict[str, Any]:
     folder, first = Path(job.run.dir), peers.process == 0
     if peers.count > 1:
         built.step.agree, built.step.compiling = peers.agree, peers.compiling
@@ -108,14 +112,17 @@ def _train(job: Job, built: Built, store: Store, peers: Alone, steps: list[int],
     store.say = progress.say
     peers.at(0, "restoring" if steps else "starting")
     start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
+    changes.check(changed, job, at)  # after arrays that do not fit, which no word mends
     if first:  # one writer
-        write_text(folder / "job.toml", dumps(job))
+        changes.keep(folder, job)
         write_json(folder / "run.json", record(built))
     log = Log(folder, job.metrics, start=at, writes=first)
     with progress:
         progress.say(
             f"{built.layout.summary()}\n{describe(devices)}, {folder}" + (f", on from step {at}" if at else "")
         )
+        for change in changed:
+            progress.say(f"changed since step {at}: {change}")
         if at >= job.train.steps:
             progress.say(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
         try:

@@ -27,6 +27,8 @@ class RunTable:
       dir: The run folder; "" means runs/ and the name of the job file.
       resume: auto goes on from the latest checkpoint if there is one; never starts anew and
         refuses a folder that has checkpoints; must refuses a folder that has none.
+      changed: Keys such as "optimizer.learning_rate" that may have another value than the run was trained
+        with: what changes the next loss, or which examples are held out, is refused without this word.
       timeout: Seconds without a sign of life from another process, or in which it keeps the others
         waiting, after which the run ends and says so. Compiling, evaluating, saving and the start may take ten
         times as long; and whatever took a process long before may take twice that on top of it.
@@ -34,6 +36,7 @@ class RunTable:
 
     dir: str = ""
     resume: Literal["auto", "never", "must"] = "auto"
+    changed: tuple[str, ...] = ()
     timeout: float = 30.0
 
     def __post_init__(self):
