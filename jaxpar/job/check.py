@@ -112,7 +112,7 @@ def _check_data(job: Job) -> None:
         if job.data.tokenizer == "bytes":
             text.check_length(sum(file.stat().st_size + 1 for file in files), job.data)
     elif job.data.source == "arrays":
-        arrays.load_arrays(Path(str(job.data.path)))
+        arrays.load_arrays(Path(str(job.data.path)), whole=True)
 
 
 def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:

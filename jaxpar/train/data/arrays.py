@@ -2,7 +2,7 @@
 
 import hashlib
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +13,21 @@ from jaxpar.train.data import order
 from jaxpar.train.data.held_out import Weighted, weighted
 from jaxpar.train.data.spec import Batch, Data, Rows
 
+BLOCK = 2**22  # bytes that are read at once
 
-class Arrays:
-    """Examples that lie in arrays, one row each."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], spec: Data, seed: int, fingerprint: str = ""):
-        for name, value in arrays.items():
-            if not value.ndim or not len(value) or value.dtype.kind not in "biuf":
-                raise refuse(
-                    f"{name} is {value.dtype} of shape {list(value.shape)}",
-                    rule="an array has a row of numbers for every example",
-                    fix=f"leave {name} out, or encode it as numbers [examples, ...]",
-                )
-        lengths = {name: len(value) for name, value in arrays.items()}
-        if len(set(lengths.values())) != 1:
-            raise refuse(
-                f"arrays of {', '.join(f'{n} {k}' for k, n in lengths.items())} rows",
-                rule="row i of every array belongs to example i",
-                fix="give every array as many rows",
-            )
-        self.arrays, self.spec, self.seed = arrays, spec, seed
-        self.train, self.out = order.held_out(next(iter(lengths.values())), spec.held_out)
-        self.fingerprint = fingerprint or _hash(arrays)
+class Examples:
+    """Examples that are told apart by a number; some are held out.
+
+    Args:
+      count: How many there are.
+      spec: The `[data]` table.
+      seed: Of their order.
+    """
+
+    def __init__(self, count: int, spec: Data, seed: int):
+        self.spec, self.seed = spec, seed
+        self.train, self.out = order.held_out(count, spec.held_out)
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
@@ -53,7 +46,63 @@ class Arrays:
         return weighted(len(chosen), size, rows, lambda at: self._rows(chosen[at]))
 
     def _rows(self, chosen: np.ndarray) -> Batch:
-        return {name: np.ascontiguousarray(value[chosen]) for name, value in self.arrays.items()}
+        raise NotImplementedError
+
+
+class Arrays(Examples):
+    """Examples that lie in arrays, one row each."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], spec: Data, seed: int):
+        for name, value in arrays.items():
+            if not value.ndim or not len(value) or value.dtype.kind not in "biuf":
+                raise refuse(
+                    f"{name} is {value.dtype} of shape {list(value.shape)}",
+                    rule="an array has a row of numbers for every example",
+                    fix=f"leave {name} out, or encode it as numbers [examples, ...]",
+                )
+        lengths = {name: len(value) for name, value in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise refuse(
+                f"arrays of {', '.join(f'{n} {k}' for k, n in lengths.items())} rows",
+                rule="row i of every array belongs to example i",
+                fix="give every array as many rows",
+            )
+        self.arrays, self._fingerprint = arrays, ""
+        super().__init__(next(iter(lengths.values())), spec, seed)
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these arrays from others; to say it, all of them are read.
+
+        Raises:
+          JaxparError: If a whole number does not fit into 32 bits.
+        """
+        self._fingerprint = self._fingerprint or self._hashed()
+        return self._fingerprint
+
+    def _hashed(self) -> str:
+        digest = hashlib.sha256()
+        for name, value in sorted(self.arrays.items()):
+            digest.update(f"{name}{value.shape}{in_32_bits(value[:0], name).dtype}".encode())
+            for block in blocks(value):
+                digest.update(in_32_bits(block, name))
+        return digest.hexdigest()[:16]
+
+    def _rows(self, chosen: np.ndarray) -> Batch:
+        return {name: in_32_bits(np.ascontiguousarray(value[chosen]), name) for name, value in self.arrays.items()}
+
+
+def blocks(value: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the numbers of an array in their order, block by block; read from its file where it lies in one."""
+    if isinstance(value, np.memmap) and value.flags.c_contiguous and value.filename is not None:
+        with open(value.filename, "rb", buffering=0) as stream:  # pages of the map would count as memory
+            stream.seek(value.offset)
+            for begin in range(0, value.size, many := max(1, BLOCK // value.itemsize)):
+                yield np.fromfile(stream, value.dtype, min(many, value.size - begin))
+        return
+    rows = max(1, BLOCK // max(1, value[:1].nbytes))
+    for begin in range(0, len(value), rows):
+        yield np.ascontiguousarray(value[begin : begin + rows])
 
 
 def in_32_bits(value: np.ndarray, name: str) -> np.ndarray:
@@ -83,11 +132,17 @@ def load_digits() -> dict[str, np.ndarray]:
     return {"inputs": (digits["images"] / 16).astype(np.float32), "labels": digits["target"].astype(np.int32)}
 
 
-def load_arrays(path: Path) -> dict[str, np.ndarray]:
+def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
     """Returns the arrays of an .npz, of a folder of .npy, or one .npy as `inputs`. Nothing is unpickled.
 
+    What comes from .npy is mapped, not read, and stays in its dtype until a batch is made of it.
+
+    Args:
+      path: Where they lie.
+      whole: Whether every number is looked at: it must fit into 32 bits.
+
     Raises:
-      JaxparError: If it is not there, is no such file, or holds Python objects.
+      JaxparError: If it is not there, is no such file, holds Python objects, or whole numbers beyond 32 bits.
     """
     try:
         path = path.expanduser()
@@ -118,11 +173,11 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             rule="arrays come as .npz or .npy",
             fix="np.savez(path, inputs=...)",
         )
-    return {name: in_32_bits(value, f"{path}: {name}") for name, value in arrays.items()}
-
-
-def _hash(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name, value in sorted(arrays.items()):
-        digest.update(f"{name}{value.shape}{value.dtype}".encode() + np.ascontiguousarray(value).tobytes())
-    return digest.hexdigest()[:16]
+    named = {name: f"{path}: {name}" for name in arrays}
+    held = {name: value for name, value in arrays.items() if not isinstance(value, np.memmap)}
+    if whole:
+        for name in arrays.keys() - held.keys():
+            if arrays[name].dtype in (np.int64, np.uint64):
+                for block in blocks(arrays[name]):
+                    in_32_bits(block, named[name])
+    return arrays | {name: in_32_bits(value, named[name]) for name, value in held.items()}

@@ -13,10 +13,11 @@ from typing import Any
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.train.data.arrays import Arrays, load_arrays, load_digits
+from jaxpar.train.data.corpus import Corpus
 from jaxpar.train.data.iterables import Own, Stream
+from jaxpar.train.data.packing import pack
 from jaxpar.train.data.spec import Data, Source
-from jaxpar.train.data.text import Tokens, read, stdlib_files, text_files
-from jaxpar.train.data.tokens import pack, train_bpe
+from jaxpar.train.data.text import Tokens, stdlib_files, text_files
 
 
 def open_source(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None) -> Source:
@@ -34,10 +35,8 @@ def open_source(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, 
     folder = Path(folder)
     if spec.is_text:
         files = stdlib_files() if spec.source == "stdlib" else text_files(spec)
-        texts, digest = read(files)
-        tokenizer = train_bpe(texts, spec.vocab, folder, digest) if spec.tokenizer == "bpe" else None
-        file, dtype = pack(texts, tokenizer, folder, f"{spec.tokenizer}-{spec.tokens}-{digest}")
-        return Tokens(file, dtype, spec, seed, digest)
+        file, packed = pack(Corpus(tuple(files)), spec, folder)
+        return Tokens(file, packed.dtype, spec, seed, packed.text)
     if spec.source == "digits":
         return Arrays(load_digits(), spec, seed)
     if spec.source == "arrays":

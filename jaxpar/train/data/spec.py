@@ -80,7 +80,10 @@ Rows = np.ndarray | None  # which rows of a global batch are wanted, in order; N
 class Source(Protocol):
     """Where batches come from."""
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """Tells the examples from others: a run goes on with those that it began with."""
+        ...
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step, or some of its rows: the same for the same step, always."""

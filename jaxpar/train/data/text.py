@@ -1,18 +1,19 @@
 """Text from files becomes windows of tokens."""
 
-import hashlib
+import os
 import sysconfig
+import weakref
 from pathlib import Path
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, refuse
-from jaxpar.train.data.arrays import Arrays
+from jaxpar.errors import refuse
+from jaxpar.train.data.arrays import Examples
 from jaxpar.train.data.spec import Batch, Data
 
 
-class Tokens(Arrays):
-    """Windows of a memmapped token file: `inputs` and `targets` [batch, seq], int32."""
+class Tokens(Examples):
+    """Windows of a file of tokens: `inputs` and `targets` [batch, seq], int32."""
 
     def __init__(self, file: Path, dtype, spec: Data, seed: int, fingerprint: str):
         if not file.stat().st_size:
@@ -20,13 +21,24 @@ class Tokens(Arrays):
         tokens = np.memmap(file, dtype=dtype, mode="r")
         check_length(len(tokens), spec)
         count = (len(tokens) - 1) // spec.seq
-        self.tokens, self.file = tokens, file
-        super().__init__({"window": np.arange(count)}, spec, seed, fingerprint)
+        self.tokens, self.file, self.fingerprint = tokens, file, fingerprint
+        self._handle = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._handle)
+        super().__init__(count, spec, seed)
 
     def _rows(self, chosen: np.ndarray) -> Batch:
-        at = chosen[:, None] * self.spec.seq + np.arange(self.spec.seq + 1)
-        window = self.tokens[at].astype(np.int32)
+        window = np.empty((len(chosen), self.spec.seq + 1), np.int32)
+        for row, index in enumerate(chosen):
+            window[row] = self._read(int(index) * self.spec.seq)
         return {"inputs": window[:, :-1], "targets": window[:, 1:]}
+
+    def _read(self, begin: int) -> np.ndarray:
+        """Returns `seq` + 1 tokens; read, because pages of a map, of up to 2 MiB for a row, would count as memory."""
+        count, itemsize = self.spec.seq + 1, self.tokens.dtype.itemsize
+        found = os.pread(self._handle, count * itemsize, begin * itemsize)
+        if len(found) < count * itemsize:
+            raise refuse(f"{self.file} became shorter", rule="packed tokens stay while a run reads them", fix="resume")
+        return np.frombuffer(found, self.tokens.dtype)
 
     def where(self, step: int, size: int, row: int) -> str:
         """Returns in words where a row of a training batch lies."""
@@ -88,24 +100,3 @@ def text_files(spec: Data) -> list[Path]:
             )
         found += some
     return sorted(set(found))
-
-
-def read(files: list[Path]) -> tuple[list[bytes], str]:
-    """Returns the files' contents and a hash of all of them."""
-    texts, digest = [], hashlib.sha256()
-    for file in files:
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise JaxparError(
-                *refuse(
-                    f"{file}: {error.strerror}", rule="text files are readable", fix="check its permissions"
-                ).problems
-            ) from error
-        texts.append(data)
-        digest.update(len(data).to_bytes(8, "big") + data)
-    if not any(texts):
-        raise refuse(
-            f"{len(files)} files without a single byte", rule="there is text to train on", fix="another data.path"
-        )
-    return texts, digest.hexdigest()[:16]

@@ -1,48 +1,62 @@
-"""Text becomes one file of tokens, memmapped; documents are set apart by token 0."""
+"""Tokenizers, and the tokens of a text: documents are set apart by token 0."""
 
 import os
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxpar.errors import refuse, users_code
-from jaxpar.train.checkpoint import make_folder
+from jaxpar.train.checkpoint.files import sync
+from jaxpar.train.data.corpus import Corpus, blocks, pieces
 
 END = 0  # between documents; as a byte it does not occur in text, as a bpe token it is "<end>"
+AT_ONCE = 16  # pieces that threads of the tokenizer work on at the same time; their tokens take ten times their bytes
 
 
-def pack(texts: list[bytes], tokenizer: Any, folder: Path, name: str) -> tuple[Path, type]:
-    """Returns the file of all tokens and their dtype; the file is written once per text and tokenizer.
+def byte_tokens(corpus: Corpus, read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yields the tokens of a text: its bytes, without those that set documents apart.
 
     Args:
-      texts: Documents, utf-8.
-      tokenizer: From `train_bpe`, or None for bytes.
-      folder: Where the file goes.
-      name: What tells this text and tokenizer apart.
+      corpus: The text.
+      read: Is told how many bytes of it were packed.
     """
-    dtype = np.uint8 if tokenizer is None else np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
-    file = folder / f"tokens-{name}.bin"
-    if file.exists():
-        return file, dtype
-    make_folder(folder)
-    part = file.with_suffix(f".{os.getpid()}.part")
-    with part.open("wb") as out:
-        for text in texts:
-            if tokenizer is None:
-                ids = np.frombuffer(text.replace(b"\0", b"") + b"\0", np.uint8)
-            else:
-                ids = np.array([*tokenizer.encode(text.decode("utf-8", errors="replace")).ids, END], dtype)
-            out.write(ids.tobytes())
-    part.rename(file)
-    return file, dtype
+    for file in corpus.files:
+        for block in blocks(file):
+            yield block.replace(b"\0", b"")
+            read(len(block))
+        yield b"\0"
 
 
-def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
-    """Returns a byte-level BPE trained on the texts, from `folder` if it was trained before.
+def bpe_tokens(corpus: Corpus, tokenizer: Any, dtype: np.dtype, read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yields the tokens of a text as a tokenizer makes them: of several pieces in parallel, in their order."""
+    end = np.array([END], dtype).tobytes()
+    of_files = ((file, piece) for file in corpus.files for piece in chain(pieces(file), (None,)))
+    while some := list(islice(of_files, AT_ONCE)):
+        texts = [piece for _, piece in some if piece is not None]
+        encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        yield b"".join(end if piece is None else np.array(next(encoded).ids, dtype).tobytes() for _, piece in some)
+        read(sum(len(text.encode("utf-8", "replace")) for text in texts))
+
+
+def bpe_file(folder: Path, vocab: int, digest: str) -> Path:
+    """Returns where the bpe lies that was trained on a text."""
+    return folder / f"bpe-{vocab}-{digest}.json"
+
+
+def train_bpe(corpus: Corpus, vocab: int, file: Path, read: Callable[[int], None]) -> Any:
+    """Returns a byte-level BPE trained on a text; it is on the disk then.
+
+    Args:
+      corpus: The text.
+      vocab: Tokens, at most.
+      file: Where it is saved.
+      read: Is told how many bytes were read.
 
     Raises:
-      JaxparError: If the package `tokenizers` is missing, or the text is too small for the vocabulary.
+      JaxparError: If the package `tokenizers` is missing, or the vocabulary is too small for it.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -52,9 +66,6 @@ def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
             rule="the encoding is trained by Hugging Face's tokenizers",
             fix="pip install 'jaxpar[text]', or tokenizer = 'bytes'",
         ) from error
-    file = folder / f"bpe-{vocab}-{digest}.json"
-    if file.exists():
-        return load_bpe(file)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,13 +75,21 @@ def train_bpe(texts: list[bytes], vocab: int, folder: Path, digest: str) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((text.decode("utf-8", errors="replace") for text in texts), trainer)
+
+    def texts() -> Iterator[str]:
+        for path in corpus.files:
+            for piece in pieces(path):
+                yield piece
+                read(len(piece))
+
+    tokenizer.train_from_iterator(texts(), trainer)
     if tokenizer.get_vocab_size() > vocab:
         raise refuse(f"data.vocab = {vocab}", rule="a byte-level bpe has at least 257 tokens", fix="vocab = 1024")
-    make_folder(folder)
     part = file.with_suffix(f".{os.getpid()}.part")
     tokenizer.save(str(part))
+    sync(part)
     part.replace(file)
+    sync(file.parent)
     return tokenizer
 
 
