@@ -26,7 +26,9 @@ def add(verbs) -> None:
     )
     verb.add_argument("-n", "--processes", type=int, required=True, help="processes on this machine")
     verb.add_argument("--restarts", type=int, default=3, help="attempts without a new checkpoint (default 3)")
-    verb.add_argument("--nodes", type=int, default=1, help="machines, each with as many processes")
+    verb.add_argument(
+        "--nodes", type=int, default=1, help="machines, each with as many processes; all see the same run.dir"
+    )
     verb.add_argument("--node", type=int, default=0, help="which of them this is, from 0")
     verb.add_argument("--coordinator", default="", metavar="HOST:PORT", help="of process 0; needed with --nodes")
     add_allow_import(verb)
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,
         processes=args.processes, restarts=args.restarts,
         nodes=args.nodes, node=args.node, coordinator=args.coordinator,
-        ended=lambda attempt, ended: report(folder, attempt, ended.process, ended.how),
+        ended=lambda ended: report(folder, ended.process, ended.pid, ended.how),
         fewer=lambda command, count: fewer(
             load(command[1], command[2:], allow_import=allowed), processes=count, most=count - 1
         ),

@@ -21,7 +21,7 @@ import jax
 
 from jaxpar.bench.record import versions, where
 from jaxpar.errors import JaxparError, reading, refuse, said
-from jaxpar.job import changes, pretrained
+from jaxpar.job import changes, meeting, pretrained
 from jaxpar.job.batches import abstract_batch
 from jaxpar.job.build import Built, build
 from jaxpar.job.models import COUNTED, sound
@@ -87,14 +87,18 @@ def _meet(job: Job, folder: Path) -> Alone:
         if os.environ.get("JAXPAR_ATTEMPT"):  # the only one that was launched adds up as several would, bit for bit
             connect(Cluster(coordinator=os.environ["JAXPAR_COORDINATOR"], processes=1, process=0, source="launch"))
         return Alone()
-    attempt = os.environ.get("JAXPAR_ATTEMPT") or cluster.coordinator
     make_folder(folder)
+    attempt = ""
     if cluster.process == 0:
-        forget(folder, attempt)
+        forget(folder)
+        attempt = meeting.begin(folder)
     jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM from us  # pyright: ignore
     # JAX ends processes without a word of whose fault it is: its own heartbeat comes in only after ours has spoken
     heartbeat = HEARTBEAT + math.ceil(job.run.timeout)
-    connect(cluster, timeout=job.run.timeout * SLOW, heartbeat=heartbeat)
+    attempt = connect(
+        cluster, timeout=job.run.timeout * SLOW, heartbeat=heartbeat, word=attempt,
+        check=lambda word: meeting.look(folder, word, process=cluster.process),
+    )  # fmt: skip
     return Peers(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
 
 

@@ -43,7 +43,7 @@ class Launch:
       nodes: Machines that start as many.
       node: The number of this one.
       coordinator: `host:port` of process 0; on one machine a free port of its own.
-      ended: Told how a process of this machine failed, and which attempt it was of; the others may hear of it.
+      ended: Told how a process of this machine failed; the others may hear of it.
       fewer: From a command and its processes to how many fewer it can go on with, and more words for the command.
     """
 
@@ -54,7 +54,7 @@ class Launch:
     nodes: int = 1
     node: int = 0
     coordinator: str = ""
-    ended: Callable[[str, "Ended"], None] = lambda attempt, ended: None
+    ended: Callable[["Ended"], None] = lambda ended: None
     fewer: Callable[[Sequence[str], int], tuple[int, list[str]]] | None = None
 
     def __post_init__(self):
@@ -77,11 +77,13 @@ class Ended:
 
     Attributes:
       process: Its number.
+      pid: By which this machine knew it.
       status: Its exit status, negative for a signal.
       seconds: From its start.
     """
 
     process: int
+    pid: int
     status: int
     seconds: float
 
@@ -112,12 +114,11 @@ class Attempt:
     def _run(self, stop: "Stop", end: int) -> list[Ended]:
         begin = time.monotonic()
         coordinator = self.launch.coordinator or f"127.0.0.1:{free_port()}"
-        attempt = f"{coordinator}-{self.number}"
         first = self.launch.node * self.launch.processes
         readers = []
         try:
             for process in range(first, first + self.launch.processes):
-                child = self._start(process, coordinator, attempt, end)
+                child = self._start(process, coordinator, end)
                 self.children[process] = child
                 readers += [threading.Thread(target=self._pass_on, args=(process, pipe, out), daemon=True)
                             for pipe, out in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))]  # fmt: skip
@@ -132,7 +133,7 @@ class Attempt:
                 if failed and deadline is None:
                     deadline = time.monotonic() + GRACE
                     self.say(str(failed[0]))
-                    self.launch.ended(attempt, failed[0])
+                    self.launch.ended(failed[0])
                 if deadline and time.monotonic() > deadline:
                     self._kill()
                 time.sleep(0.05)
@@ -142,10 +143,10 @@ class Attempt:
                 reader.join(timeout=5)
         return self.ended
 
-    def _start(self, process: int, coordinator: str, attempt: str, end: int) -> subprocess.Popen:
+    def _start(self, process: int, coordinator: str, end: int) -> subprocess.Popen:
         total = self.launch.nodes * self.launch.processes
         own = {"COORDINATOR": coordinator, "PROCESSES": str(total), "PROCESS": str(process)}
-        own["ATTEMPT"] = attempt
+        own["ATTEMPT"] = str(self.number)  # of this supervisor: which one all begin is settled when they meet
         return subprocess.Popen(
             [sys.executable, "-m", "jaxpar", *self.launch.command, *self.launch.options],
             env={**os.environ, **{f"JAXPAR_{name}": value for name, value in own.items()}, VARIABLE: str(end)},
@@ -165,7 +166,7 @@ class Attempt:
     def _collect(self, begin: float) -> None:
         known, now = {each.process for each in self.ended}, time.monotonic() - begin
         new = [
-            Ended(process, status, now)
+            Ended(process, child.pid, status, now)
             for process, child in self.children.items()
             if process not in known and (status := child.poll()) is not None
         ]

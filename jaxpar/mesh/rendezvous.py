@@ -1,76 +1,27 @@
 """Who is there, before JAX is asked to connect them: it ends a process where one is missing, without saying which.
 
-others ──{process, processes, host, same}──► process 0, which waits for all of them
-       ◄── "" : all came, go on; or the reason why not, the same for all of them
+    others ──{process, processes, host, same}──► process 0, which waits for all of them
+           ◄──────────── {word} ───────────────  once all have come: what it says to all, such as the attempt's name
+           ──────── {problem or none} ─────────► what is wrong with it, such as a folder that is not seen here
+           ◄─────── {problem or none} ─────────  all go on; or the reason why not, the same for all of them
 
-Takes place at the coordinator's own address, which process 0 gives free again for JAX.
+Takes place at the coordinator's own address, which process 0 gives free again for JAX. Whoever reaches that address
+and says that it is process 1 is taken for it, here as in JAX's own service, which comes next: it belongs into a
+network of one's own. A stranger who is silent or slow holds up nobody: each connection has a deadline.
 """
 
-import json
 import socket
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
-from jaxpar.errors import JaxparError, refuse
+from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.mesh.guests import ANSWER, RULE, Guest, Guests, problem_of
 from jaxpar.mesh.processes import Cluster
 
-RULE = "all processes of a run find process 0, which listens where the coordinator's address says"
-MOST = 4096  # bytes of what one process says
 
-
-@dataclass
-class Guests:
-    """Those who have come to process 0.
-
-    Attributes:
-      cluster: As process 0 sees it.
-      same: What all processes must say.
-      waiting: Process to its open connection.
-      hosts: Process to its host.
-    """
-
-    cluster: Cluster
-    same: str
-    waiting: dict[int, socket.socket] = field(default_factory=dict)
-    hosts: dict[int, str] = field(default_factory=dict)
-
-    def missing(self) -> list[int]:
-        """Returns the processes that have not come."""
-        return [number for number in range(1, self.cluster.processes) if number not in self.waiting]
-
-    def welcome(self, guest: socket.socket) -> str:
-        """Returns why this guest ends the meeting, or ""; one that says nothing sensible is sent away."""
-        said = _introduction(guest)
-        if said is None:
-            guest.close()
-            return ""
-        number, count, host, same = said
-        if number in self.waiting and not _waits(self.waiting[number]):  # it was started anew
-            self.waiting.pop(number).close()
-        who = f"process {number} on {host}"
-        problem = ""
-        if count != self.cluster.processes:
-            problem = f"{who} says there are {count} processes, process 0 says {self.cluster.processes}"
-        elif not 0 < number < count or number in self.waiting:
-            other = self.hosts.get(number, socket.gethostname())
-            problem = f"{who} and another on {other} both say they are process {number}"
-        elif same != self.same:
-            problem = f"{who} runs {same}, process 0 runs {self.same}"
-        self.waiting[-len(self.waiting) - 1 if problem else number] = guest
-        self.hosts[number] = host
-        return problem
-
-    def answer(self, text: str) -> None:
-        """Tells everyone who waits."""
-        for guest in self.waiting.values():
-            with guest:
-                try:
-                    guest.sendall(text.encode() + b"\n")
-                except OSError:  # it is gone: that shows when JAX connects
-                    continue
-
-
-def host_meeting(cluster: Cluster, *, bind: str, until: float, same: str) -> None:
+def host_meeting(cluster: Cluster, *, bind: str, until: float, same: str, word: str = "") -> None:
     """Waits, as process 0, until all the others have come.
 
     Args:
@@ -78,11 +29,25 @@ def host_meeting(cluster: Cluster, *, bind: str, until: float, same: str) -> Non
       bind: Address to listen on, host:port.
       until: When to give up, by `time.monotonic`.
       same: What all must run, in words, such as the hash of the job.
+      word: What all are told; each says what is wrong with it.
 
     Raises:
-      JaxparError: If it cannot listen, some did not come, or one does not fit; the others are told the same.
+      JaxparError: If it cannot listen, some did not come, one does not fit, or finds the word wrong; the others are
+        told the same.
     """
-    guests = Guests(cluster, same)
+    with _listening(cluster, bind) as server:
+        guests, problem = Guests(cluster, same), None
+        while problem is None:
+            problem = guests.gather(server, until) or guests.ask(word)
+            if not guests.missing():
+                break
+        guests.answer(problem)
+    if problem:
+        raise _told(cluster, problem)
+
+
+def _listening(cluster: Cluster, bind: str) -> socket.socket:
+    """Returns a socket that listens at an address of this machine."""
     host, _, port = bind.rpartition(":")
     try:
         kind, _, _, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
@@ -91,31 +56,28 @@ def host_meeting(cluster: Cluster, *, bind: str, until: float, same: str) -> Non
         raise _lost(
             cluster, f"{host} is no address: {error.strerror}", "a name or an address of this machine"
         ) from error
-    with server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what lingers is no one
-        try:
-            server.bind(where)
-            server.listen(cluster.processes)
-        except OSError as error:
-            fix = "a free port of this machine in the coordinator's address; or process 0 is meant to run elsewhere"
-            raise _lost(cluster, f"cannot listen on {bind}: {error.strerror}", fix) from error
-        problem = ""
-        while not problem and guests.missing():
-            if (left := until - time.monotonic()) <= 0:
-                problem = _absent(guests.missing())
-                break
-            server.settimeout(left)
-            try:
-                problem = guests.welcome(server.accept()[0])
-            except TimeoutError:
-                continue
-        guests.answer(problem)
-    if problem:
-        raise _told(cluster, problem)
+    server.setblocking(False)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what lingers is no one
+    try:
+        server.bind(where)
+        server.listen(cluster.processes)
+    except OSError as error:
+        server.close()
+        fix = "a free port of this machine in the coordinator's address; or process 0 is meant to run elsewhere"
+        raise _lost(cluster, f"cannot listen on {bind}: {error.strerror}", fix) from error
+    return server
 
 
-def go_to_meeting(cluster: Cluster, *, until: float, same: str) -> None:
-    """Goes to process 0 and waits, as one of the others, until all have come.
+def go_to_meeting(
+    cluster: Cluster, *, until: float, same: str, check: Callable[[str], Problem | None] = lambda word: None
+) -> str:
+    """Goes to process 0 and waits, as one of the others, until all have come; returns the word of process 0.
+
+    Args:
+      cluster: As this process sees it.
+      until: When to give up, by `time.monotonic`.
+      same: What this process runs, in words.
+      check: From the word to what is wrong with it here.
 
     Raises:
       JaxparError: If process 0 is not found in time, or says that someone is missing or does not fit.
@@ -125,12 +87,10 @@ def go_to_meeting(cluster: Cluster, *, until: float, same: str) -> None:
     while (left := until - time.monotonic()) > 0:
         try:
             with socket.create_connection((cluster.host, cluster.port), timeout=left) as server:
-                server.sendall(json.dumps(said).encode() + b"\n")
-                server.settimeout(max(0.01, until - time.monotonic()) + 2.0)  # process 0 gives up first, and says why
-                problem = _line(server)
+                word, problem = _listen(server, said, until=until + ANSWER + 2.0, check=check)
             if problem:
                 raise _told(cluster, problem)
-            return
+            return word
         except ValueError as error:
             if isinstance(error, JaxparError):
                 raise
@@ -143,59 +103,34 @@ def go_to_meeting(cluster: Cluster, *, until: float, same: str) -> None:
     raise _lost(cluster, f"no answer from the coordinator in {seconds:.1f} s: {why}", fix)
 
 
-def _introduction(guest: socket.socket) -> tuple[int, int, str, str] | None:
-    """Returns what a process says of itself; None where it is another program's, or a probe."""
-    try:
-        guest.settimeout(2.0)
-        said = json.loads(_line(guest))
-        number, count, host, same = (said[key] for key in ("process", "processes", "host", "same"))
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    kinds = ((number, int), (count, int), (host, str), (same, str))
-    return (number, count, host, same) if all(isinstance(value, kind) for value, kind in kinds) else None
-
-
-def _waits(guest: socket.socket) -> bool:
-    """Returns whether one who came is still there."""
-    guest.setblocking(False)
-    try:
-        return guest.recv(1) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        guest.setblocking(True)
-
-
-def _line(peer: socket.socket) -> str:
-    """Returns the line that the other side sends.
+def _listen(
+    server: socket.socket, said: dict[str, Any], *, until: float, check: Callable[[str], Problem | None]
+) -> tuple[str, Problem | None]:
+    """Returns the word of process 0, and how the meeting ended; process 0 gives up first, and says why.
 
     Raises:
-      ValueError: If it hangs up before, or does not end.
+      ValueError: If the other side hangs up, or is no process 0.
+      OSError: If it is gone, or silent.
     """
-    text = b""
-    while not text.endswith(b"\n"):
-        more = peer.recv(MOST)
-        if not more or len(text) > MOST:
-            raise ValueError("no line")
-        text += more
-    return text.decode().strip()
+    word, process_0 = "", Guest(server, until)
+    process_0.tell(said)
+    while True:
+        server.settimeout(max(0.01, until - time.monotonic()))
+        if (heard := process_0.hear()) is None:
+            continue
+        if "word" not in heard:
+            return word, problem_of(heard["problem"]) if heard.get("problem") else None
+        word = str(heard["word"])
+        wrong = check(word)
+        process_0.tell({"problem": asdict(wrong) if wrong else None})
 
 
-def _absent(missing: list[int]) -> str:
-    shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-    return f"process {shown} did not come" if len(missing) == 1 else f"processes {shown} did not come"
+def _told(cluster: Cluster, problem: Problem) -> JaxparError:
+    return _lost(cluster, problem.got, problem.fix, rule=problem.rule)
 
 
-def _told(cluster: Cluster, problem: str) -> JaxparError:
-    if "did not come" in problem:
-        return _lost(cluster, problem, "are they started, and with this coordinator? their own output says more")
-    return _lost(cluster, problem, "the same job, the same count for all, and a number of its own for each")
-
-
-def _lost(cluster: Cluster, why: str, fix: str) -> JaxparError:
+def _lost(cluster: Cluster, why: str, fix: str, *, rule: str = RULE) -> JaxparError:
     me = (
         f"process {cluster.process} of {cluster.processes} on {socket.gethostname()}, coordinator {cluster.coordinator}"
     )
-    return refuse(f"{me}: {why}", rule=RULE, fix=fix)
+    return refuse(f"{me}: {why}", rule=rule, fix=fix)

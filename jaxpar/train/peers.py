@@ -9,6 +9,7 @@ in each step stays in memory.
 import dataclasses
 import re
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -214,11 +215,12 @@ class Peers(Alone):
                 self._turned.notify_all()
 
 
-def report(folder: Path, attempt: str, process: int, how: str) -> None:
-    """Says for a process that it failed, where it could not say so itself."""
-    folder = folder / "processes" / name_of(attempt)
-    if (beat := read(folder, process)) and not beat.ended:
-        write(folder, dataclasses.replace(beat, doing=f"failed: it {how}", count=beat.count + 1))
+def report(run: Path, process: int, pid: int, how: str) -> None:
+    """Says for a process of this host that it failed, where it could not say so itself."""
+    for file in (run / "processes").glob(f"*/{process}.json"):
+        beat = read(file.parent, process)
+        if beat and (beat.host, beat.pid) == (socket.gethostname(), pid) and not beat.ended:
+            write(file.parent, dataclasses.replace(beat, doing=f"failed: it {how}", count=beat.count + 1))
 
 
 def name_of(attempt: str) -> str:
@@ -231,10 +233,10 @@ def _end(problem: Problem) -> NoReturn:
     leave(LOST, f"error: {problem}", pause=PAUSE)
 
 
-def forget(folder: Path, attempt: str, keep: int = 3) -> None:
-    """Deletes what earlier starts of a run left: all of this name, and of others but the latest."""
+def forget(folder: Path, keep: int = 3) -> None:
+    """Deletes what earlier starts of a run left, but the latest."""
     folder = folder / "processes"
     if folder.is_dir():
         old = sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime)
-        for path in {*old[keep:], folder / name_of(attempt)}:
+        for path in old[keep:]:
             shutil.rmtree(path, ignore_errors=True)
