@@ -10,6 +10,7 @@ from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge
 EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml
   $ jaxpar train configs/quickstart.toml parallel.data=1 parallel.fsdp=8 parallel.tensor=1 run.dir=runs/fsdp8
+  $ jaxpar train configs/quickstart.toml --from 200
   $ jaxpar train --print-defaults
 
 Ctrl-C, SIGTERM or a terminal that closes (SIGHUP) finish the step, save it, evaluate nothing and end with status 130,
@@ -28,6 +29,13 @@ def add(verbs) -> None:
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     verb.add_argument(
         "--print-defaults", action="store_true", help="show every key of a job with its meaning, and exit"
+    )
+    verb.add_argument(
+        "--from",
+        dest="at",
+        metavar="STEP",
+        type=int,
+        help="go on from the checkpoint of this step; newer ones are set aside (default: the newest good one)",
     )
     add_allow_import(verb)
     add_json(verb)
@@ -57,5 +65,5 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.run import train
 
     outlast(Path(job.run.dir))
-    result = train(job, stream=sys.stdout)
+    result = train(job, at=args.at, stream=sys.stdout)
     return result, STOPPED.get(result["stopped_by"], 0)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,13 @@ from jaxpar.train.subject import model_flop
 from jaxpar.train.watchdog.judge import SLOW
 
 
-def train(job: Job, *, stream=None) -> dict[str, Any]:
+def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
     """Trains a job to its last step, or until it is told to stop; returns how it ended.
+
+    Args:
+      job: The job.
+      at: The step of the checkpoint to go on from; the newest by default. Newer ones are set aside.
+      stream: Where to say how it goes; the standard output by default.
 
     Raises:
       JaxparError: With what is wrong with the job, its data, its run folder or its loss.
@@ -55,9 +61,14 @@ def train(job: Job, *, stream=None) -> dict[str, Any]:
         peers.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
         store = Store(folder / "checkpoints", job.checkpoint)
         _check_folder(job, folder, store)
-        alone = Lock(folder, lambda text: print(text, file=stream or sys.stdout, flush=True))
-        with alone if peers.process == 0 else nullcontext():
+
+        def say(text: str) -> None:
+            print(text, file=stream or sys.stdout, flush=True)
+
+        with Lock(folder, say) if peers.process == 0 else nullcontext():
             steps = _check_folder(job, folder, store)
+            if at is not None:
+                steps = _go_back(store, steps, at, say if peers.process == 0 else None)
             changed = changes.changes(folder, job) if steps else []
             built = build(job, processes=peers.count)
             _check_same_run(folder, built, steps)
@@ -183,12 +194,13 @@ def record(built: Built) -> dict[str, Any]:
 def _loop(built: Built, store: Store, log: Log, progress: Progress, peers: Alone) -> loop.Run:
     job, train = built.job, built.job.train
     detours = Detours(Path(job.run.dir), fresh=not store.steps())
+    back = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # how far a rollback may go
     source = Careful(built.source, detours, sound(job), job.faults, progress.say)
     return loop.Run(
         step=built.step, source=source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         store=store, log=log, progress=progress, learning_rate=built.learning_rate, peers=peers,
-        watch=Watch(job.faults, log.recent, span=job.checkpoint.every, skipped=log.skipped), detours=detours,
+        watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), detours=detours,
     )  # fmt: skip
 
 
@@ -221,6 +233,19 @@ def _check_folder(job: Job, folder: Path, store: Store) -> list[int]:
             fix="another run.dir, or run.resume = 'auto'",
         )
     return steps
+
+
+def _go_back(store: Store, steps: list[int], at: int, say: Callable[[str], None] | None) -> list[int]:
+    """Returns the steps up to one of them; the process that says so sets aside those after it."""
+    if at not in steps:
+        raise refuse(
+            f"no checkpoint of step {at} in {store.folder}",
+            rule="a run goes on from a checkpoint",
+            fix=f"--from {steps[-1]}; there are {', '.join(map(str, steps[-8:]))}" if steps else "train it first",
+        )
+    if say and (left := store.leave(at)):
+        say(f"on from step {at}: what was saved after it is called {', '.join(left)} now")
+    return [step for step in steps if step <= at]
 
 
 def _check_same_run(folder: Path, built: Built, steps: list[int]) -> None:

@@ -33,8 +33,9 @@ class Faults:
     """What is done about numbers that go wrong.
 
     Attributes:
-      on_bad_step: Where loss or gradients are nan or inf, or the loss is a spike: stop; skip (the update is not
-        taken, steps and data go on); or rollback (to the newest checkpoint, and on past the batches since it).
+      on_bad_step: Where loss, gradients or parameters are nan or inf, or the loss is a spike: stop; skip (the update
+        is not taken, steps and data go on); or rollback (to the newest checkpoint, or to one before it if that fails
+        at once, and on past the batches since it).
       on_bad_batch: Where a batch holds what cannot be, found before it is fed: stop, or skip (the next batch takes
         its place, and all later ones move up).
       spike: A loss above so many times the median of the last 32 good ones is bad; 0 looks for none.
@@ -70,16 +71,34 @@ class BadStep(JaxparError):
         super().__init__(problem)
 
 
-def guarded(update: Callable, on_device: Callable, *, look_at_params: bool) -> Callable:
-    """Returns a step's update that takes nothing where loss or gradients are not finite, or the loss is too high.
+def are_finite(params: Any) -> jax.Array:
+    """Returns whether all numbers of all arrays are finite: one pass over them, one bool."""
+    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
 
-    The choice is made of numbers that every device has already, so nothing more travels.
+
+_are_finite = jax.jit(are_finite)
+
+
+def check_before_save(step: int, params: Any) -> None:
+    """Looks at parameters before they are saved: an update can spoil them while its loss and gradients are fine.
+
+    Raises:
+      BadStep: If a number is nan or inf.
+    """
+    if not _are_finite(params):
+        got = f"the parameters of step {step} are not finite, though its loss and gradients are"
+        fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
+        raise BadStep(step, Problem(got, "what is saved is finite", fix))
+
+
+def guarded(update: Callable, on_device: Callable) -> Callable:
+    """Returns a step's update that takes nothing where loss, gradients or the new parameters are not finite.
+
+    Nor where the loss is too high. Between devices one bool travels, of the parameters that each of them holds.
 
     Args:
       update: (state, batch) to (state, metrics).
       on_device: Brings an optimizer state to where updates are made.
-      look_at_params: Whether the new parameters are looked at too, where several updates make one step and the
-        metrics do not know of all of them.
 
     Returns:
       (state, batch, limit) to (state, metrics); `skipped` in the metrics, bool, is true where params, optimizer
@@ -89,9 +108,7 @@ def guarded(update: Callable, on_device: Callable, *, look_at_params: bool) -> C
     def _update(state: State, batch: Mapping, limit: jax.Array):
         new, metrics = update(state, batch)
         loss, norm = metrics["loss"], metrics["grad_norm"]
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit)
-        if look_at_params:
-            good &= jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new.params)]).all()
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit) & are_finite(new.params)
         params, optimizer, rest = jax.tree.map(
             lambda after, before: jnp.where(good, after, before),
             (new.params, new.optimizer, new.rest),
@@ -125,6 +142,11 @@ class Watch:
             self._in_a_row = self._in_a_row + 1 if row.get("skipped") else 0
             if not row.get("skipped") and row["loss"] is not None:
                 self._good.append((row["step"], row["loss"]))
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether the last step was skipped."""
+        return self._in_a_row > 0
 
     def limit(self, step: int) -> float:
         """Returns the loss above which a step is a spike; inf where none is, also where losses are not positive."""
@@ -178,12 +200,15 @@ def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> 
     return Problem(f"the loss of step {step} is {loss} (grad_norm {norm})", rule, fix)
 
 
-def roll_back(job: "Run", bad: JaxparError, rows: list[dict[str, Any]]) -> State:
+def roll_back(job: "Run", bad: JaxparError, start: int, rows: list[dict[str, Any]]) -> State:
     """Returns the state of the newest checkpoint, after which the batches since it are passed over.
+
+    Where the first step after a checkpoint is bad, the checkpoint may be: it is set aside, and the one before it taken.
 
     Args:
       job: The run.
       bad: What ended the run so far: a bad step, or anything else, which is raised again.
+      start: The step whose state this training began with.
       rows: Of this process's steps; those after the checkpoint are taken out, as out of the run's metrics.
 
     Raises:
@@ -193,15 +218,24 @@ def roll_back(job: "Run", bad: JaxparError, rows: list[dict[str, Any]]) -> State
     faults, detours = job.watch.faults, job.detours
     if job.store and (isinstance(bad, BadStep) or jax.process_count() == 1):  # else the others may never come to it
         job.store.wait()
-    if faults.on_bad_step != "rollback" or not isinstance(bad, BadStep):
+    if not isinstance(bad, BadStep):
         raise bad
-    if job.store is None or detours is None or not job.store.steps():
+    steps = job.store.steps() if job.store else []
+    older = [step for step in steps if step < start]
+    at_once = bad.step == start + 1 and start in steps and bool(older)
+    if faults.on_bad_step != "rollback":
+        raise _with_older(bad, older[-1]) if at_once else bad
+    if job.store is None or detours is None or not steps:
         raise refuse(f"{bad.problems[0].got}, and no checkpoint to go back to", rule="faults.on_bad_step = 'rollback' "
             "goes back to a checkpoint", fix="a smaller checkpoint.every") from bad  # fmt: skip
     if detours.rollbacks >= faults.rollbacks:
         raise refuse(f"{bad.problems[0].got}, after {detours.rollbacks} rollbacks", rule=f"a run goes back at most "
             f"faults.rollbacks = {faults.rollbacks} times", fix=bad.problems[0].fix) from bad  # fmt: skip
     job.peers.at(bad.step, "restoring")
+    if at_once and jax.process_index() == 0:
+        left = ", ".join(job.store.leave(older[-1]))
+        if job.progress:
+            job.progress.say(f"the first step after step {start} is bad: what was saved there is called {left} now")
     state, back = job.store.restore(job.step.abstract())
     detours.go_back(bad.step, to=back, why=bad.problems[0].got)
     job.watch.rewind(back)
@@ -212,3 +246,9 @@ def roll_back(job: "Run", bad: JaxparError, rows: list[dict[str, Any]]) -> State
     if job.progress:
         job.progress.say(f"{bad.problems[0].got}: back to step {back}, on with the batch after it")
     return state
+
+
+def _with_older(bad: BadStep, step: int) -> BadStep:
+    """Returns the error of a first step after a checkpoint, which may be to blame, with the way to an older one."""
+    problem = bad.problems[0]
+    return BadStep(bad.step, Problem(problem.got, problem.rule, f"{problem.fix}; or jaxpar train JOB --from {step}"))

@@ -26,7 +26,7 @@ from jaxpar.train.checkpoint import Checkpoints, Store, processes
 from jaxpar.train.checkpoint.due import Due
 from jaxpar.train.data.spec import Source
 from jaxpar.train.detours import Detours
-from jaxpar.train.faults import Watch, roll_back
+from jaxpar.train.faults import Watch, check_before_save, roll_back
 from jaxpar.train.feed import Feed
 from jaxpar.train.metrics import Log
 from jaxpar.train.peers import Alone
@@ -103,10 +103,11 @@ def run(job: Run, state: State) -> Outcome:
         if int(state.step) >= job.steps:
             return Outcome(state=state, rows=rows, stopped_by=_score_the_end(job, state, feed, stop))
         while True:
+            start = int(state.step)
             try:
                 return _stretch(job, state, feed, rows, stop)
             except JaxparError as error:
-                state = roll_back(job, error, rows)
+                state = roll_back(job, error, start, rows)
 
 
 def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], stop: "_Stop") -> Outcome:
@@ -115,7 +116,7 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
     flying: collections.deque = collections.deque()
     clock = time.perf_counter()
     stopped: str | None = None
-    due = Due(job.checkpoints, start=start)
+    due, owed = Due(job.checkpoints, start=start), False
 
     def land() -> dict[str, Any]:
         nonlocal clock
@@ -140,11 +141,13 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
         evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))
         if stopped and job.progress:
             job.progress.say(f"{stopped}: saving step {done}" if job.store else f"{stopped}: step {done} is the last")
-        while len(flying) > (0 if last or evaluating or due.is_asked(done) else IN_FLIGHT - 1):
+        while len(flying) > (0 if last or evaluating or owed or due.is_asked(done) else IN_FLIGHT - 1):
             row = land()
             if job.progress and (flying or not evaluating):
                 job.progress.step(row)
-        if last or due.is_due(done):
+        owed = due.is_due(done) or owed
+        if last or (owed and not job.watch.is_skipping):  # while steps are skipped, the state may be why
+            owed = False
             _save(job, state, done, rows[-1], last=last)
         if evaluating:
             stopped = _evaluate(job, state, feed, rows[-1], stop)
@@ -158,6 +161,7 @@ def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool)
     """Starts to save the state; of the last step it is on the disk afterwards, whatever comes then."""
     if job.store:
         job.peers.at(step, "saving")
+        check_before_save(step, state.params)
         job.store.save(step, state, _scores(row))
         if last:
             job.store.finish()

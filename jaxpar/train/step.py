@@ -88,7 +88,7 @@ class Step:
         self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
         self.guard, update = guard, self._update
         if guard:
-            update = guarded(update, self._on_device, look_at_params=isinstance(self.pipelined, Updating))
+            update = guarded(update, self._on_device)
         self._train = jax.jit(update, donate_argnums=0, out_shardings=(self.placed, None))
         self._eval = jax.jit(self._measure)
 

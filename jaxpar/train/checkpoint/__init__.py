@@ -3,6 +3,7 @@
     RUN/checkpoints/000200.writing/   what Orbax writes, until its MANIFEST is in it
     RUN/checkpoints/000200/           a whole one: every byte is as MANIFEST says, or it is damaged
     RUN/checkpoints/000200.damaged/   one that was not, set aside
+    RUN/checkpoints/000200.left/      one that training went back behind
 
 Names are resolved when they are first used: to list or verify checkpoints takes no jax.
 """

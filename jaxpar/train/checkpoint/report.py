@@ -15,14 +15,16 @@ def ls(where: Path) -> list[dict[str, Any]]:
     """Returns a row for each checkpoint of a run, oldest first.
 
     The state of one is `whole` (names and sizes are as written; `verify` reads the content), `damaged`, `older` (no
-    list: an older jaxpar wrote it), `half-written` (or being written now) or `set aside`.
+    list: an older jaxpar wrote it), `half-written` (or being written now), `set aside` or
+    `gone behind` (by a rollback, or `train --from`).
 
     Raises:
       JaxparError: If there is no such folder.
     """
     folder = _there(shelf.shelf_of(where))
     rows = [_row(folder / shelf.name_of(step)) for step in shelf.steps(folder)]
-    apart = {shelf.WRITING: "half-written", shelf.DAMAGED: "set aside", shelf.DELETED: "half-deleted"}
+    apart = {shelf.WRITING: "half-written", shelf.DELETED: "half-deleted"}
+    apart |= {shelf.DAMAGED: "set aside", shelf.LEFT: "gone behind"}
     for path in sorted(folder.iterdir()):
         if (mark := next((mark for mark in apart if mark in path.name), None)) and path.name.split(".")[0].isdigit():
             rows.append(_empty(path, apart[mark]) | {"bytes": _bytes(path)})

@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.train.checkpoint import manifest
 
-WRITING, DAMAGED, DELETED = ".writing", ".damaged", ".deleted"
+WRITING, DAMAGED, DELETED, LEFT = ".writing", ".damaged", ".deleted", ".left"
 
 
 def name_of(step: int) -> str:
@@ -64,9 +64,9 @@ def refuse_older(path: Path) -> JaxparError:
     )
 
 
-def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that nothing takes it for one; returns what it is called now."""
-    aside = path.with_name(path.name + DAMAGED)
+def set_aside(path: Path, mark: str = DAMAGED) -> Path:
+    """Renames a checkpoint that is damaged, or gone behind, so that nothing takes it; returns what it is called now."""
+    aside = path.with_name(path.name + mark)
     if aside.exists():
         shutil.rmtree(aside)
     return path.rename(aside)

@@ -163,6 +163,13 @@ class Store:
             raise JaxparError(*wrong) if wrong else _refuse_none(self.folder, step)
         return found
 
+    def leave(self, step: int) -> list[str]:
+        """Sets aside the checkpoints after a step, to go on from that one; returns what they are called now.
+
+        Called by the first process alone: which steps are left, the others know.
+        """
+        return [shelf.set_aside(self.path(each), shelf.LEFT).name for each in self.steps() if each > step]
+
     def path(self, step: int) -> Path:
         """Returns the folder of a checkpoint."""
         return self.folder / shelf.name_of(step)
