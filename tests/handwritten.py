@@ -26,6 +26,10 @@ def _linear(rows, columns, names, rngs):
     return nnx.Linear(rows, columns, use_bias=False, kernel_init=_named(*names), rngs=rngs)
 
 
+def _param(init, shape, names, rngs):
+    return nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape))
+
+
 def _norm(rngs):
     return nnx.RMSNorm(DIM, scale_init=nnx.with_partitioning(nnx.initializers.ones, ("norm",)), rngs=rngs)
 
@@ -70,7 +74,7 @@ class Block(nnx.Module):
 
 class ShiftingBlock(nnx.Module):
     def __init__(self, rngs):
-        self.mix = nnx.Param(jnp.linspace(0.2, 0.8, DIM), sharding_names=("embed",))
+        self.mix = _param(nnx.initializers.uniform(1.0), (DIM,), ("embed",), rngs)
         self.mlp = Mlp(rngs)
 
     def __call__(self, x):
@@ -82,7 +86,7 @@ class ShiftingBlock(nnx.Module):
 class LookingBlock(nnx.Module):
     def __init__(self, rngs):
         self.attention, self.mlp = Attention(rngs), Mlp(rngs)
-        self.bias = nnx.Param(nnx.initializers.normal(0.1)(rngs.params(), (4, HEADS)), sharding_names=(None, "heads"))
+        self.bias = _param(nnx.initializers.normal(0.1), (4, HEADS), (None, "heads"), rngs)
 
     def __call__(self, x):
         place = jnp.arange(x.shape[1])

@@ -1,12 +1,20 @@
 """Models that jaxpar's authors did not write, on layouts: equal to one device or refused, and no process is lost."""
 
+from contextlib import nullcontext
+
+import handwritten
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from outcomes import Combination, outcomes
 
+import jaxpar as jp
 from jaxpar.errors import JaxparError
+from jaxpar.inspector.branches import check_branches
+from jaxpar.mesh.target import find_plugin
+from jaxpar.pipeline.library import schedule
 from jaxpar.pipeline.lookups import whole_lookups
 
 PIECES = {"pipe": 2, "context": 2, "tensor": 2}
@@ -28,6 +36,31 @@ def test_a_lookup_per_row_beside_a_spread_head_is_refused():
     assert found.startswith("refused: take_along_axis in Shifting or its loss")
     assert "as jp.next_token does" in found
     assert "head='last'" in found
+
+
+SPLIT = {"pipe": 2, "data": 2, "tensor": 2, "sequence": True}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+def test_a_shift_of_tokens_in_a_mixed_table_is_refused_and_attention_is_not(schedule):
+    """A shift becomes a message in a branch that the other stages do not take: it would wait for ever."""
+    how = FOUR | {"schedule": schedule}
+    cases = [Combination("shifting", "one-hot", SPLIT, how), Combination("transformer", "one-hot", SPLIT, how)]
+    refused, found = outcomes(cases)
+    assert refused.startswith("refused: a collective-permute in ")
+    assert f"inside of what only some stages of {schedule} do" in refused
+    assert 'schedule="1f1b_phased"' in refused
+    assert found == "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+def test_what_is_compiled_for_gpus_is_read_too():
+    how = jp.Parallel(**SPLIT, pipeline=jp.Pipeline(schedule="1f1b", **FOUR))
+    layout = jp.compose(handwritten.Shifting, how, jp.target_devices("h100:1x8"))
+    (batch,) = handwritten.batches(1)
+    with pytest.raises(JaxparError, match=r"a collective-permute in .* inside of what only some stages of 1f1b do"):
+        jp.inspect(jp.build(layout, handwritten.one_hot, optax.sgd(0.1)), batch)
 
 
 TABLE, IDS = jnp.linspace(0.0, 1.0, 24).reshape(8, 3), jnp.array([[1, 5], [7, 1]])
@@ -62,3 +95,49 @@ def test_a_lookup_with_a_gradient_of_its_own_is_refused():
     pick.defvjp(lambda table, ids: (table[ids], ids), lambda ids, g: (jnp.zeros((8, 3)).at[ids].add(g), None))
     with pytest.raises(JaxparError, match=r"gradient of its own.*\n.*\n.*outside of that function"):
         whole_lookups(pick, lambda x: x)(TABLE, IDS)
+
+
+CHOSEN = """HloModule step, is_scheduled=true, num_partitions=8
+
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}}
+
+%forward (x: f32[4]) -> f32[4] {{
+  %x = f32[4]{{0}} parameter(0)
+  ROOT %moved = f32[4]{{0}} {collective}, metadata={{op_name="pipeline:choice/cond/branch_1_fun/concatenate"}}
+}}
+
+%nothing (y: f32[4]) -> f32[4] {{
+  ROOT %y = f32[4]{{0}} parameter(0)
+}}
+
+ENTRY %main (p: s32[], z: f32[4]) -> f32[4] {{
+  %p = s32[] parameter(0)
+  %z = f32[4]{{0}} parameter(1)
+  ROOT %out = f32[4]{{0}} conditional(%p, %z, %z), branch_computations={{%nothing, %forward}}, \
+metadata={{op_name="{choice}"}}
+}}
+"""
+SIZES = {"pipe": 2, "data": 2, "tensor": 2}
+COLLECTIVES = {  # of the devices 0 to 3 on the first stage and 4 to 7 on the second: whether all end
+    "all-reduce(%x), channel_id=1, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum": True,
+    "all-reduce(%x), channel_id=1, replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%sum": False,
+    "all-reduce(%x), channel_id=1, replica_groups={}, to_apply=%sum": False,
+    "all-to-all(%x), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}": True,
+    "collective-permute(%x), channel_id=1, source_target_pairs={{0,1},{4,5}}": False,
+    "negate(%x)": True,
+}
+
+
+@pytest.mark.parametrize(("collective", "ends"), COLLECTIVES.items())
+@pytest.mark.parametrize("name", ["1f1b", "1f1b_phased"])
+def test_in_what_a_stage_chose_only_its_own_devices_may_meet(collective, ends, name):
+    table = schedule(name, stages=2, microbatches=4)
+    inside = CHOSEN.format(collective=collective, choice="while/body/pipeline:choice/cond")
+    with nullcontext() if ends or table.phased else pytest.raises(JaxparError, match="only some stages of 1f1b do"):
+        check_branches(inside, SIZES, table)
+    elsewhere = CHOSEN.format(collective=collective, choice="jit(step)/cond")  # all devices come to the same there
+    check_branches(elsewhere, SIZES, table)

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxpar.errors import refuse
 from jaxpar.inspector import memory
+from jaxpar.inspector.branches import check_branches
 from jaxpar.inspector.causes import Argument, Causes
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.flags import Flag, find_flags
@@ -189,7 +190,8 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
       **kwargs: Passed on to the jitted function.
 
     Raises:
-      JaxparError: If it is not jitted, does not compile, or its arguments are on several meshes.
+      JaxparError: If it is not jitted, does not compile, or its arguments are on several meshes; or if the table of a
+        pipeline would wait for ever (`check_branches`).
     """
     if hasattr(program, "subject"):
         return report(program.subject(*args))
@@ -203,6 +205,8 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
     compiled = compile_program(subject.lowered, platform=platform)
     module = parse(compiled.text)
     sizes = {str(axis): size for axis, size in subject.mesh.shape.items()}
+    if subject.schedule:
+        check_branches(module, sizes, subject.schedule)
     entry = module.computations[module.entry]
     causes = Causes(
         subject.arguments,

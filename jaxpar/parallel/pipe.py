@@ -19,7 +19,8 @@ class Pipeline:
     """How the axis `pipe` is run.
 
     Attributes:
-      schedule: A name that `jaxpar schedule --compare` lists, or a CSV file with a table of your own.
+      schedule: A name that `jaxpar schedule --compare` lists, or a CSV file with a table of your own. One that mixes
+        kinds of ops in a tick is refused once it is compiled, if the layers would wait there for other stages.
       microbatches: Pieces of the batch that go through the stages one after the other; 0 means twice the stages.
       chunks: Parts of the model on each stage, where a schedule interleaves; 0 means the fewest that it takes.
       layers: Layers of each stage, if not all stages have as many: (16, 16, 16, 15). Every tick takes as long as the

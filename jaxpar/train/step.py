@@ -20,6 +20,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import nearest, refuse, users_code
+from jaxpar.inspector.branches import check_branches
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.parallel.layout import Layout
@@ -141,12 +142,15 @@ class Step:
         return sums
 
     def _compile(self, key: Any, lowered):
-        """Compiles a program that all processes agree on: others would wait in it for ever."""
+        """Compiles a program in which nobody waits for ever: all processes agree on it, and its stages meet."""
         if self.agree is not None:
             self.agree(
                 f"{key[0]} program ({len(self._compiled)})", hashlib.sha256(lowered.as_text().encode()).hexdigest()
             )
-        return lowered.compile()
+        program = lowered.compile()
+        if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
+            check_branches(program.as_text(), dict(self.layout.on.shape), self.layout.schedule)
+        return program
 
     def _run(self, key: Any, state: State, *args: Any) -> Any:
         try:

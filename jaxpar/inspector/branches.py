@@ -1,0 +1,80 @@
+"""Collectives inside of what only some stages do: who waits there for a device that does something else waits for ever.
+
+    a tick of 1f1b     stage 0  forward    all-reduce over tensor: its members are all of stage 0        ends
+                       stage 1  backward   collective-permute over tensor: XLA lets all devices meet     never ends
+
+A table that mixes kinds of ops chooses one for each stage and tick; inside of the choice a collective may join devices
+of one stage and no others. XLA's partitioner decides what it puts there, so the compiled program is read. A phased
+table has no such choice: in each of its ticks all stages do the same.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxpar.errors import refuse
+from jaxpar.inspector.causes import shorten, users_frame
+from jaxpar.inspector.groups import axes_of, parse_groups
+from jaxpar.inspector.hlo import Module, Op, parse
+from jaxpar.inspector.ledger import attribute_text
+from jaxpar.mesh.collective import KINDS
+from jaxpar.pipeline.schedule import Schedule
+from jaxpar.sharding.names import CHOICE
+
+_ALL_MEET = ("collective-permute", "send", "recv")  # whichever devices their pairs name
+
+
+def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: Schedule) -> None:
+    """Refuses a table whose program waits, inside of what only some stages do, for devices of others.
+
+    Args:
+      program: As compiled, or the text of it.
+      sizes: Mesh axis to size, outermost first; partition i is the i-th device of the mesh.
+      schedule: The table that it runs.
+
+    Raises:
+      JaxparError: With the first such collective, and the phased schedule that has none.
+    """
+    if schedule.phased or (isinstance(program, str) and "conditional(" not in program):
+        return
+    module = parse(program) if isinstance(program, str) else program
+    for name in _chosen(module):
+        for op in module.computations[name]:
+            if _meets_other_stages(op, module, sizes):
+                raise _refused(op, module, schedule)
+
+
+def _chosen(module: Module) -> list[str]:
+    """Returns the computations that run where a stage chose them, and what they call."""
+    found: dict[str, None] = {}
+    choices = (op for _, op in module.ops() if op.opcode == "conditional" and (CHOICE in op.label or not op.label))
+    todo = [name for op in choices for name in op.called]
+    while todo:
+        name = todo.pop()
+        if name not in found:
+            found[name] = None
+            todo += [inner for op in module.computations[name] for inner in (*op.called, *op.condition)]
+    return list(found)
+
+
+def _meets_other_stages(op: Op, module: Module, sizes: Mapping[str, int]) -> bool:
+    kind = op.opcode.removesuffix("-start")
+    if kind in _ALL_MEET:
+        return "is_host_transfer=true" not in op.attributes
+    if kind not in KINDS:
+        return False
+    groups = parse_groups(attribute_text(op.attributes, "replica_groups"), module.partitions)
+    return any(axis.strip("~") == "pipe" for axis in axes_of(groups, sizes))
+
+
+def _refused(op: Op, module: Module, schedule: Schedule):
+    frame = users_frame(module.stack(op))
+    where = f" ({Path(frame.file).name}, line {frame.line})" if frame else ""
+    phased = "interleaved_phased" if schedule.chunks > 1 else "1f1b_phased"
+    return refuse(
+        f"a {op.opcode.removesuffix('-start')} in {shorten(op.label)}{where}, inside of what only some stages of "
+        f"{schedule.name} do",
+        rule="where a table mixes kinds of ops in a tick, a collective inside of one joins devices of one stage alone: "
+        "others do something else and never come, so the run would wait for ever",
+        fix=f'schedule="{phased}", in whose ticks all stages do the same; or layers that move nothing along a dim that '
+        "is split, as a shift of tokens does with sequence=True or context",
+    )
