@@ -43,17 +43,23 @@ def step_of(name, mesh, *, microbatches, keep="inputs"):
 @cache
 def found(name, *, alone=False):
     """Returns (table, report, compiled program) of a schedule with four microbatches."""
+    step, batch = step_of(name, ALONE if alone else MESH, microbatches=4)
+    report, program = inspected(step, batch)
+    return step.layout.schedule, report, parse(program.text)
+
+
+def inspected(step, batch):
+    """Returns (report, the program that it is of), compiled once."""
     programs = []
 
     def compiled(*args, **kwargs):
         programs.append(compile_program(*args, **kwargs))
         return programs[-1]
 
-    step, batch = step_of(name, ALONE if alone else MESH, microbatches=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "compile_program", compiled)
         report = jp.inspect(step, batch)
-    return step.layout.schedule, report, parse(programs[0].text)
+    return report, programs[0]
 
 
 def each(names):
@@ -151,6 +157,18 @@ def test_layers_make_one_hop_to_the_stage_that_runs_them_and_one_back(name):
 @each(PHASED + MIXED)
 def test_a_good_pipeline_raises_no_flag(name):
     assert found(name)[1].flags == ()
+
+
+@pytest.mark.parametrize("name", [PHASED[0], pytest.param(MIXED[0], marks=pytest.mark.slow)])
+def test_outside_zero_2_adds_up_shards_of_gradients(name):
+    """Half of the sums' bytes. Of 4 microbatches on 4 stages, 7 ticks make gradients of layers; mixed ones all may."""
+    step, batch = step_of(name, ALONE | {"zero": 2}, microbatches=4)
+    report, program = inspected(step, batch)
+    layers, table = LAYER_BYTES / ALONE["pipe"], step.layout.schedule
+    sent = 7 * layers + 4 * SHARED_BYTES if table.phased else table.ticks * (layers + SHARED_BYTES)
+    assert payload(report, "fsdp", "reduce-scatter") == pytest.approx(sent, **EXACT)
+    assert payload(report, "fsdp", "all-reduce") == 0
+    assert temporary(name, ALONE | {"zero": 1}, 4) - program.temporary >= 0.9 * layers / 2
 
 
 def temporary(name, mesh, microbatches, keep="inputs"):

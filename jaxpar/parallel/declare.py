@@ -29,7 +29,10 @@ class Parallel:
         attention (context parallelism, as of Llama 3: arXiv:2407.21783, section 3.3.2).
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
       zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-        (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1.
+        (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. In a
+        pipeline 1 and 3 add up the gradients of a step whole and scatter the sum once (but see `Pipeline.gather`). 2
+        scatters in every tick that makes gradients, M + P - 1 of them, or all of a table that mixes kinds, and adds up
+        shards: less memory, more traffic.
       sequence: Whether the activations between the matrices are split along `seq` over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       pipeline: How the stages take turns.
@@ -110,6 +113,14 @@ class Parallel:
                         f'gather="tick" with fsdp={self.fsdp}, zero={self.stage}',
                         "it says when zero=3 gathers the layers that `fsdp` shards",
                         'fsdp=2 or more and zero=3, or gather="step"',
+                    )
+                )
+            if self.pipeline.head == "spread" and self.stage == 2:
+                found.append(
+                    Problem(
+                        f'head="spread" with fsdp={self.fsdp}, zero=2',
+                        "zero=2 adds up shards of gradients, and those of a head that is spread are added up whole",
+                        'zero=1 or zero=3, or head="last"',
                     )
                 )
         else:

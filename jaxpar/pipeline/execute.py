@@ -13,6 +13,7 @@ import jax
 
 from jaxpar.pipeline.pieces import Model
 from jaxpar.pipeline.program import Kind, Loop, Program
+from jaxpar.pipeline.shards import Shards
 from jaxpar.pipeline.stage import Keep, Stage
 
 Tree = Any
@@ -42,6 +43,7 @@ def execute(
     *,
     keep: Keep = "inputs",
     place: Callable[[str, Tree], Tree] = lambda what, tree: tree,
+    shards: Shards | None = None,
     fill: float = 0.0,
 ) -> Gradients:
     """Runs a table on this stage.
@@ -56,12 +58,13 @@ def execute(
       keep: What a forward leaves for its backward: its input, from which it is computed again, or what the
         backward reads.
       place: Given "x", "layers" or "shared" and a tree, returns it with its sharding over the axes that are not manual.
+      shards: How sums of gradients are cut, which are dicts by path then; None adds them up whole.
       fill: What the buffers hold before they are written; of no consequence.
 
     Raises:
       JaxparError: If the model cannot be cut: blocks that change the shape, a stack that reads what is outside.
     """
-    run = Stage(program, model, shared, layers, known, keep=keep, place=place)
+    run = Stage(program, model, shared, layers, known, keep=keep, place=place, shards=shards)
     state = run_table(program, run.tick, run.start(fill), rows)
     merged = None if not program.kept else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state["layers"])
     return Gradients(sums=state["sums"], shared=state["shared"], layers=merged)

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxpar.pipeline.pieces import Model, Pieces, one_of
 from jaxpar.pipeline.program import COLUMNS, OP_NUMBER, Kind, Program
+from jaxpar.pipeline.shards import Shards, sums_of, zeros_of
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, MESSAGE, SCOPE, TABLE
 
 Tree = Any
@@ -59,9 +60,10 @@ class Stage:
     """One stage: its parameters, and its three ops as functions of a row."""
 
     def __init__(
-        self, program: Program, model: Model, shared, layers, known, *, keep: Keep, place, pieces: Pieces | None = None
-    ):
-        self.program, self.keep, self.place = program, keep, place
+        self, program: Program, model: Model, shared, layers, known, *,
+        keep: Keep, place, pieces: Pieces | None = None, shards: Shards | None = None,
+    ):  # fmt: skip
+        self.program, self.keep, self.place, self.shards = program, keep, place, shards
         self.schedule = program.schedule
         self.forward_only = not program.kept
         self.shared, self.known, self.one = shared, known, jnp.ones((), jnp.float32)
@@ -77,9 +79,9 @@ class Stage:
             return jax.tree.map(lambda leaf: jnp.full((count, *leaf.shape), fill, leaf.dtype), trees)
 
         @jax.named_scope(GRADIENT)
-        def zeros(what: str, tree: Tree) -> Tree:  # sums of gradients are never shorter than float32
-            made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), tree)
-            return self.place(what, made)
+        def zeros(what: str, tree: Tree) -> Tree:
+            shapes = sums_of(tree) if self.shards is None else self.shards.sums_of(tree, ahead=int(what == "layers"))
+            return self.place(what, zeros_of(shapes))
 
         table = self.program
         return {
@@ -88,7 +90,7 @@ class Stage:
             "stash": slots(table.stash, self.pieces.halves.stash) if table.stash else [],
             "layers": None if self.forward_only else zeros("layers", self.chunks),
             "shared": None if self.forward_only else zeros("shared", self.shared),
-            "sums": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.pieces.sums) if head else {},
+            "sums": zeros_of(self.pieces.sums) if head else {},
         }
 
     @jax.named_scope(TABLE)
@@ -118,13 +120,12 @@ class Stage:
 
     def _all(self, done: _Done, state: dict, row: Row) -> _Done:
         """Returns what an op leaves, with nothings where it leaves nothing, so that all branches are alike."""
-        empty = lambda trees: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), trees)  # noqa: E731
         return _Done(
-            out=empty(self.pieces.x) if done.out is None else done.out,
+            out=zeros_of(self.pieces.x) if done.out is None else done.out,
             kept=[jnp.zeros(b.shape[1:], b.dtype) for b in state["kept"]] if done.kept is None else done.kept,
             stash=[jnp.zeros(b.shape[1:], b.dtype) for b in state["stash"]] if done.stash is None else done.stash,
-            layers=empty(one_of(self.chunks)) if done.layers is None else done.layers,
-            shared=state["shared"] if done.shared is None else done.shared,
+            layers=zeros_of(one_of(self.chunks)) if done.layers is None else done.layers,
+            shared=self._before(state) if done.shared is None else done.shared,
             sums=state["sums"] if done.sums is None else done.sums,
         )
 
@@ -132,6 +133,10 @@ class Stage:
         """Returns what all stages share, and the row's chunk."""
         with jax.named_scope(f"{SCOPE}layers of a chunk"):
             return self.shared, load(self.chunks, row.chunk)
+
+    def _before(self, state: dict) -> Tree:
+        """Returns what an op adds its gradients of `shared` to: their sum, or nothing where that is in shards."""
+        return state["shared"] if self.shards is None or self.forward_only else zeros_of(sums_of(self.shared))
 
     def scale(self, row: Row) -> jax.Array:
         """Returns what the gradient of this microbatch's loss begins with."""
@@ -171,7 +176,7 @@ class Stage:
             y, kept = self.pieces.halves.forward(chunk, mine, x)
         if not kind.last:
             return _Done(out=y, kept=kept)
-        shared, sums = state["shared"], state["sums"]
+        shared, sums = self._before(state), state["sums"]
 
         def with_head():
             new, dshared, dy = self.pieces.head(params, known, y, self.scale(row))
@@ -198,7 +203,7 @@ class Stage:
                 dx, stash = self.pieces.halves.input_grad(chunk, mine, x, kept, g)
             else:
                 layers, dx = self.pieces.halves.backward(chunk, mine, x, kept, g)
-        shared = state["shared"]
+        shared = self._before(state)
         if kind.first:
 
             def embedding():
@@ -226,10 +231,15 @@ class Stage:
             state["stash"] = store(state["stash"], done.stash, row.stash, row.op == OP_NUMBER["B"])
         if done.layers is not None:
             before, summed = load(state["layers"], row.chunk), row.op == OP_NUMBER["W" if self.schedule.split else "B"]
+            more = done.layers if self.shards is None else self.shards.of(done.layers)
             write = partial(jax.lax.dynamic_update_index_in_dim, index=row.chunk, axis=0)
             with jax.named_scope(GRADIENT):
-                total = jax.tree.map(lambda a, b: jnp.where(summed, add(a, b), a), before, done.layers)
+                total = jax.tree.map(lambda a, b: jnp.where(summed, add(a, b), a), before, more)
                 state["layers"] = self.place("layers", jax.tree.map(write, state["layers"], total))
+        if self.shards is not None and done.shared is not None and not self.forward_only:
+            ends = {"F": self.pieces.head, "B": self.pieces.embed}
+            reads = [ends[op].reads()[0] for op in kind.ops if op in ends]
+            done = done._replace(shared=self.place("shared", self.shards.added(state["shared"], done.shared, reads)))
         state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
         return state if done.out is None else self.send(kind, state, row, done.out)
 

@@ -193,14 +193,15 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     """Returns the bytes of gradients while they are made, `held` being those of ZeRO's stage.
 
     Reduced for every microbatch: of one, stage 1 can scatter them at once; of several, each is beside their sum. One
-    program on all stages reduces after its table: until then none is sharded, and the layers' of a tick, as products
-    leave them, are beside their sum.
+    program on all stages reduces after its table: until then none is sharded but in stage 2, and the layers' of a tick,
+    as products leave them, are beside their sum.
     """
     stacked = shape.layers * shape.layer_parameters / shape.parameters
     held = while_made(held, candidate, practice, stacked=stacked)
     if practice.everywhere:
         count = stage_parameters(shape, candidate, "last", everywhere=True)
-        together = recipe.gradients * count + practice.wire[1] * _blocks(shape, candidate)
+        ways = np.where(np.equal(candidate.zero, 2), candidate.fsdp, 1)
+        together = recipe.gradients * count / ways + practice.wire[1] * _blocks(shape, candidate)
         held = np.where(np.equal(candidate.pipe, 1), held, together)
     return held
 

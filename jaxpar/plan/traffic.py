@@ -66,17 +66,19 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
 def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
     """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step.
 
-    One program on all stages gathers and reduces once, around its table.
+    One program on all stages gathers and reduces once, around its table; but stage 2 scatters in every tick that makes
+    gradients, of those that are idle too.
     """
     over = candidate.fsdp, candidate.tensor * candidate.context
     gather, scatter = (hardware.gather(size * parameters, *over) for size in practice.wire)
     returned = hardware.gather(practice.returned * parameters, *over)
     around = practice.everywhere & np.greater(candidate.pipe, 1)
+    ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
     eager = _eager(candidate, practice)
     stages = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
     nothing = 0.0 * gather
-    each = np.select(stages, [nothing, eager * 2 * scatter, ~around * scatter, ~around * (2 * gather + scatter)])
-    once = [2 * scatter, ~eager * scatter + returned, around * scatter + returned, around * (gather + scatter)]
+    each = np.select(stages, [nothing, eager * 2 * scatter, ticks * scatter, ~around * (2 * gather + scatter)])
+    once = [2 * scatter, ~eager * scatter + returned, returned, around * (gather + scatter)]
     return each, np.select(stages, once)
 
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.deal import deal, padded
+from jaxpar.pipeline.shards import Shards
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, pick
 
@@ -59,6 +60,23 @@ class Homes:
     def shared(self) -> dict[str, tuple[str, ...]]:
         """Path to keys of all others, which every stage may read."""
         return {path: tuple(path.split("/")) for path in self.layout.placements if path not in self.stacked}
+
+    @cached_property
+    def shards(self) -> Shards | None:
+        """How the sums of gradients are cut inside the table: with zero=2 over `fsdp`, else not there."""
+        if self.layout.parallel.stage != 2:
+            return None
+        sizes = self.layout.sizes
+        others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in self.manual)
+        cut = {path: _axes_of(self._run_on(path, "updated")) for path in self.layout.placements}
+        dims = {path: dim for path, entries in cut.items() for dim, axes in enumerate(entries) if "fsdp" in axes}
+        specs = {path: _without(self._run_on(path, "used"), self.manual) for path in dims}
+        return Shards(axis="fsdp", ways=sizes["fsdp"], dims=dims, others=others, specs=specs)
+
+    def cut(self, path: str) -> tuple[str | None, ...]:
+        """Returns the manual axis that each dim of a sum of gradients is cut over."""
+        dim = self.shards.dims.get(path, -1) if self.shards else -1
+        return (*(None,) * dim, self.shards.axis) if self.shards and dim >= 0 else ()
 
     @property
     def uneven(self) -> tuple[int, ...]:
@@ -176,5 +194,9 @@ class Homes:
 
 
 def _without(spec: PartitionSpec, left_out: tuple[str, ...]) -> PartitionSpec:
-    each = ((entry,) if isinstance(entry, str) else entry or () for entry in spec)
-    return PartitionSpec(*(tuple(a for a in axes if a not in left_out) or None for axes in each))
+    return PartitionSpec(*(tuple(a for a in axes if a not in left_out) or None for axes in _axes_of(spec)))
+
+
+def _axes_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Returns the mesh axes of each dim."""
+    return [(entry,) if isinstance(entry, str) else entry or () for entry in spec]

@@ -91,11 +91,20 @@ class Pipelined:
                 return sums, {}, {}
             # over fsdp first, where it is manual: else XLA sums whole over both axes at once
             over = homes.batch_axes[1:]
-            with jax.named_scope(GRADIENT):
-                one = lambda x: (jax.lax.psum(x, over) if over else x)[None]  # noqa: E731
-                summed = jax.tree.map(one, (done.shared, done.layers))
-            return sums, *summed
 
+            def one(path: str, x: jax.Array) -> jax.Array:  # shards are summed over fsdp already
+                return (jax.lax.psum(x, over) if over and not homes.cut(path) else x)[None]
+
+            with jax.named_scope(GRADIENT):
+                summed = ({path: one(path, x) for path, x in tree.items()} for tree in (done.shared, done.layers))
+                return sums, *summed
+
+        outs = {}, {}
+        if train:
+            outs = (
+                {path: PartitionSpec(("pipe", "data"), *homes.cut(path)) for path in shared},
+                {path: PartitionSpec("data", "pipe", *homes.cut(path)[1:]) for path in layers},
+            )
         rows = PartitionSpec(None, "pipe")
         each = PartitionSpec(homes.batch_axes)
         sums, shared, layers = jax.shard_map(
@@ -103,7 +112,7 @@ class Pipelined:
             mesh=self.layout.on,
             axis_names=set(homes.manual),
             in_specs=(rows, each, PartitionSpec(), PartitionSpec("pipe"), PartitionSpec(), each),
-            out_specs=(PartitionSpec(), PartitionSpec(("pipe", "data")), PartitionSpec("data", "pipe")),
+            out_specs=(PartitionSpec(), *outs),
             check_vma=False,
         )(table.rows, jnp.arange(homes.replicas), shared, layers, rests, batch)
         shared = {path: homes.summed(path, value, ("pipe", "data")) for path, value in shared.items()}
@@ -154,5 +163,8 @@ class Pipelined:
 
     def _execute(self, table: Program, model: Model, rows: jax.Array, shared: Tree, layers: Tree, known: Tree):
         """Runs the table on one stage's arrays."""
-        keep = self.layout.parallel.pipeline.keep
-        return execute(table, model, rows, shared, layers, known, keep=keep, place=self.homes.place, fill=self.fill)
+        keep, homes = self.layout.parallel.pipeline.keep, self.homes
+        return execute(
+            table, model, rows, shared, layers, known,
+            keep=keep, place=homes.place, shards=homes.shards, fill=self.fill,
+        )  # fmt: skip

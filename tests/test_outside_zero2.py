@@ -1,0 +1,79 @@
+"""zero=2 in a pipeline adds up shards of gradients, and trains as one device does.
+
+What it saves and sends is read off compiled programs, in test_pipeline_gpu.py.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+from tiny import Staged, assert_same_arrays, on_one_device, train
+
+import jaxpar as jp
+from jaxpar.errors import JaxparError
+from jaxpar.plan import traffic
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.memory import memory, stage_parameters
+from jaxpar.plan.practice import JAXPAR
+from jaxpar.plan.shape import Shape
+from jaxpar.plan.zero import JAXPAR as BYTES
+
+MODEL = partial(Staged, layers=4, tied=False)
+MESHES = {
+    "data": {"pipe": 2, "data": 2, "fsdp": 2},
+    "tensor": {"pipe": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+@cache
+def alone():
+    return on_one_device(MODEL, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pipeline"),
+    [
+        ("tensor", jp.Pipeline(schedule="1f1b_phased", keep="residuals")),
+        ("data", jp.Pipeline(schedule="zb_h1")),
+        ("data", jp.Pipeline(layers=(3, 1))),
+    ],
+    ids=["a phased table and tensor", "a mixed table and replicas", "uneven stages"],
+)
+def test_outside_zero_2_in_a_pipeline_equals_one_device(mesh, pipeline):
+    losses, state, step = train(MODEL, jp.Parallel(zero=2, **MESHES[mesh], pipeline=pipeline), steps=3)
+    assert step.pipelined.homes.shards.dims  # there is something to cut
+    np.testing.assert_allclose(losses, alone()[0], rtol=1e-5)
+    assert_same_arrays(state.params, alone()[1].params)
+
+
+@pytest.mark.slow
+def test_outside_zero_2_with_pieces_of_sequences_equals_one_device():
+    settings = jp.DecoderSettings(vocab=32, seq=8, layers=2, dim=16, heads=4, hidden=32)
+    given = {"loss": jp.next_token, "steps": 2}
+    parallel = jp.Parallel(pipe=2, fsdp=2, context=2, zero=2)
+    losses, state, _ = train(partial(jp.Decoder, settings), parallel, **given)
+    want, expected, _ = on_one_device(partial(jp.Decoder, settings), **given)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    assert_same_arrays(state.params, expected.params)
+
+
+def test_outside_zero_2_with_a_spread_head_is_refused_once():
+    parallel = jp.Parallel(pipe=2, fsdp=4, zero=2, pipeline=jp.Pipeline(head="spread"))
+    with pytest.raises(JaxparError, match='head="spread" with fsdp=4, zero=2') as error:
+        jp.compose(MODEL, parallel, jax.devices())
+    assert len(error.value.problems) == 1
+
+
+def test_outside_the_planner_counts_shards_and_what_they_cost_to_make():
+    """Shards of fewer bytes; instead of one scatter, one in each of the M + P - 1 ticks that make gradients."""
+    shape = Shape(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, gated=True, vocab=128256, seq=8192)
+    one = Candidate(pipe=4, fsdp=8, zero=1, schedule="1f1b_phased", microbatches=8, remat="full")
+    two = replace(one, zero=2)
+    count = stage_parameters(shape, one, "last", everywhere=True)
+    saved = memory(shape, one, JAXPAR).gradients - memory(shape, two, JAXPAR).gradients
+    assert saved == pytest.approx(BYTES.gradients * count * 7 / 8)
+    (_, once), (each, after) = (traffic.gradients(count, c, HARDWARE["h100"], JAXPAR) for c in (one, two))
+    assert 8 * each == pytest.approx((8 + 4 - 1) * (once - after))
