@@ -12,6 +12,7 @@ import pytest
 from supervised import rows, start, started_by, wait_until, write
 
 from jaxpar.errors import JaxparError
+from jaxpar.job.doctor import network
 from jaxpar.launch.supervise import free_port
 from jaxpar.mesh.processes import Cluster
 from jaxpar.mesh.rendezvous import go_to_meeting, host_meeting
@@ -126,6 +127,19 @@ def test_a_run_folder_that_is_not_shared_is_named_to_all(tmp_path):
         assert f"process 2 on {socket.gethostname()} does not see what process 0 writes into" in problem.got
         assert problem.rule.startswith("all processes of a run share its folder")
         assert "run.dir" in problem.fix
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_doctor_says_whether_the_run_folder_is_shared(shared, tmp_path):
+    folders = [tmp_path / "0", tmp_path / ("0" if shared else "1")]
+    for folder in set(folders):
+        folder.mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        meet = lambda cluster: list(network.meet(cluster, seconds=5, folder=folders[cluster.process] / "run"))  # noqa: E731
+        _, found = pool.map(meet, clusters(2))
+    states = {each.what: each.state for each in found}
+    assert states == {"coordinator": "ok", "clock": "ok", "shared": "ok" if shared else "problem"}
+    assert list(tmp_path.glob("*/*")) == []
 
 
 def test_a_node_that_comes_back_with_its_supervisor_joins_again(tmp_path):

@@ -9,7 +9,8 @@ from jaxpar.cli.options import add_json, job_file
 EXAMPLE = """\
   $ jaxpar doctor
   $ jaxpar doctor configs/quickstart.toml run.dir=/scratch/mine
-  $ srun jaxpar doctor job.toml      on all machines at once: do they find each other, do their clocks agree
+  $ srun jaxpar doctor job.toml      on all machines at once: do they find each other, do their
+                                     clocks agree, do they share the run folder
 
 Ends with status 1 if there is a problem; a warning is none. Takes less than 15 seconds, also where a driver hangs.
 """

@@ -36,7 +36,7 @@ def examine(
     found += [software.versions(), software.plugin(), *software.variables(environment, simulate=simulate), *others]
     if cluster:
         meet, names = (
-            partial(network.meet, cluster, seconds=MEETING),
+            partial(network.meet, cluster, seconds=MEETING, folder=folder),
             f"does {cluster.host} resolve here? or its address",
         )
         found += limited("coordinator", meet, seconds=MEETING + 2, fix=names)

@@ -61,7 +61,7 @@ def folder_clock(folder: Path) -> Finding:
     text = f"a file in {at} is stamped {show_seconds(off)} off this clock"
     if off > SKEW:
         return Finding("run folder", "warning", text, "set the clocks (chronyc tracking, timedatectl)")
-    return Finding("run folder", "ok", f"can be written; {text}")
+    return Finding("run folder", "ok", f"can be written; {text}; of several hosts, all must see this folder")
 
 
 def shared_memory(path: Path = SHARED, *, gpus: bool) -> Finding:
