@@ -202,7 +202,7 @@ print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
 
 # %%
 long = load("../configs/gpu_llama_8b_fsdp8.toml", ["data.seq=32768", "train.global_batch=4"])
-found = search(question(long, devices=64, chip="h100", per_node=None, given={}), top=200)
+found = search(question(long, devices=64, chip="h100", per_node=None, given={"attention": "unfused"}), top=200)
 whole = next(each for each in found.best if each.candidate.context == 1)
 for name, each in (("first", found.best[0]), ("best without context", whole)):
     print(f"{name:<21} {describe(each.candidate)}, {show_seconds(each.time.total)}, {show_bytes(each.memory.total)}")

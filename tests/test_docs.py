@@ -109,6 +109,14 @@ def test_the_problem_the_readme_shows_is_the_one_that_is_printed():
     assert done.stderr.strip() == said.strip()
 
 
+def test_the_plan_the_readme_shows_is_what_the_command_prints():
+    shown = next(block for block in blocks("text") if block.startswith("$ jaxpar plan") and "layouts" in block)
+    command, _, said = shown.partition("\n")
+    done = shell(command.removeprefix("$ "))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(said)
+
+
 def test_files_the_readme_names_exist():
     for path in re.findall(r"`((?:configs|jaxpar|tests|notebooks)/[\w./]+)`", README):
         assert (ROOT / path).exists(), path

@@ -42,8 +42,8 @@ def add(verbs) -> None:
     verb.add_argument(
         "--attention",
         choices=["unfused", "fused"],
-        default="unfused",
-        help="fused: with cuDNN's kernel, as on a GPU in bf16; unfused: as --verify compiles it here (default)",
+        help="fused: with cuDNN's kernel where sequences are whole, as a run has it (default); unfused: XLA's own, as "
+        "--verify compiles it here (default with --verify)",
     )
     verb.add_argument("--top", metavar="N", type=int, default=10, help="layouts to show (default: 10)")
     verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N, and compare")
@@ -67,23 +67,33 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.plan.document import write
     from jaxpar.plan.page import page
     from jaxpar.plan.search import search
+    from jaxpar.plan.speed import speed
 
     leave_alone()
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
         if number < least:
             raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")
+    if args.verify and args.attention == "fused":
+        raise refuse(
+            f"--attention fused with --verify {args.verify}",
+            rule="what is compared is planned as it is compiled: without a GPU XLA has no cuDNN kernel to put in",
+            fix="without --attention, or without --verify",
+        )
     check_file("--write", args.write, "planned.toml", anew=True)
     check_file("--html", args.html, "plan.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
+    attention = args.attention or ("unfused" if args.verify else "fused")
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
-        given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": args.attention},
+        given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention},
     )  # fmt: skip
     if args.verify:
         compiled_chip(asked.hardware)
     plan = search(asked, top=args.top)
     print(page(plan, colour=wants_colour()))
-    result: dict[str, Any] = plan.to_dict()
+    result: dict[str, Any] = plan.to_dict() | {"attention": asked.model.attention(asked.practice)}
+    for row, each in zip(result["best"], plan.best, strict=True):
+        row["speed"] = speed(asked, each).to_dict()
     if args.advise:
         advice = advise(plan)
         print(f"\n{advice}")

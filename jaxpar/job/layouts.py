@@ -26,7 +26,8 @@ def layouts(job: Job, *, devices: int, chip: str = "h100", count: int = 30, seed
       count: Layouts to draw.
       seed: Of the draw.
     """
-    asked = question(job, devices=devices, chip=chip, per_node=None, given={})
+    # as it is compiled here: without cuDNN
+    asked = question(job, devices=devices, chip=chip, per_node=None, given={"attention": "unfused"})
     found = []
     print("predicted; replayed from the compiled program (modelled) and compiled bytes, with the prediction's errors")
     for each in verify(job, asked, sample(asked, count, seed=seed), memory=ENDLESS):

@@ -19,7 +19,6 @@ from jaxpar.plan.agreement import Checked
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE, Hardware
 from jaxpar.plan.hardware_file import load_hardware
-from jaxpar.plan.legal import Choices
 from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.search import Question, Ranked
 from jaxpar.units import parse_bytes, parse_rate, show_bytes
@@ -34,8 +33,9 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
       chip: Which, one of `jaxpar.plan.hardware.HARDWARE`, or a file as in `jaxpar.plan.hardware_file`.
       per_node: How many of them NVLink joins; None is as many as in the chip's usual machine, or as the file says.
       given: Texts that replace the hardware's: `inside` and `between`, bytes or bits per second and device, as 3GB or
-        10Gb/s; `memory` of a device, as 70GiB; and `attention`: fused is cuDNN's kernel, unfused what XLA compiles
-        where that is not there; None leaves it.
+        10Gb/s; `memory` of a device, as 70GiB; and `attention`: fused is cuDNN's kernel, which a run takes in 16
+        bits on GPUs wherever sequences are whole, unfused what XLA compiles without it; None leaves all as they are,
+        and attention as in a run.
 
     Raises:
       JaxparError: If the model cannot be planned, the chip's constants are not known, or a number is out of its range.
@@ -52,14 +52,13 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
     known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
     pool = taken(os.environ)
     links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
-    fused = given.get("attention") == "fused"
+    unfused = given.get("attention") == "unfused"
     return Question(
         model=subject(job, devices),
         devices=devices,
         rows=job.train.global_batch,
         hardware=dataclasses.replace(known, **links),
-        practice=JAXPAR_FUSED if fused else JAXPAR,
-        choices=Choices(context=1) if fused else Choices(),  # cuDNN's kernel takes whole sequences
+        practice=JAXPAR if unfused else JAXPAR_FUSED,
         memory=pool.room(known.chip.visible) if memory is None else parse_bytes(memory),
         why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
     )

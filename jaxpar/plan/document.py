@@ -7,9 +7,10 @@ from jaxpar.html.frame import document, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
 from jaxpar.plan.agreement import Checked
 from jaxpar.plan.bars import LETTERS, causes
-from jaxpar.plan.page import batch_of, leaner, spare, why
+from jaxpar.plan.page import batch_of, hopeless, leaner, spare, why
 from jaxpar.plan.scatter import scatter
 from jaxpar.plan.search import Plan, Ranked, describe
+from jaxpar.plan.speed import speed
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 # causes of memory have the colours that the inspector's page gives them
@@ -48,6 +49,7 @@ def _where(plan: Plan) -> Markup:
         f"{asked.devices} × {hardware.chip.name}",
         f"{nodes} node{'s' * (nodes > 1)} of {min(hardware.per_node, asked.devices)}",
         batch_of(asked),
+        *[f"attention: {words}" for words in [asked.model.attention(asked.practice)] if words],
     ]
     return tag("p", " · ".join(words), cls="jx-where")
 
@@ -55,18 +57,23 @@ def _where(plan: Plan) -> Markup:
 def _verdict(plan: Plan) -> Markup:
     first = plan.best[0]
     name = tag("strong", describe(first.candidate))
-    return tag("div", name, tag("span", why(first, plan)), cls="jx-verdict jx-fits")
+    said, ways = hopeless(plan)
+    if not said:
+        return tag("div", name, tag("span", why(first, plan)), cls="jx-verdict jx-fits")
+    head = tag("div", name, tag("span", said), cls="jx-verdict jx-over")
+    help_ = [tag("p", "What would help: ", badge("modelled")), tag("ul", *[tag("li", way) for way in ways])]
+    return join([head, *help_ * bool(ways)])
 
 
 def _numbers(plan: Plan) -> Markup:
     first, asked = plan.best[0], plan.question
-    unit, each = asked.model.unit
-    rate = asked.rows * each / first.time.total
+    fast = speed(asked, first)
     gemm, room = asked.hardware.gemm, asked.room
     links = " and ".join(f"{link.bandwidth / 1e9:.3g}" for link in (asked.hardware.inside, asked.hardware.between))
     tiles = [
         ("Time of a step", show_seconds(first.time.total),
-         f"{show_count(rate)} {unit} per second, {show_count(rate / asked.devices)} per device", "modelled"),
+         f"{show_count(fast.rate)} {fast.unit} per second, {show_count(fast.rate / asked.devices)} per device; {fast}",
+         "modelled"),
         ("Memory per device", show_bytes(first.memory.total),
          f"{first.memory.total / room:.0%} of the {show_bytes(room)} that a program may take", "modelled"),
         ("Layouts weighed", f"{plan.considered:,}",
@@ -108,12 +115,19 @@ def _row(rank: int, each: Ranked, scale: float, plan: Plan) -> Markup:
     return tag(
         "li",
         tag("div", tag("b", f"{rank}"), " ", tag("span", describe(each.candidate)), " ",
-            tag("span", why(each, plan), cls="jx-small"), cls="jx-plan"),
+            tag("span", f"{_pace(each, plan)}; {why(each, plan)}", cls="jx-small"), cls="jx-plan"),
         time,
         tag("b", show_seconds(each.time.total)),
         bar(bytes_, max(room, each.memory.total), cls="jx-stack jx-room"),
         tag("span", show_bytes(each.memory.total), tag("span", f" {each.memory.total / room:.0%}", cls="jx-small")),
     )  # fmt: skip
+
+
+def _pace(each: Ranked, plan: Plan) -> str:
+    """Returns throughput, MFU and bubble in a few words."""
+    fast = speed(plan.question, each)
+    rate, mfu, bubble = fast.cells
+    return f"{rate} {fast.unit}/s, MFU {mfu}" + f", bubble {bubble}" * bool(bubble)
 
 
 def _labels(seconds: Sequence[tuple[str, float]], scale: float) -> Markup:
@@ -138,10 +152,13 @@ def _leaner(plan: Plan) -> Markup:
     for each in rows:
         ratio = each.time.total / first.time.total
         slower = f"{ratio - 1:+.1%}" if ratio < 3 else f"{ratio:.3g} times"
-        cells.append((describe(each.candidate), show_seconds(each.time.total), slower, show_bytes(each.memory.total)))
+        fast = speed(plan.question, each).cells
+        step, size = show_seconds(each.time.total), show_bytes(each.memory.total)
+        cells.append((describe(each.candidate), step, slower, *fast, size))
     words = tag("p", "With less memory than the chosen one takes, the fastest would be: ", badge("modelled"))
-    head = ("layout", "step", "against the chosen", "per device")
-    return join([words, table("With less memory", head, cells, "wnnn")])
+    unit = speed(plan.question, first).unit
+    head = ("layout", "step", "against the chosen", f"{unit}/s", "MFU", "bubble", "per device")
+    return join([words, table("With less memory", head, cells, "wnnnnnn")])
 
 
 def _doubts(plan: Plan) -> Markup:

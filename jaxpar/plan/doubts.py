@@ -47,4 +47,5 @@ def _later(hardware: Hardware, factor: float) -> Hardware:
 def _exposed(practice: Practice, factor: float) -> Practice:
     """Returns the practice with so many times the share of collectives that computation does not hide."""
     left = {key: min(1.0, factor * (1 - getattr(practice, key))) for key in _OVERLAPS}
-    return replace(practice, **{key: 1 - share for key, share in left.items()})
+    pieces = _exposed(practice.pieces, factor) if practice.pieces else None
+    return replace(practice, pieces=pieces, **{key: 1 - share for key, share in left.items()})

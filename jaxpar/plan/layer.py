@@ -58,17 +58,23 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     A fused kernel leaves out what the causal mask hides and makes the scores again going backward: 5 products for 2.
     Source: Dao 2023, arXiv:2307.08691, section 3.1.
     """
-    flop = 1.0 * tokens(shape, candidate) * shape.core_flop / candidate.tensor
-    fused = practice.attention == "fused"
-    flop = flop / 2 if fused and shape.causal else flop
+    every = 1.0 * tokens(shape, candidate) * shape.core_flop / candidate.tensor
     peak = hardware.chip.bf16_flops
-    return flop / (peak * practice.core[0]), flop * (2.5 if fused else 2.0) / (peak * practice.core[1])
+
+    def seconds(practice: Practice) -> tuple[Any, Any]:
+        fused = practice.attention == "fused"
+        flop = every / 2 if fused and shape.causal else every
+        return flop / (peak * practice.core[0]), flop * (2.5 if fused else 2.0) / (peak * practice.core[1])
+
+    forward, backward = practice.cost(seconds, candidate)
+    return forward, backward
 
 
 def scores(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
     """Returns the seconds of passes over the scores [rows, heads / t, seq, seq], forward and backward."""
     count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
-    return hardware.stream(practice.scores[0] * count), hardware.stream(practice.scores[1] * count)
+    forward, backward = practice.cost(lambda own: (own.scores[0] * count, own.scores[1] * count), candidate)
+    return hardware.stream(forward), hardware.stream(backward)
 
 
 def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
@@ -83,7 +89,8 @@ def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     forward, backward = (practice.stream[i] * stream + practice.inner[i] * inner for i in (0, 1))
     sums = practice.accumulate * shape.cut_layer(candidate.tensor)
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * practice.keep
-    beside = copied / 2 * layer_bytes(shape, candidate, replace(practice, relaid=0.0))[0]
+    once = lambda own: layer_bytes(shape, candidate, replace(own, relaid=0.0, pieces=None))[:1]  # noqa: E731
+    beside = copied / 2 * practice.cost(once, candidate)[0]
     return hardware.stream(forward + beside), hardware.stream(backward + beside + sums)
 
 

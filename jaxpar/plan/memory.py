@@ -100,6 +100,12 @@ def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tu
 
 def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
     """Returns what a layer keeps of one microbatch with the candidate's remat, and what its backward works with."""
+    kept, working = practice.cost(lambda own: _layer_bytes(shape, candidate, own), candidate)
+    return kept, working
+
+
+def _layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
+    """Returns the same, for layouts that all have the attention of one practice."""
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     tensor = candidate.tensor
     stream = tokens * shape.dim / np.where(candidate.sequence, tensor, 1)

@@ -32,6 +32,14 @@ class Model(Protocol):
         """What throughput is counted in, and how many a row has: ("tokens", 8192)."""
         ...
 
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of a step over so many rows, nothing computed twice: backward is twice forward."""
+        ...
+
+    def attention(self, practice: Practice) -> str:
+        """Returns how attention is taken to run, in words; "" where nothing is known of it."""
+        ...
+
     def left_out(self, choices: Choices) -> tuple[str, ...]:
         """Returns what no layout of this model's search has, each with the reason or the way to it."""
         ...
@@ -80,14 +88,24 @@ class Transformer:
         """Tokens, and how many a row has."""
         return "tokens", self.shape.seq
 
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of a step; see `Shape.step_flop`."""
+        return float(self.shape.step_flop(rows))
+
+    def attention(self, practice: Practice) -> str:
+        """Returns whose kernels run attention, and what they keep."""
+        if practice.attention == "unfused":
+            return "XLA's own, which keeps the scores"
+        cut = "; where context cuts sequences XLA's own, which keeps the scores" * (practice.pieces is not None)
+        return f"cuDNN's kernel, which keeps no scores{cut}"
+
     def left_out(self, choices: Choices) -> tuple[str, ...]:
         """Returns axes that no layout has, and schedules that are not weighed."""
         others = ", ".join(name for name in LIBRARY if name not in choices.schedules)
         compared = (
             f"schedules {others}: `jaxpar schedule NAME --compare` prices them, parallel.pipeline.schedule sets one"
         )
-        split = ["context: fused attention takes whole sequences"] * (choices.context == 1)
-        return (*split, "expert: a decoder of jaxpar has no experts", *[compared] * bool(others))
+        return ("expert: a decoder of jaxpar has no experts", *[compared] * bool(others))
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts; see `jaxpar.plan.legal.legal`."""

@@ -7,6 +7,7 @@ import numpy as np
 from jaxpar.plan.bars import bars
 from jaxpar.plan.legal import at
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
+from jaxpar.plan.speed import speed, ways_out
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -20,26 +21,31 @@ def page(plan: Plan, *, colour: bool = False) -> str:
       colour: Whether to colour the causes.
     """
     drawn = bars(plan, colour=colour)
-    parts = [_head(plan), _left_out(plan), _table(plan), drawn, _causes(plan), _leaner(plan), _doubts(plan)]
+    parts = [_head(plan), _left_out(plan), _table(plan), _hopeless(plan), drawn, _causes(plan)]
+    parts += [_leaner(plan), _doubts(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
 def _head(plan: Plan) -> str:
     asked = plan.question
-    hardware = asked.hardware
+    hardware, attention = asked.hardware, asked.model.attention(asked.practice)
     nodes = -(-asked.devices // hardware.per_node)
     several = "s" * (nodes > 1)
     size = show_count(asked.model.parameters).replace("G", "B")
     inside, between = (f"{link.bandwidth / 1e9:.3g}" for link in (hardware.inside, hardware.between))
     far = f" inside a node and {between} between nodes" if nodes > 1 else ""
-    return (
+    memory = f"memory: {show_bytes(asked.room)} {asked.why}" if asked.why else ""
+    lines = [
         f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} node{several} of {hardware.per_node}; "
-        f"{batch_of(asked)}\n"
+        f"{batch_of(asked)}",
         f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {spare(plan)}; "
-        f"all numbers are modelled:\nproducts reach at most {hardware.gemm.top:.0%} of the peak, collectives "
-        f"{inside} GB/s per GPU{far}\nproducts: {hardware.gemm.source.partition(';')[0]}; links: "
-        f"{hardware.source.partition(';')[0]}" + f"\nmemory: {show_bytes(asked.room)} {asked.why}" * bool(asked.why)
-    )
+        "all numbers are modelled:",
+        f"products reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
+        f"products: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
+        memory,
+        f"attention: {attention}" if attention else "",
+    ]
+    return "\n".join(line for line in lines if line)
 
 
 def _left_out(plan: Plan) -> str:
@@ -60,14 +66,47 @@ def batch_of(asked: Question) -> str:
 
 
 def _table(plan: Plan) -> str:
-    width = max(len(describe(each.candidate)) for each in plan.best)
+    return _rows(plan, list(plan.best), [why(each, plan) for each in plan.best], ranks=True)
+
+
+def _rows(plan: Plan, layouts: list[Ranked], words: list[str], *, ranks: bool = False) -> str:
+    """Returns layouts one below the other: step, throughput, MFU, bubble where there is one, memory, and words."""
+    speeds = [speed(plan.question, each) for each in layouts]
+    head = ("layout", "step", f"{speeds[0].unit}/s", "MFU", "bubble", "per device", "against the first" * any(words))
+    rows = [
+        (describe(each.candidate), show_seconds(each.time.total), *fast.cells, show_bytes(each.memory.total), word)
+        for each, fast, word in zip(layouts, speeds, words, strict=True)
+    ]
+    keep = [column for column in range(len(head)) if column != 4 or any(row[4] for row in rows)]
+    widths = {column: max(len(row[column]) for row in (head, *rows)) for column in keep}
     lines = []
-    for rank, each in enumerate(plan.best, 1):
-        lines.append(
-            f"{rank:>3}  {describe(each.candidate):<{width}}  {show_seconds(each.time.total):>9}  "
-            f"{show_bytes(each.memory.total):>10}  {why(each, plan)}".rstrip()
-        )
-    return "\n".join([f"{'':>3}  {'layout':<{width}}  {'step':>9}  {'per device':>10}  against the first", *lines])
+    for rank, row in enumerate((head, *rows)):
+        cells = [row[i].ljust(widths[i]) if i in (0, len(head) - 1) else row[i].rjust(max(widths[i], 6)) for i in keep]
+        number = f"{rank or '':>3}  " if ranks else "  "
+        lines.append((number + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def hopeless(plan: Plan) -> tuple[str, list[str]]:
+    """Returns why nobody should pay for the first choice, and what would help, in words; "" where it may do."""
+    fast = speed(plan.question, plan.best[0])
+    if not fast.hopeless:
+        return "", []
+    ways = [
+        f"{way.what}: {way.speed}{', still hopeless' * way.speed.hopeless}; {describe(way.first.candidate)}"
+        for way in ways_out(plan.question, plan.best[0])
+    ]
+    return f"hopeless as it is asked: {fast}", ways
+
+
+def _hopeless(plan: Plan) -> str:
+    said, ways = hopeless(plan)
+    if not said:
+        return ""
+    help_ = ["What would help:", *[f"  {way}" for way in ways]]
+    if not ways:
+        help_ = ["More rows of a step, fewer devices and wider context axes were tried: none helps."]
+    return "\n".join([f"The first choice is {said}.", *help_])
 
 
 def why(each: Ranked, plan: Plan) -> str:
@@ -106,12 +145,9 @@ def _causes(plan: Plan) -> str:
 def _leaner(plan: Plan) -> str:
     """Returns the front in a few lines: what less memory would cost."""
     rows = leaner(plan, 5)
-    width = max([len(describe(each.candidate)) for each in rows], default=0)
-    lines = []
-    for each in rows:
-        numbers = f"{show_seconds(each.time.total):>9}  {show_bytes(each.memory.total):>10}"
-        lines.append(f"  {describe(each.candidate):<{width}}  {numbers}")
-    return "\n".join(["With less memory, the fastest would be:", *lines]) if rows else ""
+    if not rows:
+        return ""
+    return "\n".join(["With less memory, the fastest would be:", _rows(plan, rows, [""] * len(rows))])
 
 
 def leaner(plan: Plan, count: int) -> list[Ranked]:

@@ -4,10 +4,14 @@ Bytes are of bfloat16 activations with dropout where the program has it; each nu
 kernels that the program runs, so it can be checked by reading them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from jaxpar.errors import refuse, within
+from jaxpar.plan.candidate import Candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +20,7 @@ class Practice:
 
     Attributes:
       attention: "unfused": scores go to memory; "fused": they do not, and a causal kernel does half of them.
+      pieces: The practice of layouts that cut sequences, where it is another: cuDNN's kernel takes whole ones.
       core: Share of the peak that attention's products reach, forward and backward.
       scores: Bytes per score to and from memory, forward and backward, of unfused attention.
       kept: Bytes per score kept for the backward pass, and of them those of products alone; 0 where attention is fused.
@@ -44,6 +49,7 @@ class Practice:
     """
 
     attention: Literal["unfused", "fused"]
+    pieces: "Practice | None" = None
     core: tuple[float, float]
     scores: tuple[float, float] = (0.0, 0.0)
     kept: tuple[float, float] = (0.0, 0.0)
@@ -66,6 +72,13 @@ class Practice:
     run: Literal["asynchronous", "barrier"] = "asynchronous"
     scatter: bool = False
     source: str
+
+    def cost(self, of: Callable[["Practice"], tuple[Any, ...]], candidate: Candidate) -> tuple[Any, ...]:
+        """Returns what something costs by this practice, or by that of `pieces` where sequences are cut."""
+        whole = of(self)
+        if self.pieces is None or not np.any(cut := np.greater(candidate.context, 1)):
+            return whole
+        return tuple(np.where(cut, *each) for each in zip(of(self.pieces), whole, strict=True))
 
     @property
     def everywhere(self) -> bool:
@@ -134,7 +147,7 @@ MAXTEXT = replace(
     source="MaxText with cuDNN's fused attention, passes as XLA fuses them; overlap assumed",
 )
 
-JAXPAR_FUSED = replace(
+_WHOLE = replace(
     MAXTEXT,
     accumulate=12.0,  # the microbatch's gradient written 4, the sum read 4 and written 4
     wire=(2.0, 2.0),  # cast before they travel: tests/test_collectives.py
@@ -151,7 +164,7 @@ JAXPAR_FUSED = replace(
 )
 
 JAXPAR = replace(
-    JAXPAR_FUSED,
+    _WHOLE,
     attention="unfused",
     core=(0.6, 0.5),  # assumed, as of Megatron-LM's
     # from the kernels of an 8B model on 64 H100s: forward QK^T writes 4, mask and softmax 4 + 4 + 2, PV reads 2
@@ -162,3 +175,5 @@ JAXPAR = replace(
     source="jaxpar as XLA compiles it where there is no cuDNN: scores in float32, to memory and back; overlap as "
     "replayed from compiled programs, not measured",
 )
+
+JAXPAR_FUSED = replace(_WHOLE, pieces=JAXPAR)

@@ -149,23 +149,38 @@ def search(question: Question, *, top: int = 10) -> Plan:
     Raises:
       JaxparError: If there is no legal layout, or none fits: how much is missing, and what would make it fit.
     """
-    candidates = question.legal()
-    needed = question.bytes(candidates).total
-    fits = np.flatnonzero(needed <= question.limit(candidates))
-    if not len(fits):
-        raise _fits_nowhere(question, candidates, needed)
-    fitting = pick(candidates, fits)
-    seconds, order = _order(question, fitting, needed[fits])
+    considered, fitting, needed = _fitting(question)
+    seconds, order = _order(question, fitting, needed)
     best = _one_of_each(fitting, order)[:top]
     return Plan(
         question=question,
         best=tuple(weigh(question, at(fitting, int(i))) for i in best),
         fastest=weigh(question, at(fitting, int(np.argmin(seconds)))),
-        considered=len(needed),
-        fitting=len(fits),
-        doubts=_doubted(question, fitting, seconds, needed[fits]),
-        points=Points(layouts=fitting, seconds=seconds, bytes=needed[fits]),
+        considered=considered,
+        fitting=len(needed),
+        doubts=_doubted(question, fitting, seconds, needed),
+        points=Points(layouts=fitting, seconds=seconds, bytes=needed),
     )
+
+
+def first_of(question: Question) -> Ranked:
+    """Returns what `search` puts first.
+
+    Raises:
+      JaxparError: As `search` does.
+    """
+    _, fitting, needed = _fitting(question)
+    return weigh(question, at(fitting, int(_order(question, fitting, needed)[1][0])))
+
+
+def _fitting(question: Question) -> tuple[int, Candidate, np.ndarray]:
+    """Returns how many legal layouts there are, those that fit, and their bytes."""
+    candidates = question.legal()
+    needed = question.bytes(candidates).total
+    fits = np.flatnonzero(needed <= question.limit(candidates))
+    if not len(fits):
+        raise _fits_nowhere(question, candidates, needed)
+    return len(needed), pick(candidates, fits), needed[fits]
 
 
 def weigh(question: Question, candidate: Candidate) -> Ranked:

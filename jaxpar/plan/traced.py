@@ -73,6 +73,16 @@ class Traced:
         """Rows."""
         return "rows", 1
 
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of its products and convolutions, three times over for forward and backward."""
+        return 3.0 * rows * sum(each.flop * each.times for each in self.trace.products)
+
+    def attention(self, practice: Practice) -> str:
+        """Returns what tracing shows: products, and what is kept between them."""
+        return (
+            "as traced, without a GPU's fused kernel" if any(p.kind == "batched" for p in self.trace.products) else ""
+        )
+
     def left_out(self, choices: Choices) -> tuple[str, ...]:
         """Returns what the model does not take, and the axes whose cost is known of decoders alone."""
         remats = [name for name in AGAIN if name not in self.trace.kept]

@@ -1,0 +1,112 @@
+"""How fast a layout is, in the numbers that people compare, and what would help where it is hopeless.
+
+    throughput   rows of a step x what a row has / seconds
+    MFU          FLOP of the model, nothing computed twice / (seconds x devices x bfloat16 peak)
+    bubble       share of the step in which stages wait for others
+
+Below 10 % MFU, or with more bubble than work, a layout is called hopeless: a judgement, far from what runs report.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jaxpar.errors import JaxparError
+from jaxpar.plan.search import Question, Ranked, first_of
+from jaxpar.units import show_count
+
+LOW, WAITING = 0.1, 0.5  # MFU below which, and bubble above which, a layout is hopeless
+FACTORS = (2, 4, 8, 16)  # times as many rows, or as few devices: tried until it is hopeless no longer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """How fast a layout is; modelled.
+
+    Attributes:
+      rate: Tokens, or rows of a model that has none, a second on all devices.
+      unit: Which.
+      mfu: Share of the devices' bfloat16 peak that the model's own FLOP reach.
+      bubble: Share of the step in which stages of a pipeline wait; None without a pipeline.
+    """
+
+    rate: float
+    unit: str
+    mfu: float
+    bubble: float | None
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether nobody should pay for it."""
+        return self.mfu < LOW or (self.bubble or 0.0) > WAITING
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Throughput, MFU and bubble as a table shows them."""
+        return show_count(self.rate), f"{self.mfu:.1%}", "" if self.bubble is None else f"{self.bubble:.0%}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"MFU {self.mfu:.1%}" + ("" if self.bubble is None else f", {self.bubble:.0%} of the step is bubble")
+
+
+def speed(question: Question, ranked: Ranked) -> Speed:
+    """Returns how fast a layout of a question is."""
+    seconds, (unit, each) = ranked.time.total, question.model.unit
+    peak = question.devices * question.hardware.chip.bf16_flops
+    return Speed(
+        rate=question.rows * each / seconds,
+        unit=unit,
+        mfu=question.model.step_flop(question.rows) / (seconds * peak),
+        bubble=ranked.time.bubble / seconds if ranked.candidate.pipe > 1 else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """A way out of a hopeless first choice.
+
+    Attributes:
+      what: What to change, as on the command line.
+      first: What would then be first.
+      speed: And how fast that is.
+    """
+
+    what: str
+    first: Ranked
+    speed: Speed
+
+
+def ways_out(question: Question, ranked: Ranked) -> Iterator[Way]:
+    """Yields what would make the first choice of a question better: more rows, fewer devices, wider context axes.
+
+    Of each kind the smallest change after which the first choice is hopeless no longer; where there is none, the best,
+    if it is better by a tenth.
+    """
+    rows, devices, context = question.rows, question.devices, question.choices.context
+    wider = replace(question, choices=replace(question.choices, context=0))
+    kinds = (
+        [(f"train.global_batch={rows * n}", replace(question, rows=rows * n)) for n in FACTORS],
+        [(f"--devices {devices // n}", replace(question, devices=devices // n)) for n in FACTORS if devices % n == 0],
+        [(f"parallel.context above {context}", wider)] * (context > 0),
+    )
+    before = speed(question, ranked).mfu
+    for tries in kinds:
+        found = list(_until_good(tries))
+        best = max(found, key=lambda way: (not way.speed.hopeless, way.speed.mfu), default=None)
+        if best is not None and best.speed.mfu > 1.1 * before:
+            yield best
+
+
+def _until_good(tries: list[tuple[str, Question]]) -> Iterator[Way]:
+    for what, asked in tries:
+        try:
+            found = first_of(asked)
+        except JaxparError:  # no legal layout, or none that fits: no way out
+            continue
+        yield (way := Way(what=what, first=found, speed=speed(asked, found)))
+        if not way.speed.hopeless:
+            return

@@ -1,0 +1,124 @@
+"""Long rows, planned from outside: whose attention is assumed, how fast every layout is, and when none is worth it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxpar.cli.main import main
+from jaxpar.job.plan import question as asked_of
+from jaxpar.job.schema import load
+from jaxpar.plan.document import write
+from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.legal import pick
+from jaxpar.plan.memory import layer_bytes
+from jaxpar.plan.model import Transformer
+from jaxpar.plan.page import hopeless, page
+from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.search import Question, search
+from jaxpar.plan.shape import Shape
+from jaxpar.plan.speed import LOW, WAITING, speed, ways_out
+
+ROOT = Path(__file__).parent.parent
+JOB = str(ROOT / "configs/gpu_llama_8b_fsdp8.toml")
+LARGE = str(ROOT / "configs/gpu_llama_405b_pipe16_fsdp4_tensor8.toml")
+H100 = HARDWARE["h100"]
+LLAMA_8B = Shape(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=32768, gated=True)
+
+
+def asked(**given):
+    usual = {"model": Transformer(shape=LLAMA_8B), "devices": 64, "rows": 8, "hardware": H100}
+    return Question(**usual | {"practice": JAXPAR_FUSED} | given)
+
+
+def test_outside_a_plan_has_the_attention_of_a_run_unless_it_is_compiled():
+    job = load(JOB, [])
+    given = lambda attention: asked_of(job, devices=8, chip="h100", per_node=None, given={"attention": attention})  # noqa: E731
+    assert given(None).practice == given("fused").practice == JAXPAR_FUSED
+    assert given("unfused").practice == JAXPAR
+
+
+def test_outside_fused_attention_plans_context_too_and_prices_it_as_it_runs():
+    """Over pieces of sequences jaxpar's attention keeps scores: such a layout costs the same whichever is asked for."""
+    fused, plain = asked(), asked(practice=JAXPAR)
+    layouts = fused.legal()
+    cut = pick(layouts, np.flatnonzero(layouts.context > 1)[::17])
+    whole = pick(layouts, np.flatnonzero(layouts.context == 1)[::17])
+    assert len(cut.context) > 100
+    np.testing.assert_array_equal(fused.seconds(cut).total, plain.seconds(cut).total)
+    np.testing.assert_array_equal(fused.bytes(cut).total, plain.bytes(cut).total)
+    assert (fused.seconds(whole).total < plain.seconds(whole).total).all()
+    kept = [layer_bytes(LLAMA_8B, whole, practice)[1] for practice in (JAXPAR_FUSED, JAXPAR)]
+    assert (kept[0] < kept[1]).all()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ([], "attention: cuDNN's kernel, which keeps no scores; where context cuts sequences XLA's own"),
+    (["--attention", "unfused"], "attention: XLA's own, which keeps the scores"),
+])  # fmt: skip
+def test_outside_the_report_says_whose_attention_it_assumes(words, said, capsys):
+    assert main(["plan", JOB, "--devices", "8", "--top", "1", *words]) == 0
+    assert said in capsys.readouterr().out
+
+
+def test_outside_what_is_compared_with_a_compiled_program_is_planned_as_it_is_compiled(capsys):
+    assert main(["plan", JOB, "--devices", "8", "--attention", "fused", "--verify", "1"]) == 1
+    assert "cuDNN" in capsys.readouterr().err
+
+
+def test_outside_every_layout_shows_step_throughput_mfu_and_bubble(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert main(["plan", JOB, "--devices", "64", "--top", "12", "train.global_batch=64", "--json", str(out)]) == 0
+    text, found = capsys.readouterr().out, json.loads(out.read_text())
+    head = next(line for line in text.splitlines() if "against the first" in line)
+    assert [word in head for word in ("step", "tokens/s", "MFU", "per device")] == [True] * 4
+    flop = load_flop()
+    for row in found["best"]:
+        seconds = sum(row["seconds"].values())
+        assert row["speed"]["rate"] == pytest.approx(64 * 4096 / seconds)
+        assert row["speed"]["mfu"] == pytest.approx(flop / seconds / (64 * H100.chip.bf16_flops))
+        piped = row["pipe"] > 1
+        assert row["speed"]["bubble"] == (pytest.approx(row["seconds"]["bubble"] / seconds) if piped else None)
+    assert f"{found['best'][0]['speed']['mfu']:.1%}" in text
+
+
+def load_flop():
+    asked = asked_of(load(JOB, ["train.global_batch=64"]), devices=64, chip="h100", per_node=None, given={})
+    return asked.model.step_flop(64)
+
+
+def test_outside_bubbles_stand_beside_the_layouts_that_have_them():
+    plan = search(asked(rows=16), top=40)
+    rows = page(plan).partition("bubble")[2].splitlines()
+    piped = [i for i, each in enumerate(plan.best, 1) if each.candidate.pipe > 1]
+    assert piped
+    for i in piped:
+        assert f"  {speed(plan.question, plan.best[i - 1]).bubble:.0%}  " in rows[i]
+
+
+def test_outside_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what_would_help(capsys):
+    words = ["plan", LARGE, "--devices", "16384", "data.seq=131072", "train.global_batch=128", "--top", "1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "The first choice is hopeless as it is asked: MFU" in text
+    helps = text.partition("What would help:\n")[2].partition("\n\n")[0].splitlines()
+    assert any("train.global_batch=" in line for line in helps)
+    assert any("--devices" in line for line in helps)
+
+
+@pytest.mark.parametrize(("given", "wanted"), [
+    ({"rows": 128}, False),
+    ({"devices": 2048}, True),
+    ({"hardware": replace(H100, between=replace(H100.between, bandwidth=1e8))}, True),
+])  # fmt: skip
+def test_outside_a_first_choice_is_called_hopeless_by_mfu_and_bubble_alone(given, wanted):
+    plan = search(asked(**given), top=1)
+    fast = speed(plan.question, plan.best[0])
+    assert fast.hopeless is (fast.mfu < LOW or (fast.bubble or 0) > WAITING) is wanted
+    assert bool(hopeless(plan)[0]) is wanted
+    assert ("hopeless" in page(plan)) is wanted
+    assert ("hopeless" in write(plan, title="plan")) is wanted
+    for way in ways_out(plan.question, plan.best[0]) if wanted else ():
+        assert way.speed.mfu > 1.1 * fast.mfu
