@@ -1,21 +1,37 @@
 """What travels is priced at the slowest link that it crosses: held to pairs made by hand, and to measurements."""
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
+from math import prod
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from test_plan_advice import LLAMA_1B, LLAMA_8B, question
 
+import jaxpar as jp
+from jaxpar.inspector.groups import parse_groups
 from jaxpar.inspector.hlo import parse
+from jaxpar.inspector.ledger import attribute_text
 from jaxpar.inspector.timeline import replay
+from jaxpar.inspector.walk import walk
+from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.advice import advise
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.practice import JAXPAR_FUSED
-from jaxpar.plan.search import search
-from jaxpar.plan.traffic import send
+from jaxpar.plan.legal import Choices
+from jaxpar.plan.model import Transformer
+from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED, MEGATRON_2022
+from jaxpar.plan.search import Question, search
+from jaxpar.plan.shape import Shape
+from jaxpar.plan.traffic import gradients, pieces, send
 
-H100 = HARDWARE["h100"]
+A100, H100 = HARDWARE["a100"], HARDWARE["h100"]
+LLAMA_405B = replace(LLAMA_8B, layers=128, dim=16384, heads=128, hidden=53248)
+GPT = Shape(layers=96, dim=12288, heads=96, vocab=51200, seq=2048, learned=True, biases=True, tied=True)
 
 # devices from a stage to the next, stages, devices of a node; (from, to) of one message that crosses, None where
 # all stay inside: stage s is on the devices s x stride .. (s + 1) x stride - 1
@@ -103,3 +119,118 @@ def test_a_compiled_collective_takes_what_its_slowest_group_takes():
     time = replay(parse(GATHER), {"data": 2, "fsdp": 6}, H100.chip, 8)
     size = 384 * 2**20 * 4
     assert time.seconds == pytest.approx(size * 5 / 6 / (0.8 * 3 * H100.chip.network), rel=0.02)
+
+
+def test_a_gather_of_fsdp_pays_its_hops_once_for_each_layer_and_pass():
+    """32 layers, and embedding with head: 33 collectives each for two gathers and a scatter, over 2,048 nodes."""
+    layout = Candidate(fsdp=16384, zero=3)
+    hops = 2048 * 7 * H100.inside.latency + 2047 * H100.between.latency
+    each, once = gradients(0.0, layout, H100, JAXPAR, layers=32)
+    assert (float(each), float(once)) == (pytest.approx(3 * 33 * (H100.launch + hops)), 0.0)
+    assert float(each) > 1.97
+    together, _ = gradients(0.0, layout, H100, replace(MEGATRON_2022, layerwise=False), layers=32)
+    assert float(together) == pytest.approx(3 * (H100.launch + hops))
+
+
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+@pytest.mark.parametrize(
+    ("sizes", "remat"),
+    [({"fsdp": 8, "zero": 3}, "full"), pytest.param({"pipe": 2, "fsdp": 4, "zero": 3}, "full", marks=pytest.mark.slow)],
+    ids=["fsdp", "around a table"],
+)
+def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat):
+    layers = 4
+    settings = jp.DecoderSettings(vocab=256, seq=64, layers=layers, dim=64, heads=4)
+    pipeline = jp.Pipeline(microbatches=4) if "pipe" in sizes else jp.Pipeline()
+    model, parallel = partial(jp.Decoder, settings), jp.Parallel(**sizes, pipeline=pipeline)
+    layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
+    step = jp.build(layout, jp.next_token, optax.adamw(1e-3), precision="bf16", remat=remat)
+    rows = jax.ShapeDtypeStruct((16, 64), jnp.int32)
+    compiled = step.lower(step.abstract(), {"inputs": rows, "targets": rows}).compile()
+    module, found = parse(compiled.as_text()), Counter()
+    for visit in walk(module):
+        kind = visit.op.opcode.removesuffix("-start")
+        if kind in ("all-gather", "reduce-scatter"):
+            groups = parse_groups(attribute_text(visit.op.attributes, "replica_groups"), module.partitions)
+            found[kind] += prod(visit.loop) * (groups.shape[1] == sizes["fsdp"])
+    passes = 1 if "pipe" in sizes else 2
+    priced = int(pieces(layers // sizes.get("pipe", 1), Candidate(**sizes), JAXPAR))
+    assert found["reduce-scatter"] == priced
+    assert passes * priced - 1 <= found["all-gather"] <= passes * priced  # the head's comes once, for both passes
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "rows", "most"),
+    [(LLAMA_8B, 4096, 4096, 512), (LLAMA_8B, 16384, 16384, 1024), (LLAMA_405B, 16384, 2048, 256)],
+    ids=["8B on 4096", "8B on 16384", "405B on 16384"],
+)
+def test_on_thousands_of_gpus_nothing_is_gathered_over_all_of_them(shape, devices, rows, most):
+    """Replicas of groups that share the parameters, or stages of them: what is run at that size."""
+    asked = replace(question(shape, devices, rows), choices=Choices(context=1))
+    first = search(asked, top=1).best[0].candidate
+    assert first.fsdp <= most
+    assert first.data > 1 or first.pipe > 1
+
+
+def test_a_gather_over_both_levels_is_as_fast_as_nccl_tests_measured():
+    """324 GB/s of bus bandwidth on 4 x 8 H100s, all-gathers of nccl-tests; NVLink alone reaches 369, the NICs 368."""
+    size, group = 16e9, 32
+    seconds = float(H100.gather(size, group, 1))
+    assert size * (group - 1) / group / seconds == pytest.approx(324e9, rel=0.01)
+
+
+@pytest.mark.parametrize("hardware", [A100, H100], ids=["a100", "h100"])
+@pytest.mark.parametrize("nodes", [2, 4, 64])
+def test_no_gather_over_nodes_is_faster_than_the_ports_it_leaves_by(hardware, nodes):
+    size, group = 16e9, 8 * nodes
+    reached = size * (group - 1) / group / float(hardware.gather(size, group, 1))
+    assert reached < min(8 * hardware.between.bandwidth, hardware.inside.bandwidth)
+    assert float(hardware.gather(size, group, 1)) > 1.1 * float(hardware.gather(size, 8, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "devices", "rows"),
+    [
+        (GPT, 1024, 1536),
+        (replace(GPT, vocab=50272), 992, 992),
+        (replace(GPT, layers=105, dim=20480, heads=128), 2240, 1920),
+        (replace(GPT, layers=128, dim=25600, heads=160), 3072, 3072),
+    ],
+    ids=["GPT-3 175B", "OPT-175B", "MT-NLG 530B", "Megatron 1T"],
+)
+def test_models_that_ran_with_tensor_inside_a_node_are_planned_so(shape, devices, rows):
+    asked = Question(
+        model=Transformer(shape=shape), devices=devices, rows=rows, hardware=A100, practice=JAXPAR_FUSED,
+        choices=Choices(context=1),
+    )  # fmt: skip
+    plan = search(asked)
+    assert plan.best[0].candidate.tensor <= 8
+    beaten = [
+        (seconds, size)
+        for seconds, size in zip(plan.points.seconds, plan.points.bytes, strict=True)
+        if seconds < plan.best[0].time.total and size < plan.best[0].memory.total
+    ]
+    assert beaten == []
+
+
+def test_tensor_on_several_nodes_is_left_out_by_name_unless_it_is_faster_by_the_margin():
+    asked = Question(
+        model=Transformer(shape=replace(GPT, layers=8, dim=4096, heads=32)), devices=16, rows=64, hardware=A100,
+        practice=JAXPAR_FUSED, choices=Choices(context=1),
+    )  # fmt: skip
+    plan = search(asked, top=1000)
+    assert all(each.candidate.tensor <= 8 for each in plan.best)
+    assert any(why.startswith("tensor on several nodes") for why in plan.left_out)
+    fast = replace(A100, per_node=1, between=A100.inside)  # nodes of one, joined as others are inside
+    assert search(replace(asked, hardware=fast, rows=1), top=1).best[0].candidate.tensor == 16
+
+
+@pytest.mark.parametrize(("rows", "memory"), [(64, 0), (128, 0), (512, 0), (128, 40 * 2**30)])
+@pytest.mark.parametrize("devices", [8, 32, 64])
+def test_nothing_that_a_plan_lists_beats_its_first_in_both_time_and_memory(rows, memory, devices):
+    plan = search(replace(question(LLAMA_8B, devices, rows, memory=memory), practice=JAXPAR), top=50)
+    first = plan.best[0]
+    for other in plan.best[1:]:
+        assert other.time.total >= first.time.total or other.memory.total >= first.memory.total
+    both = (plan.points.seconds < first.time.total) & (plan.points.bytes < first.memory.total)
+    assert not both.any()

@@ -85,7 +85,7 @@ def _numbers(plan: Plan) -> Markup:
 
 
 def _left_out(plan: Plan) -> Markup:
-    why = plan.question.left_out
+    why = plan.left_out
     return tag("p", "Not weighed: ", "; ".join(why), cls="jx-small") if why else Markup()
 
 

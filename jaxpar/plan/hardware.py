@@ -22,6 +22,10 @@ from jaxpar.errors import refuse, within
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.plan.links import Link
 
+# share of the faster level's time that a collective over both levels takes besides the slower one's: all-gathers of
+# nccl-tests reach 324 GB/s on 4 x 8 H100s, where either level alone reaches 368 and 369
+TOGETHER = 0.136
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemm:
@@ -95,23 +99,27 @@ class Hardware:
         """Returns how many of a group whose neighbours are `stride` devices apart are in one node."""
         return np.clip(self.per_node // np.maximum(stride, 1), 1, group)
 
-    def gather(self, size: Any, group: Any, stride: Any, *, members: Any = None) -> Any:
+    def gather(self, size: Any, group: Any, stride: Any, *, members: Any = None, pieces: Any = 1) -> Any:
         """Returns the seconds of an all-gather to `size` bytes on each of `group` devices, or of a reduce-scatter.
 
         Neighbours in the group are `stride` devices apart, so a node holds per_node / stride of them, or as many
-        `members` as are given; what enters a node comes through the NICs of all its members. alpha per hop of a ring,
-        then the slower of the two levels. An all-reduce is one of each: twice this.
+        `members` as are given. One ring passes through all members of a node and then through the NICs of all of them
+        to the next: every link carries (group - 1) / group of the bytes, and takes alpha for each hop. The slower of
+        the two levels sets the pace; `TOGETHER` of the other's time comes on top. An all-reduce is one of each: twice
+        this. In `pieces` collectives, one after another, the bytes are the same and each piece has its own launch and
+        hops.
 
-        Source: Thakur, Rabenseifner, Gropp (2005), section 4, on two levels.
+        Sources: Thakur, Rabenseifner, Gropp (2005), section 4; NCCL, src/graph/tuning.cc: the latency of its ring is
+        that of its steps inside nodes and of its steps between them, which are as many as nodes.
         """
         members = self.members(group, stride) if members is None else members
         nodes = np.ceil(group / members)
-        wire = np.maximum(
-            (members - 1) / members / self.inside.bandwidth,
-            (nodes - 1) / nodes / (members * self.between.bandwidth),
-        )
-        hops = (members - 1) * self.inside.latency + (nodes - 1) * self.between.latency
-        return np.where(np.asarray(group) > 1, self.launch + hops + size * wire, 0.0)
+        inside = np.where(np.greater(members, 1), 1 / self.inside.bandwidth, 0.0)
+        between = np.where(nodes > 1, 1 / (members * self.between.bandwidth), 0.0)
+        pace = np.maximum(inside, between) + TOGETHER * np.minimum(inside, between)
+        hops = nodes * (members - 1) * self.inside.latency + (nodes - 1) * self.between.latency
+        wire = size * pace * (group - 1) / group
+        return np.where(np.asarray(group) > 1, pieces * (self.launch + hops) + wire, 0.0)
 
     def send(self, size: Any, stride: Any, stages: Any) -> Any:
         """Returns the seconds of a message from every stage to the next, and from the last to the first.
@@ -155,8 +163,8 @@ def _as_on(known: Hardware, key: str) -> Hardware:
 STREAMING, FAR = 0.85, 10e-6  # share of the memory's bandwidth, seconds to another node: assumed for every chip
 _LINKS = (
     'shares of the sheet seen in nccl-tests; NVLink .8 on A100, .82 on H100: "protocol overhead (~20%)", 370 of 450 '
-    "GB/s (NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); latencies and .85 of the memory's "
-    "bandwidth assumed"
+    "GB/s (NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); both at once 324 GB/s on 4 x 8 H100; "
+    "latencies and .85 of the memory's bandwidth assumed"
 )
 _CURVE = "half: Calculon's steps for A100, .95, .9 and .6 of the peak from 128, 16 and 1 GFLOP on, drawn as a curve"
 _FITTED: Mapping[str, Hardware] = {

@@ -49,7 +49,7 @@ def _head(plan: Plan) -> str:
 
 
 def _left_out(plan: Plan) -> str:
-    why = plan.question.left_out
+    why = plan.left_out
     return "\n".join(["Not among them:", *[f"  {each}" for each in why]]) if why else ""
 
 

@@ -38,6 +38,7 @@ class Practice:
       keep: Bytes moved for each byte that is kept for the backward pass, to lay it beside that of other layers and to
         take it out again, and as many for the slots of a pipeline; 0 where it stays where it was computed.
       eager: Whether gradients are reduced for every microbatch, rather than their sum once a step.
+      layerwise: Whether each layer's parameters are gathered, and its gradients reduced, by collectives of its own.
       overlap: Share of collectives over fsdp and data that computation hides, while there is enough of it.
       tensor_overlap: The same for those of the tensor axis that a product can run beside.
       context_overlap: The same for those of the context axis.
@@ -64,6 +65,7 @@ class Practice:
     returned: float = 2.0
     keep: float = 0.0
     eager: bool = False
+    layerwise: bool = True
     overlap: float
     tensor_overlap: float = 0.0
     context_overlap: float = 0.0
@@ -116,6 +118,7 @@ MEGATRON_2022 = Practice(
     logits=50.0,  # to float32 6, max 4, subtract 8, exp 8, sum 4, divide 8; backward 12
     accumulate=8.0,  # float32 sum, read and written by the product that makes the gradient
     update=58.0,  # unscale 8, norm 4, clip 8, Adam 16 + 12, to bfloat16 6, zero 4
+    layerwise=False,  # one buffer holds the gradients of all layers: Megatron-LM's DistributedDataParallel
     overlap=0.0,  # its schedule ends with the all-reduce
     tensor_overlap=0.5,  # assumed: a collective takes processors and bandwidth from the product beside it
     regather=True,

@@ -9,7 +9,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.mesh.axes import TRAINED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.doubts import MOST, doubts
-from jaxpar.plan.front import Points
+from jaxpar.plan.front import Points, front
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, at, pick
 from jaxpar.plan.memory import Memory
@@ -115,7 +115,7 @@ class Plan:
       considered: Legal layouts.
       fitting: Those that fit.
       doubts: Each assumption that may be wrong, as `jaxpar.plan.doubts` has them, to what would then be first.
-      points: All that fit, with time and memory.
+      points: All that fit and are compared, with time and memory.
     """
 
     question: Question
@@ -126,12 +126,19 @@ class Plan:
     doubts: dict[str, Ranked]
     points: Points
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What is not compared, each with the reason or the way to it."""
+        apart, share = self.fitting - len(self.points.seconds), f"{self.question.margin:.0%}"
+        several = f"tensor on several nodes, {apart:,} layouts that fit: none is faster by more than {share}"
+        return (*self.question.left_out, *[several] * bool(apart))
+
     def to_dict(self) -> dict[str, Any]:
         """Returns it as JSON has it."""
         return {
             "considered": self.considered,
             "fitting": self.fitting,
-            "left_out": list(self.question.left_out),
+            "left_out": list(self.left_out),
             "best": [each.to_dict() for each in self.best],
             "fastest": self.fastest.to_dict(),
             "doubts": {what: each.to_dict() for what, each in self.doubts.items()},
@@ -151,15 +158,15 @@ def search(question: Question, *, top: int = 10) -> Plan:
     """
     considered, fitting, needed = _fitting(question)
     seconds, order = _order(question, fitting, needed)
-    best = _one_of_each(fitting, order)[:top]
+    best, compared = _one_of_each(fitting, order)[:top], np.sort(order)
     return Plan(
         question=question,
         best=tuple(weigh(question, at(fitting, int(i))) for i in best),
-        fastest=weigh(question, at(fitting, int(np.argmin(seconds)))),
+        fastest=weigh(question, at(fitting, int(order[np.argmin(seconds[order])]))),
         considered=considered,
         fitting=len(needed),
         doubts=_doubted(question, fitting, seconds, needed),
-        points=Points(layouts=fitting, seconds=seconds, bytes=needed),
+        points=Points(layouts=pick(fitting, compared), seconds=seconds[compared], bytes=needed[compared]),
     )
 
 
@@ -202,18 +209,34 @@ def complexity(candidate: Candidate) -> Any:
 
 
 def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the candidates' seconds, and their indices by time, the simplest within the margin first.
+    """Returns the candidates' seconds, and the indices of those compared, by time, but one within the margin first.
 
-    Of those that are as simple and as fast, within a fifth of the margin, the one that needs least memory.
+    It is the simplest of those that no other one beats in both time and memory; of those that are as simple and as
+    fast, within a fifth of the margin, the one that needs least memory.
     """
     seconds = question.seconds(fitting).total
     order = np.argsort(seconds, kind="stable")
+    order = order[_compared(question, fitting, seconds)[order]]
     close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
+    close = close[front(seconds[close], needed[close])]  # what beats one of them is as close
     how = complexity(pick(fitting, close))
     simplest = close[how == how.min()]
     level = simplest[seconds[simplest] <= seconds[simplest[0]] * (1 + question.margin / 5)]
     first = level[np.argmin(needed[level])]
     return seconds, np.concatenate([[first], order[order != first]])
+
+
+def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np.ndarray:
+    """Returns which layouts are compared: with tensor on several nodes only where one of them is faster by the margin.
+
+    A collective of tensor stands in the way of every layer, and over nodes it meets gradients and the messages of
+    stages in the same NICs, which no formula here knows of. Source: Narayanan et al. 2021, arXiv:2104.04473, section
+    3.2: tensor up to the GPUs of a server, pipelines across servers.
+    """
+    inside = fitting.tensor <= question.hardware.per_node
+    if inside.all() or not inside.any():
+        return np.full(len(inside), True)
+    return inside | (seconds[~inside].min() * (1 + question.margin) < seconds[inside].min())
 
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:

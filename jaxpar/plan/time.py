@@ -88,7 +88,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     heads = candidate.microbatches
     busy = count / deep * sum(times[:3]) + heads * (times[3] + times[4])
     held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
-    traveling = sharding(held, candidate, hardware, practice, compute=busy)
+    traveling = sharding(held, candidate, hardware, practice, layers=candidate.chunks * deep, compute=busy)
     return StepTime(
         products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
@@ -103,16 +103,18 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     )
 
 
-def sharding(held: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, compute: Any) -> Any:
-    """Returns the exposed seconds of fsdp's and data's collectives for `held` parameters of a device.
+def sharding(
+    held: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, layers: Any, compute: Any
+) -> Any:
+    """Returns the exposed seconds of fsdp's and data's collectives for `held` parameters of a device, of `layers`.
 
     `compute` seconds may hide the practice's share of them.
 
     What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
     microbatch, beside the rest.
     """
-    shards = traffic.gradients(held, candidate, hardware, practice)
-    copies = traffic.replicas(held, candidate, hardware, practice)
+    shards = traffic.gradients(held, candidate, hardware, practice, layers=layers)
+    copies = traffic.replicas(held, candidate, hardware, practice, layers=layers)
     each, once = (one + other for one, other in zip(shards, copies, strict=True))
     last = compute / candidate.microbatches * 2 / 3
     return traffic.exposed(each * candidate.microbatches, compute - last, practice.overlap) + traffic.exposed(

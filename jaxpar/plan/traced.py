@@ -136,7 +136,9 @@ class Traced:
             recompute=count * (again + repeated),
             tensor=nothing,
             context=nothing,
-            sharding=sharding(self.parameters, candidate, hardware, practice, compute=compute),
+            sharding=sharding(
+                self.parameters, candidate, hardware, practice, layers=self.trace.blocks, compute=compute
+            ),
             bubble=nothing,
             send=nothing,
             optimizer=optimizer(self.parameters, candidate, hardware, practice),

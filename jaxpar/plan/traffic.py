@@ -63,14 +63,27 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
     return hardware.send(size / candidate.tensor, stride, candidate.pipe) + gathered
 
 
-def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+def pieces(layers: Any, candidate: Candidate, practice: Practice) -> Any:
+    """Returns in how many collectives a device's parameters are gathered, or its gradients reduced.
+
+    A scan over `layers` has one for each, all weights of a layer together; embedding and head make one more. Around
+    the table of a pipeline, and where the practice keeps gradients in one buffer, all travel at once.
+    """
+    together = practice.everywhere & np.greater(candidate.pipe, 1)
+    return np.where(together | (not practice.layerwise), 1, layers + 1)
+
+
+def gradients(
+    parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, layers: Any
+) -> tuple[Any, Any]:
     """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step.
 
-    One program on all stages gathers and reduces once, around its table; but stage 2 scatters in every tick that makes
-    gradients, of those that are idle too.
+    The parameters are those of `layers`, and of embedding and head. One program on all stages gathers and reduces once,
+    around its table; but stage 2 scatters in every tick that makes gradients, of those that are idle too. After the
+    update all that was sharded comes at once.
     """
-    over = candidate.fsdp, candidate.tensor * candidate.context
-    gather, scatter = (hardware.gather(size * parameters, *over) for size in practice.wire)
+    over, count = (candidate.fsdp, candidate.tensor * candidate.context), pieces(layers, candidate, practice)
+    gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in practice.wire)
     returned = hardware.gather(practice.returned * parameters, *over)
     around = practice.everywhere & np.greater(candidate.pipe, 1)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
@@ -82,18 +95,21 @@ def gradients(parameters: Any, candidate: Candidate, hardware: Hardware, practic
     return each, np.select(stages, once)
 
 
-def replicas(parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+def replicas(
+    parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, layers: Any
+) -> tuple[Any, Any]:
     """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
 
-    One for both axes. Around a table data comes once a step, after fsdp; context inside of it, where fsdp has not
-    sharded anything yet.
+    One for both axes, in as many pieces as fsdp's. Around a table data comes once a step, after fsdp; context inside of
+    it, where fsdp has not sharded anything yet.
     """
     shard, beside = np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1), candidate.tensor * candidate.context
     size, data, context = practice.wire[1] * parameters, candidate.data, candidate.context
     near, far = hardware.members(context, candidate.tensor), hardware.members(data, beside * candidate.fsdp)
-    both = 2 * hardware.gather(size / shard, data * context, candidate.tensor, members=near * far)
-    around = 2 * hardware.gather(size / shard, data, beside * candidate.fsdp)
-    inside = 2 * hardware.gather(size, context, candidate.tensor)
+    count = pieces(layers, candidate, practice)
+    both = 2 * hardware.gather(size / shard, data * context, candidate.tensor, members=near * far, pieces=count)
+    around = 2 * hardware.gather(size / shard, data, beside * candidate.fsdp, pieces=count)
+    inside = 2 * hardware.gather(size, context, candidate.tensor, pieces=count)
     eager, table = _eager(candidate, practice), practice.everywhere & np.greater(candidate.pipe, 1)
     return np.where(table, inside, eager * both), np.where(table, around, ~eager * both)
 
