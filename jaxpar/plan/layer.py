@@ -81,7 +81,8 @@ def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     """Returns the seconds of a block's other passes, forward and backward with the sum of gradients.
 
     The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence. What is kept
-    goes to the other layers' and comes back; a second order of the scores is what their product writes.
+    goes to the other layers' and comes back; a second order of the scores is what their product writes. Where the host
+    launches no kernel before the last one ended, its time comes on top.
     """
     count = 1.0 * tokens(shape, candidate)
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
@@ -91,7 +92,8 @@ def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * practice.keep
     once = lambda own: layer_bytes(shape, candidate, replace(own, relaid=0.0, pieces=None))[:1]  # noqa: E731
     beside = copied / 2 * practice.cost(once, candidate)[0]
-    return hardware.stream(forward + beside), hardware.stream(backward + beside + sums)
+    waits = practice.waits
+    return hardware.stream(forward + beside) + waits[0], hardware.stream(backward + beside + sums) + waits[1]
 
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost, Cost]:

@@ -44,6 +44,7 @@ class Practice:
       context_overlap: The same for those of the context axis.
       regather: Whether sequence parallelism gathers a product's input again for its weights' gradient, to keep less.
       dropout: Whether masks are kept.
+      waits: Seconds in which the chip waits for the host in a block, forward and backward; 0 where launches run ahead.
       run: "asynchronous": stages run freely; "barrier": tick by tick, one program on all devices.
       scatter: Whether tensor ranks each send their share of a pipeline's message, and gather it after.
       source: Where the numbers come from.
@@ -71,6 +72,7 @@ class Practice:
     context_overlap: float = 0.0
     regather: bool = False
     dropout: bool = False
+    waits: tuple[float, float] = (0.0, 0.0)
     run: Literal["asynchronous", "barrier"] = "asynchronous"
     scatter: bool = False
     source: str
@@ -94,7 +96,9 @@ class Practice:
             {key: (0.0, 1e4) for key in ("relaid", "residual", "logits", "accumulate", "update", "returned", "keep")}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")},
         )
-        pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(("scores", "kept", "stream", "inner", "wire"), (0.0, 1e4))
+        pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(
+            ("scores", "kept", "stream", "inner", "wire", "waits"), (0.0, 1e4)
+        )
         for key, (low, high) in pairs.items():
             pair = getattr(self, key)
             if not (len(pair) == 2 and all(low <= number <= high for number in pair)):
@@ -126,6 +130,16 @@ MEGATRON_2022 = Practice(
     scatter=True,
     source="Korthikanti et al. 2022, arXiv:2205.05198, sections 4 to 6; Narayanan et al. 2021, arXiv:2104.04473, "
     "sections 4.1 and 4.2; passes counted from the model's equations, overlaps assumed",
+)
+
+_HOST = 50e-6  # seconds of an op of PyTorch on the host: Python, autograd, launch and the wait for its end; assumed
+MEGATRON_BLOCKING = replace(
+    MEGATRON_2022,
+    # forward: 4 products with biases and reductions, 2 of attention with softmax, dropout and transposes, 2 norms,
+    # gelu, 2 of bias, dropout and residual; backward each twice
+    waits=(20 * _HOST, 40 * _HOST),
+    source="Megatron-DeepSpeed as BLOOM was trained with: CUDA_LAUNCH_BLOCKING=1, without which 320 A100s hung: "
+    "bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md; all else as MEGATRON_2022",
 )
 
 TORCHTITAN = Practice(
