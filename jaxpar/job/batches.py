@@ -20,6 +20,21 @@ def open_source(job: Job) -> Source:
     return data.open_source(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
 
 
+def check_evaluated(job: Job, source: Source | None) -> None:
+    """Refuses evaluations that a job asks for, of a source (or none) that holds no example out."""
+    keys = {"train.eval_every": job.train.eval_every, "checkpoint.keep_best": job.checkpoint.keep_best}
+    asked = [f"{key} = {value}" for key, value in keys.items() if value]
+    if not asked or (source is not None and source.evaluation(0, job.train.global_batch)):
+        return
+    own = ":" in job.data.source
+    fix = "evaluation(index, size) in it, beside batch(step, size)" if own else "data.held_out = 0.1, or more examples"
+    raise refuse(
+        f"{' and '.join(asked)}, and data.source = {job.data.source!r} holds no example out",
+        rule="a run is evaluated on examples that are held out",
+        fix=f"{fix}; or {' and '.join(f'{key} = 0' for key, value in keys.items() if value)}",
+    )
+
+
 def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the shapes of a batch, without packing any text."""
     size = job.train.global_batch

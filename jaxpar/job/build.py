@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.job.batches import open_source
+from jaxpar.job.batches import check_evaluated, open_source
 from jaxpar.job.check import check
 from jaxpar.job.models import resolve_loss, resolve_model
 from jaxpar.job.tables import Job
@@ -65,6 +65,7 @@ def build(job: Job, *, processes: int = 1) -> Built:
         )
     step = assemble(job, devices[: job.mesh.devices or None])
     source = open_source(job)
+    check_evaluated(job, source)
     steps = job.train.steps
     rates = np.broadcast_to(np.asarray(jax.vmap(chain.schedule(job.optimizer, steps))(jnp.arange(steps))), (steps,))
     return Built(

@@ -12,8 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.job.batches import abstract_batch
+from jaxpar.job.batches import abstract_batch, check_evaluated, open_source
 from jaxpar.job.models import accepting, resolve_loss, resolve_model
+from jaxpar.job.start import check_start, is_folder
 from jaxpar.job.tables import Job
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import visible
@@ -66,9 +67,13 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     layout = attempt(compose, blueprint, job.parallel, device_count(job)) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in job.parallel.problems() if problem not in problems)
+    if blueprint and whole and not problems and is_folder(job.checkpoint.start_from):
+        attempt(check_start, job)
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)
         attempt(_check_room, job, layout)
+    if whole and not problems:
+        attempt(_check_evaluation, job)
     return problems
 
 
@@ -94,6 +99,14 @@ def _check_faults(job: Job) -> None:
             rule="a rollback goes to a checkpoint",
             fix=f"checkpoint.every = {max(1, job.train.steps // 20)}",
         )
+
+
+def _check_evaluation(job: Job) -> None:
+    """Refuses evaluations that are asked for and cannot be; of text nothing is packed to see it."""
+    if not job.data.is_text:
+        check_evaluated(job, open_source(job))
+    elif not job.data.held_out:
+        check_evaluated(job, None)
 
 
 def _check_data(job: Job) -> None:

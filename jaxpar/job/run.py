@@ -26,6 +26,7 @@ from jaxpar.job import changes, meeting, pretrained
 from jaxpar.job.batches import abstract_batch
 from jaxpar.job.build import Built, build
 from jaxpar.job.models import COUNTED, sound
+from jaxpar.job.start import is_folder
 from jaxpar.job.tables import Job
 from jaxpar.job.toml import dumps
 from jaxpar.mesh.chips import find_chip
@@ -163,7 +164,7 @@ def _train(
 def _begin(built: Built, progress: Progress) -> state.State:
     """Returns the state of a new run, with parameters of another where the job says so."""
     train, spec = built.job.train, built.job.checkpoint
-    if pretrained.is_folder(spec.start_from):
+    if is_folder(spec.start_from):
         made, said = pretrained.begin(built)
         progress.say(said)
         return made

@@ -69,14 +69,14 @@ def sample(
     )
     trained, _ = store.restore(like)
     text = Text(folder / "data", job.data.tokenizer)
-    ids = text.encode(prompt)
+    ids, known = text.encode(prompt), text.size
     if not ids:
         raise refuse("an empty prompt", rule="text begins with something", fix='--prompt "\\n"')
 
     @jax.jit
     def next_token(params, rest, window, last, key):
         model = layout.blueprint.bind(params, rest, lambda path, value: value, Compute(train=False))
-        logits = model(window[None])[0, last].astype(jnp.float32)
+        logits = model(window[None])[0, last, :known].astype(jnp.float32)  # what is above is no token of the text
         drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
         return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
 

@@ -126,6 +126,11 @@ class Text:
                 )
             self.bpe = load_bpe(files[-1])
 
+    @property
+    def size(self) -> int:
+        """How many tokens there are, from 0; a model may have more."""
+        return 256 if self.bpe is None else self.bpe.get_vocab_size()
+
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text."""
         return list(text.encode(errors="surrogateescape")) if self.bpe is None else self.bpe.encode(text).ids
