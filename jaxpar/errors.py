@@ -10,13 +10,14 @@ import math
 import signal
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
+FEW = 20  # problems of one kind that are told one by one
 STOPPED = {name: 128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGTERM")}  # and saved; as shells count
 
 
@@ -35,7 +36,7 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.got}\n  rule: {self.rule}\n  fix:  {self.fix}"
+        return plain(f"{self.got}\n  rule: {self.rule}\n  fix:  {self.fix}")
 
 
 class JaxparError(ValueError):
@@ -46,6 +47,22 @@ class JaxparError(ValueError):
     def __init__(self, *problems: Problem):
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))
+
+
+def plain(text: str) -> str:
+    """Returns a text without control characters, which a terminal would obey; lines and tabs stay."""
+    return text.translate(_SHOWN)
+
+
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def few(names: Sequence[str], problem: Callable[[str], Problem]) -> list[Problem]:
+    """Returns a problem for each of the first names, and one for all that are more than a person reads."""
+    made = [problem(name) for name in names[:FEW]]
+    if len(names) > FEW:
+        made.append(Problem(f"{len(names) - FEW} more like them", made[-1].rule, "leave them out"))
+    return made
 
 
 def refuse(got: str, *, rule: str, fix: str) -> JaxparError:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cli.options import add_json
+from jaxpar.errors import plain
 
 EXAMPLE = """\
   $ jaxpar checkpoint ls runs/quickstart
@@ -87,7 +88,7 @@ def verify(args: argparse.Namespace) -> tuple[Any, int]:
     for row in rows:
         print(f"{row['path']}: {'damaged' if row['wrong'] else 'good'}")
         for each in row["wrong"]:
-            print(f"  {each}")
+            print(plain(f"  {each}"))
     return rows, int(any(row["wrong"] for row in rows))
 
 
@@ -97,9 +98,9 @@ def diff(args: argparse.Namespace) -> tuple[Any, int]:
 
     found, values = checkpoint.diff(args.where, args.other, args.overrides)
     for each in found:
-        print(each.said(str(args.where), str(args.other)))
+        print(plain(each.said(str(args.where), str(args.other))))
     for path, largest in values.items():
-        print(f"{path.removeprefix('params/')} differs by at most {largest:.3g}")
+        print(plain(f"{path.removeprefix('params/')} differs by at most {largest:.3g}"))
     if not found and not values:
         print("no difference")
     return {"differences": [asdict(each) for each in found], "values": values}, int(bool(found or values))

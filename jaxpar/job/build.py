@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.train.data.spec import Source
 from jaxpar.train.step import Step
 from jaxpar.train.step import build as build_step
+
+BLOCK = 4096  # steps whose learning rates are computed at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,16 +69,26 @@ def build(job: Job, *, processes: int = 1) -> Built:
     step = assemble(job, devices[: job.mesh.devices or None])
     source = open_source(job)
     check_evaluated(job, source)
-    steps = job.train.steps
-    rates = np.broadcast_to(np.asarray(jax.vmap(chain.schedule(job.optimizer, steps))(jnp.arange(steps))), (steps,))
     return Built(
         job=job,
         layout=step.layout,
         step=step,
         optimizer=step.optimizer,
         source=source,
-        learning_rate=lambda index: float(rates[index]),
+        learning_rate=rates(job.optimizer, job.train.steps),
     )
+
+
+def rates(spec: chain.Optimizer, steps: int) -> Callable[[int], float]:
+    """Returns the learning rate of a step, from 0: computed for some thousands of steps at once, and then kept."""
+    schedule = jax.vmap(chain.schedule(spec, steps))
+
+    @lru_cache(maxsize=2)
+    def block(number: int) -> np.ndarray:
+        found = np.asarray(schedule(number * BLOCK + jnp.arange(BLOCK)))
+        return np.broadcast_to(found, (BLOCK,))
+
+    return lambda index: float(block(index // BLOCK)[index % BLOCK])
 
 
 def assemble(job: Job, devices: Sequence[Any]) -> Step:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse, users_code
+from jaxpar.errors import JaxparError, Problem, few, nearest, refuse, users_code
 from jaxpar.job.batches import abstract_batch, open_source
 from jaxpar.job.objects import import_object
 from jaxpar.job.schema import validated
@@ -103,11 +103,9 @@ def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> No
     own = [key for key in keys if key not in ("self", "rngs")]
     if unknown := [key for key in settings if key not in own]:
         rule = f"{name} takes {', '.join(own) or 'no settings'}"
+        usual = "leave it out"
         raise JaxparError(
-            *(
-                Problem(f"unknown key model.{key}", rule, nearest(key, own) if own else "leave it out")
-                for key in unknown
-            )
+            *few(unknown, lambda key: Problem(f"unknown key model.{key}", rule, nearest(key, own) if own else usual))
         )
 
 

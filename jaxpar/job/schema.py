@@ -4,16 +4,17 @@ import dataclasses
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import FEW, JaxparError, Problem, few, nearest, refuse
 from jaxpar.job.tables import SECTIONS, TABLES, Job, default, inner_tables, walk
 from jaxpar.job.toml import shown
 
+PRINTED = 4096  # bits of an integer that Python turns into digits
 DEEPEST = 20  # tables and lists in each other
 
 
@@ -77,6 +78,8 @@ def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool)
     problems = [problem for override in each for problem in _override(raw, override)]
     if _is_deep(raw):
         raise refuse(f"{name}: more than {DEEPEST} tables in each other", rule="a job is sections of keys", fix="fewer")
+    if huge := next(_huge(raw), None):
+        raise refuse(f"{name}: an integer of {huge} bits", rule="an integer of TOML has 64 bits", fix="a smaller one")
     job, more = _validated(raw)
     return job and dataclasses.replace(job, allow_import=allow_import), problems + more
 
@@ -87,6 +90,14 @@ def _is_deep(raw: dict[str, Any]) -> bool:
         level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
         level = [each for each in level if isinstance(each, (dict, list))]
     return bool(level)
+
+
+def _huge(value: Any) -> Iterator[int]:
+    """Yields the bits of integers that Python would not even print; smaller ones are refused with their keys."""
+    if isinstance(value, int) and value.bit_length() > PRINTED:
+        yield value.bit_length()
+    for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _huge(each)
 
 
 def _override(raw: dict[str, Any], text: str) -> list[Problem]:
@@ -115,19 +126,10 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
 def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
     problems: list[Problem] = []
     made: dict[str, Any] = {}
-    for section, table in raw.items():
-        if section not in SECTIONS:
-            fix = nearest(section, SECTIONS)
-            owners = [name for name, cls in TABLES.items() if section in {f.name for f in dataclasses.fields(cls)}]
-            inner = [name for name in TABLES if name.endswith(f".{section}")]
-            if isinstance(table, dict):
-                got, fix = f"unknown section [{section}]", f"[{inner[0]}]" if inner else fix
-            else:
-                got = f"key {section!r} outside of a section"
-                fix = f"{section} belongs to [{owners[0]}]" if owners else fix
-            sections = "a job has the sections " + ", ".join(SECTIONS)
-            problems.append(Problem(got, sections, fix))
-        elif not isinstance(table, dict):
+    problems += few([name for name in raw if name not in SECTIONS], lambda name: _no_section(name, raw[name]))
+    for section in (name for name in raw if name in SECTIONS):
+        table = raw[section]
+        if not isinstance(table, dict):
             problems.append(
                 Problem(f"{section} = {table!r}", f"{section} is a section", f"[{section}] on a line of its own")
             )
@@ -141,6 +143,18 @@ def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
             problems += wrong
             made[section] = value
     return (None if None in made.values() else Job(**made)), problems
+
+
+def _no_section(section: str, table: Any) -> Problem:
+    fix = nearest(section, SECTIONS)
+    owners = [name for name, cls in TABLES.items() if section in {f.name for f in dataclasses.fields(cls)}]
+    inner = [name for name in TABLES if name.endswith(f".{section}")]
+    if isinstance(table, dict):
+        got, fix = f"unknown section [{section}]", f"[{inner[0]}]" if inner else fix
+    else:
+        got = f"key {section!r} outside of a section"
+        fix = f"{section} belongs to [{owners[0]}]" if owners else fix
+    return Problem(got, "a job has the sections " + ", ".join(SECTIONS), fix)
 
 
 def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
@@ -160,7 +174,12 @@ def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list
 
 
 def _validated_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
-    adapter = _adapter(cls)
+    adapter, keys = _adapter(cls), [f.name for f in dataclasses.fields(cls)]
+    if many := [key for key in table if key not in keys][FEW:]:  # each would be compared with all keys there are
+        left = dict.fromkeys(table.keys() - set(many))
+        value, problems = _validated_flat(cls, {key: table[key] for key in table if key in left}, section)
+        rule = f"[{section}] has the keys {', '.join(keys)}"
+        return value, [*problems, Problem(f"{len(many)} more unknown keys in [{section}]", rule, "leave them out")]
     try:
         return adapter.validate_json(
             json.dumps(table, default=str, ensure_ascii=False)

@@ -29,6 +29,7 @@ DTYPES = {
 NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 FLOATS = tuple(np.dtype(DTYPES[name]) for name in ("F32", "BF16", "F16"))  # what weights come in
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DIMS = 64  # of an array, at most
 LARGEST_HEADER = 100_000_000  # bytes; the format's own limit
 RULE = "a .safetensors file is a header and the bytes it describes, whole"
 FIX = "fetch or export it again"
@@ -173,6 +174,8 @@ def _entry(file: Path, name: str, told: Any, data: int) -> Entry:
     if not isinstance(told.get("dtype"), str) or told["dtype"] not in DTYPES:
         raise ValueError(f"{name!r:.100} has the dtype {told.get('dtype')!r:.40}, known are {', '.join(DTYPES)}")
     dtype = np.dtype(DTYPES[told["dtype"]])
+    if len(shape) > DIMS or math.prod(max(size, 1) for size in shape) * dtype.itemsize >= 2**63:
+        raise ValueError(f"{name!r:.100} has the shape {shape!r:.60}, which no array has")
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r:.100} of {told['dtype']} {shape!r:.60} has {offsets[1] - offsets[0]} bytes")
     return Entry(file, dtype, tuple(shape), data + offsets[0])

@@ -25,6 +25,7 @@ from jaxpar.train.checkpoint.files import sync, sync_tree
 NAME = "MANIFEST"
 PART = ".writing.list"  # of the name of a list that is to take the place of another
 FORMAT = 1
+LATEST = 253402300800.0  # seconds since 1970: the end of the year 9999
 _WORKERS = 4  # hashing lets other threads run
 _SMALL = 2**20  # bytes that are hashed sooner than threads are started
 
@@ -125,6 +126,8 @@ def read(folder: Path) -> Manifest:
         raise refuse(f"{path}: {error.errors()[0]['msg']:.100}", rule="it lists a checkpoint", fix=fix) from error
     except OSError as error:
         raise refuse(f"{path}: {error.strerror}", rule=rule, fix=fix) from error
+    if not 0 <= made.written < LATEST:
+        raise refuse(f"{path}: written at {made.written}", rule="it lists a checkpoint", fix=fix)
     if made.format != FORMAT:
         raise refuse(
             f"{path} has format {made.format}",

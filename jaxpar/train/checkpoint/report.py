@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, refuse
+from jaxpar.errors import JaxparError, plain, refuse
 from jaxpar.train.checkpoint import manifest, shelf
 from jaxpar.units import show_bytes
 
@@ -111,6 +111,7 @@ def arrays_table(arrays: dict[str, Any]) -> str:
 
 def aligned(lines: list[tuple[str, ...]], *, right: int = 0) -> str:
     """Returns lines in columns, the first few of them aligned to the right."""
+    lines = [tuple(plain(cell) for cell in line) for line in lines]
     widths = [max(len(line[index]) for line in lines) for index in range(len(lines[0]))]
     pad = [str.rjust if index < right else str.ljust for index in range(len(widths))]
     return "\n".join("  ".join(pad[i](cell, widths[i]) for i, cell in enumerate(line)).rstrip() for line in lines)

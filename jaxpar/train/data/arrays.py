@@ -158,7 +158,7 @@ def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
                 np.load(stream, allow_pickle=False) as file,
             ):  # numpy leaves a broken one open
                 arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, AttributeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
         text = getattr(error, "strerror", None) or str(error)
         if "allow_pickle" in text:  # what numpy says of any file that it does not know
             text = "it holds Python objects, or is no such file"
