@@ -151,13 +151,12 @@ def _train(
         if outcome.stopped_by:
             done = int(outcome.state.step)
             progress.say(f"stopped by {outcome.stopped_by}, saved step {done}; the same command goes on from there")
-    last = outcome.rows[-1] if outcome.rows else {}
     return {
         "run": str(folder),
         "step": int(outcome.state.step),
         "stopped_by": outcome.stopped_by,
         "resumed_from": at,
-        "last": last,
+        "last": outcome.last,
     }
 
 

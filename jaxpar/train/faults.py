@@ -200,7 +200,7 @@ def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> 
     return Problem(f"the loss of step {step} is {loss} (grad_norm {norm})", rule, fix)
 
 
-def roll_back(job: "Run", bad: JaxparError, start: int, rows: list[dict[str, Any]]) -> State:
+def roll_back(job: "Run", bad: JaxparError, start: int) -> State:
     """Returns the state of the newest checkpoint, after which the batches since it are passed over.
 
     Where the first step after a checkpoint is bad, the checkpoint may be: it is set aside, and the one before it taken.
@@ -209,7 +209,6 @@ def roll_back(job: "Run", bad: JaxparError, start: int, rows: list[dict[str, Any
       job: The run.
       bad: What ended the run so far: a bad step, or anything else, which is raised again.
       start: The step whose state this training began with.
-      rows: Of this process's steps; those after the checkpoint are taken out, as out of the run's metrics.
 
     Raises:
       JaxparError: `bad` itself, after the last checkpoint was committed, if the job does not want this; if there is
@@ -242,7 +241,6 @@ def roll_back(job: "Run", bad: JaxparError, start: int, rows: list[dict[str, Any
     if job.log:
         job.log.rewind(back)
         job.watch.skipped = job.log.skipped
-    rows[:] = [row for row in rows if row["step"] <= back]
     if job.progress:
         job.progress.say(f"{bad.problems[0].got}: back to step {back}, on with the batch after it")
     return state

@@ -80,12 +80,12 @@ class Outcome:
 
     Attributes:
       state: The last state.
-      rows: The rows of this process's steps.
+      last: The row of the last step that this process made; nothing if it made none.
       stopped_by: Name of the signal that ended it early, or None.
     """
 
     state: State
-    rows: list[dict[str, Any]]
+    last: dict[str, Any]
     stopped_by: str | None
 
 
@@ -97,25 +97,25 @@ def run(job: Run, state: State) -> Outcome:
         state cannot be saved.
     """
     feed = Feed(job.source, job.step.layout, job.global_batch)
-    rows: list[dict[str, Any]] = []
     stop = _Stop()
     with _signals(stop):
         if int(state.step) >= job.steps:
-            return Outcome(state=state, rows=rows, stopped_by=_score_the_end(job, state, feed, stop))
+            return Outcome(state=state, last={}, stopped_by=_score_the_end(job, state, feed, stop))
         while True:
             start = int(state.step)
             try:
-                return _stretch(job, state, feed, rows, stop)
+                return _stretch(job, state, feed, stop)
             except JaxparError as error:
-                state = roll_back(job, error, start, rows)
+                state = roll_back(job, error, start)
 
 
-def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], stop: "_Stop") -> Outcome:
+def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
     """Trains until the end, or to a step that is bad."""
     start = int(state.step)
     flying: collections.deque = collections.deque()
     clock = time.perf_counter()
     stopped: str | None = None
+    row: dict[str, Any] = {}  # the newest: a list of all would grow for as long as the run
     due, owed = Due(job.checkpoints, start=start), False
 
     def land() -> dict[str, Any]:
@@ -123,11 +123,11 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
         index, metrics = flying.popleft()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
-        rows.append(_row(job, index, values, now - clock))
+        row = _row(job, index, values, now - clock)
         clock = now
         if job.log:
-            job.log.write(rows[-1])
-        return rows[-1]
+            job.log.write(row)
+        return row
 
     for index in range(start, job.steps):
         done = index + 1
@@ -148,13 +148,13 @@ def _stretch(job: Run, state: State, feed: Feed, rows: list[dict[str, Any]], sto
         owed = due.is_due(done) or owed
         if last or (owed and not job.watch.is_skipping):  # while steps are skipped, the state may be why
             owed = False
-            _save(job, state, done, rows[-1], last=last)
+            _save(job, state, done, row, last=last)
         if evaluating:
-            stopped = _evaluate(job, state, feed, rows[-1], stop)
+            stopped = _evaluate(job, state, feed, row, stop)
             clock = time.perf_counter()
         if last:
             break
-    return Outcome(state=state, rows=rows, stopped_by=stopped)
+    return Outcome(state=state, last=row, stopped_by=stopped)
 
 
 def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:
