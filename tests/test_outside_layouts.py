@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import grid
 from outcomes import Combination, outcomes
 
 import jaxpar as jp
@@ -61,6 +62,30 @@ def test_what_is_compiled_for_gpus_is_read_too():
     (batch,) = handwritten.batches(1)
     with pytest.raises(JaxparError, match=r"a collective-permute in .* inside of what only some stages of 1f1b do"):
         jp.inspect(jp.build(layout, handwritten.one_hot, optax.sgd(0.1)), batch)
+
+
+TOGETHER = 4  # combinations that share a process
+EVERY = grid()
+OFTEN = EVERY[2::5]
+
+
+def groups(combinations):
+    return [combinations[at : at + TOGETHER] for at in range(0, len(combinations), TOGETHER)]
+
+
+SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in groups([each for each in EVERY if each not in OFTEN])]
+
+
+@pytest.mark.parametrize("combinations", [*groups(OFTEN), *SLOW], ids=lambda each: str(each[0]))
+def test_models_of_users_equal_one_device(combinations):
+    """Or they are refused: a lookup per row, where XLA has none."""
+
+    def want(each):
+        looks_up = each.loss == "looked up" and each.sizes.keys() >= PIECES.keys()
+        return "refused: take_along_axis" if looks_up else "equal"
+
+    found = zip(combinations, outcomes(combinations), strict=True)
+    assert {str(each): got for each, got in found if not got.startswith(want(each))} == {}
 
 
 TABLE, IDS = jnp.linspace(0.0, 1.0, 24).reshape(8, 3), jnp.array([[1, 5], [7, 1]])
