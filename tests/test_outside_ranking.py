@@ -42,7 +42,10 @@ def rank(runs, practice):
 
 
 def test_layouts_of_bloom_are_ranked_as_they_were_measured():
-    """All with equal global batch: every size of the model, and one size on one day, after nodes were mended."""
+    """All with equal global batch: every size of the model, and one size on one day, after nodes were mended.
+
+    With launches that run ahead, as other practices have them, it is .17 and .52.
+    """
     every = measured()
     alike = [run for run in every if run["model"] == "gpt-72x14336" and run["measured_on"] == "2022-02-25"]
     assert (len(every), len(alike)) == (27, 11)

@@ -138,8 +138,9 @@ MEGATRON_BLOCKING = replace(
     # forward: 4 products with biases and reductions, 2 of attention with softmax, dropout and transposes, 2 norms,
     # gelu, 2 of bias, dropout and residual; backward each twice
     waits=(20 * _HOST, 40 * _HOST),
-    source="Megatron-DeepSpeed as BLOOM was trained with: CUDA_LAUNCH_BLOCKING=1, without which 320 A100s hung: "
-    "bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md; all else as MEGATRON_2022",
+    source="Megatron-DeepSpeed with CUDA_LAUNCH_BLOCKING=1, without which BLOOM hung on 320 A100s: bigscience-workshop/"
+    "bigscience, train/tr11-176B-ml/chronicles-prequel.md; that its timings on 384 were taken so is inferred; all else "
+    "as MEGATRON_2022",
 )
 
 TORCHTITAN = Practice(
