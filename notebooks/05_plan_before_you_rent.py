@@ -52,7 +52,7 @@ print(page(plan))
 # %% [markdown]
 # The same from a shell, with the pictures below as a page of their own, and the command that trains the first layout:
 #
-#     jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --attention fused --html plan.html
+#     jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --html plan.html
 #
 # A line such as `fsdp 64 (ZeRO-3)` reads: each of the 64 GPUs keeps its 64th of the parameters, of the gradients and of the
 # optimizer's state, and works on its own rows; with ZeRO-1 and ZeRO-2 each keeps all parameters. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
@@ -103,7 +103,8 @@ breakdown(plan, 8, "8B on 64 H100: the first eight")
 
 # %% [markdown]
 # They are close to each other, and that is the answer too: among the first few, choose by what else you care for. The plan
-# names the simplest, which computes nothing again. To keep only products is as fast, and leaves 25 GiB more on every GPU.
+# names the simplest of those that no other one beats in both time and memory. For one percent more time, ZeRO-3 leaves
+# 29 GiB more on every GPU.
 #
 # ## 3. Memory against time
 #
@@ -143,7 +144,7 @@ def against(plan, title):
 against(plan, "8B on 64 H100: every layout that fits")
 
 # %% [markdown]
-# The front falls steeply and then lies flat: an eighth more time halves the memory, and another few percent halve it again;
+# The front falls steeply and then lies flat: one percent more time halves the memory, an eighth more takes six sevenths of it;
 # after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
 # and a good network leave it nothing to win.
 #
@@ -178,8 +179,8 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Ten times slower, 4.6 GB/s, is where they meet; the plan still says no, since the simpler layout wins unless another is 5 %
-# faster. At twenty times slower a pipeline is ahead by 6 %; at 1 GB/s, an ordinary network, it is twice as fast.
+# Ten times slower, at 4.6 GB/s, all else still does without a pipeline, if tensor parallelism keeps to the inside of a node.
+# Twenty times slower a pipeline is ahead by 6 %; at 1 GB/s, an ordinary network, all else takes half as long again.
 #
 # **Predict** the opposite: all 64 GPUs in one NVLink domain. There is nothing a pipeline could avoid.
 
@@ -192,8 +193,8 @@ print(f"best pipeline:  {describe(pipe.candidate)}, {show_seconds(pipe.time.tota
 print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
 
 # %% [markdown]
-# As predicted, and no faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
-# would be money for nothing in *this* job.
+# As predicted, and 3 % faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
+# would be much money for little in *this* job.
 #
 # **Predict** once more: few rows, but long ones, 4 of 32,768 tokens. Replicas stop at 4, and 8 heads of keys and values stop the
 # tensor axis at 8: that is half of the GPUs. The other half can be stages of a pipeline, which 4 rows do not fill, or take
@@ -211,7 +212,7 @@ print(f"of that gathering keys and values: {show_seconds(found.best[0].time.cont
 # %% [markdown]
 # ## 5. What fits nowhere
 #
-# A model of 70 billion parameters on one node of eight: 12 bytes of state for each parameter are 847 GB, and there are 625.
+# A model of 70 billion parameters on one node of eight: 12 bytes of state for each parameter are 847 GB, and there are 607.
 
 # %%
 LLAMA_70B = load("../configs/gpu_llama_70b_fsdp128_tensor8.toml")
@@ -256,7 +257,7 @@ for system in ("Megatron-LM", "torchtitan", "MaxText"):
     print(f"{system:<12} {len(errors)} runs, mean error {errors.mean():.1%}, largest {errors.max():.1%}")
 
 # %% [markdown]
-# Megatron-LM's eight runs, fitted one included: 2.5 % on average, 7.7 % at most. The H100s of others: up to 10.3 %.
+# Megatron-LM's eight runs, fitted one included: 2.5 % on average, 7.7 % at most. The H100s of others: up to 9.7 %.
 #
 # jaxpar's own programs are compiled for GPUs that are not there and replayed: `jaxpar bench layouts` draws thirty layouts of
 # this model by chance, and prints the plan's seconds and bytes beside the compiler's, with their rank correlation.
@@ -286,8 +287,8 @@ breakdown(large, 6, "405B on 512 H100, 46 GB/s between nodes")
 against(large, "405B on 512 H100: every layout that fits")
 
 # %% [markdown]
-# **Explain the gap.** The first has no tensor parallelism at all: with fused attention and full recomputation, one row on each
-# GPU fits. What the plan does not know is how a real network of 64 nodes behaves when all GPUs gather at once. And if the
+# **Explain the gap.** Hardly any tensor parallelism is needed, and none is within 1 %: with fused attention and full
+# recomputation, one row on each GPU fits. What the plan does not know is how a real network of 64 nodes behaves when all GPUs gather at once. And if the
 # network is ten times slower:
 
 # %%
