@@ -149,7 +149,7 @@ def synthetic(kind, devices, size, rounds):
     """A collective as the planner prices it on H100s; its devices are numbers."""
     machine, group = HARDWARE["h100"], devices.shape[1]
     stride = int(devices[0, 1] - devices[0, 0])
-    once = machine.send(size, stride) if kind == "collective-permute" else machine.gather(size, group, stride)
+    once = machine.send(size, stride, group) if kind == "collective-permute" else machine.gather(size, group, stride)
     return Timing(kind=kind, group=group, size=size, seconds=float(once) * (1 + (kind == "all-reduce")))
 
 

@@ -13,6 +13,7 @@ import pytest
 from test_plan_advice import LLAMA_1B, LLAMA_8B, question
 
 import jaxpar as jp
+from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.groups import parse_groups
 from jaxpar.inspector.hlo import parse
 from jaxpar.inspector.ledger import attribute_text
@@ -146,8 +147,8 @@ def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat
     layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
     step = jp.build(layout, jp.next_token, optax.adamw(1e-3), precision="bf16", remat=remat)
     rows = jax.ShapeDtypeStruct((16, 64), jnp.int32)
-    compiled = step.lower(step.abstract(), {"inputs": rows, "targets": rows}).compile()
-    module, found = parse(compiled.as_text()), Counter()
+    lowered = step.lower(step.abstract(), {"inputs": rows, "targets": rows})
+    module, found = parse(compile_program(lowered, platform="gpu").text), Counter()
     for visit in walk(module):
         kind = visit.op.opcode.removesuffix("-start")
         if kind in ("all-gather", "reduce-scatter"):

@@ -108,7 +108,14 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("arrays")
     tokens = np.random.default_rng(0).integers(0, 256, (64, 65), np.int32)
     np.savez(folder / "tokens.npz", inputs=tokens[:, :-1], targets=tokens[:, 1:])
-    settings = ("data.source=arrays", "data.path=tokens.npz", "data.seq=64", "data.held_out=0", "run.dir=run")
+    settings = (
+        "data.source=arrays",
+        "data.path=tokens.npz",
+        "data.seq=64",
+        "data.held_out=0",
+        "train.eval_every=0",
+        "run.dir=run",
+    )
     command = (sys.executable, "-m", "jaxpar", "train", ROOT / "configs" / "quickstart.toml", *TINY, *settings)
     done = ran(*command, folder=folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr

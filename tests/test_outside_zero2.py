@@ -75,5 +75,5 @@ def test_outside_the_planner_counts_shards_and_what_they_cost_to_make():
     count = stage_parameters(shape, one, "last", everywhere=True)
     saved = memory(shape, one, JAXPAR).gradients - memory(shape, two, JAXPAR).gradients
     assert saved == pytest.approx(BYTES.gradients * count * 7 / 8)
-    (_, once), (each, after) = (traffic.gradients(count, c, HARDWARE["h100"], JAXPAR) for c in (one, two))
+    (_, once), (each, after) = (traffic.gradients(count, c, HARDWARE["h100"], JAXPAR, layers=8) for c in (one, two))
     assert 8 * each == pytest.approx((8 + 4 - 1) * (once - after))
