@@ -117,11 +117,11 @@ def test_outside_a_run_whose_lock_was_taken_over_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "BEAT", 0.05)
     ended = threading.Event()
 
-    def end(problem):
+    def end(status, last_words):
         ended.set()
         raise OSError(0, "ended")  # in place of the end of this process
 
-    monkeypatch.setattr(lock, "_end", end)
+    monkeypatch.setattr(lock, "leave", end)
     with lock.Lock(tmp_path, lambda text: None):
         put(tmp_path, elsewhere())
         assert ended.wait(10)

@@ -10,7 +10,6 @@ is touched again, or has been still for `STALE` seconds.
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -18,15 +17,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.leaving import leave
 from jaxpar.train.checkpoint.files import make_folder
 from jaxpar.units import show_seconds
 
 BEAT = 5.0  # seconds between two signs of life
 STALE = 6 * BEAT  # seconds without one, after which a process elsewhere is gone
-RULE = "one run at a time writes into a run folder"
+RULE, FIX = "one run at a time writes into a run folder", "let one of both go on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +163,8 @@ class Lock:
         while not self._closed.wait(BEAT):
             try:
                 if (found := read(self.path)) not in (None, self.holder):
-                    _end(Problem(f"{self.folder} was taken over by {_name(found)}", RULE, "let one of both go on"))
+                    # whatever it wrote from now on would destroy what the other one writes
+                    leave(1, f"error: {Problem(f'{self.folder} was taken over by {_name(found)}', RULE, FIX)}")
                 os.utime(self.path)
             except OSError as error:
                 if not (told or self._closed.is_set()):
@@ -182,14 +182,6 @@ def read(path: Path) -> Holder | None:
 
 def _name(holder: Holder | None) -> str:
     return holder.name if holder else "a process that did not say its name"
-
-
-def _end(problem: Problem) -> NoReturn:
-    """Ends this process from a thread: whatever it wrote from now on would destroy what another writes."""
-    try:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
-    finally:
-        os._exit(1)
 
 
 def _machine() -> str:
