@@ -100,9 +100,9 @@ def test_no_pipeline_inside_one_nvlink_domain_though_the_table_calls_it_on_a_par
 
 def test_slow_links_between_nodes_want_a_pipeline():
     advice = advise(search(question(LLAMA_70B, 64, 128, between=3e9)))
-    assert advice.recommended.candidate.pipe > 1
-    assert advice.plan.best[0].candidate.pipe > 1
-    assert advice.agrees
+    for candidate in (advice.recommended.candidate, advice.plan.best[0].candidate):
+        assert candidate.pipe > 1
+        assert candidate.tensor == 8  # inside of a node; how many stages of that is a matter of six percent
 
 
 def test_where_they_differ_it_says_by_how_much_and_why():

@@ -126,13 +126,16 @@ def test_context_gathers_keys_and_values_and_scatters_their_gradients():
 
 
 def test_gradients_over_data_and_context_are_one_all_reduce():
-    """Of a whole gradient, and with ZeRO of a shard; a node holds as many of the group as are near."""
+    """Of a whole gradient, and with ZeRO of a shard; a node holds as many of the group as are near.
+
+    Over data a table's gradients are reduced as they were summed, in float32: tests/test_pipeline_gpu.py.
+    """
     each, once = traffic.replicas(1e9, Candidate(data=4, context=8), H100, JAXPAR, layers=0)
     assert (each, once) == (0, pytest.approx(2 * H100.gather(2e9, 32, 1)))
     _, once = traffic.replicas(1e9, Candidate(data=2, fsdp=8, context=4, zero=3), H100, JAXPAR, layers=0)
     assert once == pytest.approx(2 * H100.gather(0.25e9, 8, 1, members=4))  # four neighbours; the other four far away
     each, once = traffic.replicas(1e9, Candidate(pipe=2, data=2, context=4, microbatches=4), H100, JAXPAR, layers=0)
-    assert (each, once) == (pytest.approx(2 * H100.gather(2e9, 4, 1)), pytest.approx(2 * H100.gather(2e9, 2, 4)))
+    assert (each, once) == (pytest.approx(2 * H100.gather(2e9, 4, 1)), pytest.approx(2 * H100.gather(4e9, 2, 4)))
 
 
 def test_zero_3_gathers_twice_more_than_it_scatters():
@@ -269,7 +272,8 @@ def test_more_work_is_never_faster(seed):
         replace(many, remat="full"),
     ):
         assert (step_time(LLAMA_8B, more, H100, stay).total >= before * (1 - 1e-12)).all()
-    assert (step_time(LLAMA_8B, many, H100, JAXPAR).total >= before).all()
+    # where traffic sets the pace both are equal but for rounding, here too
+    assert (step_time(LLAMA_8B, many, H100, JAXPAR).total >= before * (1 - 1e-12)).all()
 
 
 def test_published_runs():

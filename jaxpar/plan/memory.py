@@ -168,7 +168,9 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
                 optimizer=optimizer,
                 activations=flying * deep * kept,
                 logits=np.where(at_loss > again, at_loss, 0.0),
-                working=np.where(at_loss > again, 0.0, again) + _gathered(shape, candidate, practice),
+                working=np.where(at_loss > again, 0.0, again)
+                + _gathered(shape, candidate, practice)
+                + _scattered(shape, candidate, practice, recipe),
             )
         )
     if practice.eager:
@@ -210,6 +212,13 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
         together = recipe.gradients * count / ways + practice.wire[1] * _blocks(shape, candidate)
         held = np.where(np.equal(candidate.pipe, 1), held, together)
     return held
+
+
+def _scattered(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe) -> Any:
+    """Returns the bytes of a chunk's gradients in the sum's dtype, which stage 2 scatters in every tick of a table."""
+    each_tick = practice.everywhere & np.greater(candidate.pipe, 1) & np.equal(candidate.zero, 2)
+    sent = each_tick & np.greater(candidate.fsdp, 1)
+    return np.where(sent, recipe.gradients * _blocks(shape, candidate) / candidate.chunks, 0.0)
 
 
 def while_made(held: Any, candidate: Candidate, practice: Practice, *, stacked: float = 1.0) -> Any:

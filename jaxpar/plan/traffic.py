@@ -8,7 +8,8 @@
     data     all-reduce of gradients, of fsdp's share where it shards them; once a step, or as the practice has it
     pipe     [tokens, dim] to the next part and its gradient back
 
-Activations travel in bfloat16, parameters and gradients as the practice has them. Sources: Shoeybi et al. 2019,
+Activations travel in bfloat16, parameters and gradients as the practice has them; gradients that a table has summed, in
+float32. Sources: Shoeybi et al. 2019,
 arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2; Rajbhandari et al. 2019,
 arXiv:1910.02054, section 7.
 """
@@ -24,6 +25,7 @@ from jaxpar.plan.practice import Practice
 from jaxpar.plan.shape import Shape
 
 BYTES = 2  # of a bfloat16
+SUMMED = 4  # of a gradient that one program on all stages has summed over its table: reduced as it is, in float32
 
 
 def tensor(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
@@ -83,9 +85,10 @@ def gradients(
     update all that was sharded comes at once.
     """
     over, count = (candidate.fsdp, candidate.tensor * candidate.context), pieces(layers, candidate, practice)
-    gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in practice.wire)
-    returned = hardware.gather(practice.returned * parameters, *over)
     around = practice.everywhere & np.greater(candidate.pipe, 1)
+    sizes = practice.wire[0], np.where(around, SUMMED, practice.wire[1])
+    gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in sizes)
+    returned = hardware.gather(practice.returned * parameters, *over)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
     eager = _eager(candidate, practice)
     stages = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
@@ -104,13 +107,14 @@ def replicas(
     it, where fsdp has not sharded anything yet.
     """
     shard, beside = np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1), candidate.tensor * candidate.context
+    table = practice.everywhere & np.greater(candidate.pipe, 1)
     size, data, context = practice.wire[1] * parameters, candidate.data, candidate.context
     near, far = hardware.members(context, candidate.tensor), hardware.members(data, beside * candidate.fsdp)
     count = pieces(layers, candidate, practice)
     both = 2 * hardware.gather(size / shard, data * context, candidate.tensor, members=near * far, pieces=count)
-    around = 2 * hardware.gather(size / shard, data, beside * candidate.fsdp, pieces=count)
+    around = 2 * hardware.gather(SUMMED * parameters / shard, data, beside * candidate.fsdp, pieces=count)
     inside = 2 * hardware.gather(size, context, candidate.tensor, pieces=count)
-    eager, table = _eager(candidate, practice), practice.everywhere & np.greater(candidate.pipe, 1)
+    eager = _eager(candidate, practice)
     return np.where(table, inside, eager * both), np.where(table, around, ~eager * both)
 
 
