@@ -37,15 +37,18 @@ def clone(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def environment(clone):
-    """Returns a new environment that has what this one has installed, but for jaxpar."""
-    made = clone / "environment"
-    subprocess.run([sys.executable, "-m", "venv", str(made)], check=True)
-    packages = Path(np.__file__).parent.parent
-    (site,) = made.glob("lib/python*/site-packages")
-    (site / "packages.pth").write_text(f"import site; site.addsitedir({str(packages)!r})\n")
-    return made / "bin"
+@pytest.fixture
+def environment(tmp_path):
+    """Returns the programs of a new environment that has pip alone."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "environment")], check=True)
+    return tmp_path / "environment" / "bin"
+
+
+def share_packages(environment):
+    """Lets a new environment see what this one has; after pip, whose builds would take their tools from here."""
+    (site,) = environment.parent.glob("lib/python*/site-packages")
+    packages = str(Path(np.__file__).parent.parent)
+    (site / "packages.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
 
 
 @pytest.mark.slow
@@ -64,6 +67,7 @@ def test_the_wheel_runs_the_first_command_of_the_readme_in_another_folder(clone,
     assert built.returncode == 0, built.stderr
     (wheel,) = (tmp_path / "wheel").glob("*.whl")
     ran(environment / "pip", "install", "-q", "--no-deps", "-I", wheel, folder=tmp_path)
+    share_packages(environment)
     done = ran(environment / "jaxpar", "train", "configs/quickstart.toml", *TINY, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "configs/quickstart.toml: not in this folder; taken from" in done.stderr
