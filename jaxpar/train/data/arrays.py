@@ -2,6 +2,7 @@
 
 import hashlib
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from jaxpar.train.data.spec import Batch, Data, Rows
 BLOCK = 2**22  # bytes that are read at once
 
 
-class Examples:
+class Examples(ABC):
     """Examples that are told apart by a number; some are held out.
 
     Args:
@@ -45,8 +46,9 @@ class Examples:
         chosen = self.out[index * size : (index + 1) * size]
         return weighted(len(chosen), size, rows, lambda at: self._rows(chosen[at]))
 
+    @abstractmethod
     def _rows(self, chosen: np.ndarray) -> Batch:
-        raise NotImplementedError
+        """Returns these examples, by their numbers."""
 
 
 class Arrays(Examples):
