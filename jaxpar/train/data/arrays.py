@@ -87,7 +87,7 @@ class Arrays(Examples):
         for name, value in sorted(self.arrays.items()):
             digest.update(f"{name}{value.shape}{in_32_bits(value[:0], name).dtype}".encode())
             for block in blocks(value):
-                digest.update(in_32_bits(block, name))
+                digest.update(in_32_bits(block, name).data)  # numpy types an array as a buffer from 3.12 on
         return digest.hexdigest()[:16]
 
     def _rows(self, chosen: np.ndarray) -> Batch:
