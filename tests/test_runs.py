@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -229,6 +230,8 @@ def test_help_is_quick_and_imports_no_jax():
 
 
 def _timed_help():
-    begin = time.perf_counter()
+    """Returns the seconds of a processor: those on the clock grow with whatever else this machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert "train" in run("--help").stdout
-    return time.perf_counter() - begin
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
