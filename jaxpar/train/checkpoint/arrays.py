@@ -1,4 +1,4 @@
-"""Arrays of a state to files and back. Only this file knows Orbax: its v1 module still moves."""
+"""Arrays of a state to files and back. Only this file and `leak` know Orbax: its v1 module still moves."""
 
 import logging
 import sys
@@ -12,6 +12,7 @@ import jax
 
 from jaxpar.errors import refuse
 from jaxpar.sharding.names import path_of
+from jaxpar.train.checkpoint import leak
 from jaxpar.train.checkpoint.manifest import Array
 
 # what Orbax and TensorStore raise where a file is missing, cut off or another
@@ -42,6 +43,7 @@ def save(folder: Path, state: Any, step: int) -> Any:
     from orbax.checkpoint import v1 as ocp
 
     _quiet()
+    leak.stop()
     # what is in flight must not alias buffers that the next step takes over
     jax.block_until_ready(state)
     plain = {_key(path): leaf for path, leaf in flat(state).items()}
@@ -61,6 +63,7 @@ def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtype
     """
     from orbax.checkpoint import v1 as ocp
 
+    leak.stop()
     try:
         read = ocp.load(str(folder.resolve()), {_key(name): wanted.get(name, ...) for name in names})
     except UNREADABLE as error:
