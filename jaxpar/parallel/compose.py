@@ -12,6 +12,7 @@ from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.head import placed_head
 from jaxpar.parallel.layout import Layout, Placement
 from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
@@ -127,10 +128,19 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
         raise JaxparError(*problems, *error.problems) from error
     if problems:  # what follows reads the sizes and the rules
         raise JaxparError(*problems)
-    names = _names(parallel)
     problems += _leaf_problems(blueprint) + _rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
         raise JaxparError(*problems)
+    layout, wrong = _placed(parallel, blueprint, mesh)
+    if problems + wrong:
+        raise JaxparError(*_grouped(problems + wrong))
+    return placed_head(layout, lambda other: _placed(other, blueprint, mesh))
+
+
+def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
+    """Returns where every array lives, and what is wrong with that."""
+    sizes, names = parallel.sizes, _names(parallel)
+    problems: list[Problem] = []
     placements = {}
     for path, leaf in name_stacks(blueprint.leaves).items():
         choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
@@ -149,10 +159,7 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
             why=choice.why + _fsdp_reason(parallel, used, sharded),
         )
     layout = Layout(parallel=parallel, blueprint=blueprint, placements=placements, names=names, mesh=mesh)
-    problems += _idle_axes(layout) + _left_whole(layout) + _uncut(layout)
-    if problems:
-        raise JaxparError(*_grouped(problems))
-    return layout
+    return layout, problems + _idle_axes(layout) + _left_whole(layout) + _uncut(layout)
 
 
 def _grouped(problems: list[Problem]) -> list[Problem]:

@@ -51,6 +51,7 @@ class Layout:
       placements: Path of a parameter to where it lives.
       names: Names of activation dims to mesh axes, earlier first.
       mesh: The mesh, or None where the devices are not there (`jaxpar check` on a laptop).
+      head: Where a pipeline runs what follows its layers, and why, as a sentence; empty without a pipeline.
     """
 
     parallel: Parallel
@@ -58,6 +59,7 @@ class Layout:
     placements: Mapping[str, Placement]
     names: Mapping[str, Axes]
     mesh: Mesh | None = field(default=None, repr=False)
+    head: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -225,7 +227,8 @@ class Layout:
     def explain(self) -> str:
         """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it.
 
-        In stages 1 and 2, where it differs, also the bytes of one moment of the optimizer.
+        In stages 1 and 2, where it differs, also the bytes of one moment of the optimizer. Above it the summary, and of
+        a pipeline where its head runs.
         """
         split = self.parallel.stage in (1, 2)
         rows: list[tuple[str, ...]] = [
@@ -238,7 +241,7 @@ class Layout:
             rows.append((path, self.describe(path), shape, *sizes, place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.summary(), "", *lines])
+        return "\n".join([self.summary(), *[self.head] * bool(self.head), "", *lines])
 
     def summary(self) -> str:
         """Returns one line: the mesh, the stage, and the parameters' size whole and per device."""

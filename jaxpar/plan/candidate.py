@@ -42,6 +42,7 @@ class Candidate:
       remat: What is computed again: none, all_dots, dots, full as in jaxpar.models.remat; selective: attention
         between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other product with
         weights, and elementwise passes (torchtitan's selective checkpointing by operation).
+      head: Where a pipeline runs its head, as `jaxpar.Pipeline` has it: last, or spread over the stages.
     """
 
     pipe: Any = 1
@@ -56,6 +57,7 @@ class Candidate:
     microbatch: Any = 1
     microbatches: Any = 1
     remat: Any = "none"
+    head: Any = "last"
 
     def __post_init__(self):
         problems = []
@@ -67,7 +69,7 @@ class Candidate:
                 )
         if not np.isin(self.zero, range(4)).all():
             problems.append(Problem(f"zero={self.zero!r:.60}", "zero is 0, 1, 2 or 3", "zero=3"))
-        for key, known in (("schedule", LIBRARY), ("remat", RECOMPUTES)):
+        for key, known in (("schedule", LIBRARY), ("remat", RECOMPUTES), ("head", ("last", "spread"))):
             for word in set(np.unique(getattr(self, key)).tolist()) - set(known):
                 problems.append(Problem(f"{key}={word!r}", f"a {key} that has a name", nearest(str(word), known)))
         if problems:
@@ -86,6 +88,11 @@ class Candidate:
     def layers(self, count: int) -> Any:
         """Returns how many of so many layers the fullest part holds."""
         return -(-count // (self.pipe * self.chunks))
+
+    @property
+    def sharing(self) -> Any:
+        """Stages that share the head."""
+        return np.where(np.asarray(self.head) == "spread", self.pipe, 1)
 
     @property
     def recomputed(self) -> tuple[Any, ...]:

@@ -108,9 +108,12 @@ def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Prac
 
 
 def head(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost]:
-    """Returns what logits and loss cost forward and backward, on the last stage; the logits are cut over the vocab."""
-    count = 1.0 * tokens(shape, candidate)
-    once = hardware.products(count * shape.head_flop / candidate.tensor)
-    loss = hardware.stream(practice.logits * count * shape.vocab / candidate.tensor)
-    sums = hardware.stream(practice.accumulate * shape.vocab * shape.dim / candidate.tensor)
+    """Returns what logits and loss cost forward and backward, on the last stage or on each that shares them.
+
+    The logits are cut over the vocab.
+    """
+    count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
+    once = hardware.products(count * shape.head_flop / ways)
+    loss = hardware.stream(practice.logits * count * shape.vocab / ways)
+    sums = hardware.stream(practice.accumulate * shape.vocab * shape.dim / ways)
     return Cost(once, 0.0, 0.0, loss / 2), Cost(2 * once, 0.0, 0.0, loss / 2 + sums)

@@ -1,7 +1,7 @@
 """Every layout that a model, a batch and a number of devices allow."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from jaxpar.errors import refuse
 from jaxpar.mesh.axes import TRAINED
 from jaxpar.pipeline.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.heads import by_default
 from jaxpar.plan.shape import Shape
 
 Row = tuple[int, int, int, int, int, int, str, int, int, int]
@@ -58,7 +59,8 @@ def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = No
     if not found:
         raise _unusable(shape, devices, rows, choices)
     every = _arrays(found, (False, True), choices.remats)
-    return pick(every, ~every.sequence | ((every.tensor > 1) & (shape.seq % (every.tensor * every.context) == 0)))
+    every = pick(every, ~every.sequence | ((every.tensor > 1) & (shape.seq % (every.tensor * every.context) == 0)))
+    return replace(every, head=by_default(shape, every))
 
 
 def replicated(*, devices: int, rows: int, choices: Choices) -> Candidate:
@@ -104,7 +106,7 @@ def _arrays(found: list[Row], sequences: tuple[bool, ...], remats: tuple[str, ..
     }
     table["sequence"] = np.tile(np.array([sequence for sequence, _ in last]), count)
     table["remat"] = np.tile(np.array([remat for _, remat in last]), count)
-    return Candidate(**table)
+    return Candidate(**table, head=np.full(len(table["remat"]), "last"))
 
 
 def within_reach(devices: int, rows: int) -> None:

@@ -64,16 +64,26 @@ def stage_parameters(
 
     The tensor axis cuts matrices, and the biases of those it cuts by outputs; not norms, nor what is added to the
     stream. The first stage has the embedding; the last, the head, and the embedding where that is tied to it; or all
-    stages have both, `everywhere`.
+    stages have both, `everywhere`: whole, or their shares of the vocabulary where the head is spread.
     """
     blocks = _blocks(shape, candidate)
     one = np.equal(candidate.pipe, 1) | everywhere
-    table = shape.vocab * shape.dim / candidate.tensor
+    table = shape.vocab * shape.dim / candidate.tensor / np.where(everywhere, candidate.sharing, 1)
     places = shape.learned * shape.seq * shape.dim
     norm = (1 + shape.biases) * shape.dim
     if stage == "first":
         return blocks + table + places + np.where(one, norm + (not shape.tied) * table, 0)
     return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
+
+
+def computed_with(shape: Shape, candidate: Candidate) -> Any:
+    """Returns the parameters on a device of a stage while a table runs, where all stages have both ends.
+
+    Of a head that is spread a stage has its share. The embedding, of which it stores a share too, is looked up whole.
+    """
+    table = shape.vocab * shape.dim / candidate.tensor
+    stored = stage_parameters(shape, candidate, "last", everywhere=True)
+    return stored + (1 - 1 / candidate.sharing) * table
 
 
 def _blocks(shape: Shape, candidate: Candidate) -> Any:
@@ -154,7 +164,8 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
     kept, everything = layer_bytes(shape, candidate, practice)
     deep = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
-    logits = 4 * tokens * shape.vocab / candidate.tensor  # float32, and the two inputs of norm and product
+    ways = candidate.tensor * candidate.sharing
+    logits = 4 * tokens * shape.vocab / ways  # float32, and the two inputs of norm and product
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     one = np.equal(candidate.pipe, 1)
     moments = []
@@ -207,7 +218,7 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     stacked = shape.layers * shape.layer_parameters / shape.parameters
     held = while_made(held, candidate, practice, stacked=stacked)
     if practice.everywhere:
-        count = stage_parameters(shape, candidate, "last", everywhere=True)
+        count = computed_with(shape, candidate)
         ways = np.where(np.equal(candidate.zero, 2), candidate.fsdp, 1)
         together = recipe.gradients * count / ways + practice.wire[1] * _blocks(shape, candidate)
         held = np.where(np.equal(candidate.pipe, 1), held, together)
@@ -243,7 +254,7 @@ def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
         np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0
     )
     if practice.everywhere:
-        whole = stage_parameters(shape, candidate, "last", everywhere=True)
+        whole = computed_with(shape, candidate)
         dealt = _blocks(shape, candidate) * np.greater(candidate.chunks, 1)
         layers = np.where(np.equal(candidate.pipe, 1), layers, whole + dealt)
     return practice.wire[0] * layers

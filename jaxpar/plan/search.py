@@ -292,5 +292,6 @@ def describe(candidate: Candidate) -> str:
     words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
     if candidate.pipe > 1:
         words += f", {candidate.schedule}" + f" of {candidate.chunks} chunks" * (candidate.chunks > 1)
+        words += ", head spread" * (candidate.head == "spread")
     words += f", {candidate.microbatches} x {candidate.microbatch} rows" if candidate.microbatches > 1 else ""
     return words + f", remat {candidate.remat}" * (candidate.remat != "none")

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.plan import bubble, layer, traffic
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.memory import stage_parameters
+from jaxpar.plan.memory import computed_with, stage_parameters
 from jaxpar.plan.practice import Practice
 from jaxpar.plan.shape import Shape
 
@@ -32,7 +32,7 @@ class StepTime:
       context: Exposed collectives of the context axis for attention, those that are repeated too.
       sharding: Exposed collectives of fsdp, data and, for gradients, context.
       bubble: Waiting for other stages, as the table has it.
-      send: What messages between stages add to that.
+      send: What messages between stages add to that, those of a head that is spread too.
       optimizer: The update.
     """
 
@@ -69,12 +69,13 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
 
     # a part: its layers; weights' gradients are half of the products going backward and all sums of gradients
     weights = deep * backward.products / 2
+    spread = traffic.spread(shape, candidate, hardware)
     times = (
         deep * (forward.total + ahead + here),
         deep * (backward.total + again.total + back + repeated + there) - weights,
         weights,
-        head_f.total,
-        head_b.total,
+        head_f.total + spread,
+        head_b.total + spread,
     )
     send = traffic.send(shape, candidate, hardware, practice)
     table = bubble.counts(
@@ -88,7 +89,8 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     heads = candidate.microbatches
     busy = count / deep * sum(times[:3]) + heads * (times[3] + times[4])
     held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
-    traveling = sharding(held, candidate, hardware, practice, layers=candidate.chunks * deep, compute=still)
+    gathered = np.where(np.greater(candidate.sharing, 1), computed_with(shape, candidate), held)
+    traveling = sharding(gathered, candidate, hardware, practice, layers=candidate.chunks * deep, compute=still)
     return StepTime(
         products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
@@ -98,7 +100,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         context=count * (here + there),
         sharding=traveling,
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
-        send=np.maximum(moving - still, 0.0),
+        send=np.maximum(moving - still, 0.0) + heads * 2 * spread,
         optimizer=optimizer(held, candidate, hardware, practice),
     )
 
