@@ -49,6 +49,17 @@ def test_outside_zero_2_in_a_pipeline_equals_one_device(mesh, pipeline):
     assert_same_arrays(state.params, alone()[1].params)
 
 
+def test_outside_zero_2_cuts_a_bias_that_tensor_splits_too():
+    """Both axes on one dim: which of them counts first is a matter of order, and a wrong one permutes the gradient."""
+    shape = {"vocab": 32, "seq": 8, "layers": 2, "dim": 16, "heads": 4, "hidden": 32}
+    model, given = partial(jp.Decoder, jp.DecoderSettings(**shape, use_bias=True)), {"loss": jp.next_token, "steps": 2}
+    losses, state, step = train(model, jp.Parallel(zero=2, **MESHES["tensor"]), **given)
+    assert step.layout.placements["blocks/mlp/up_bias"].sharded[1] == ("tensor", "fsdp")
+    want, expected, _ = on_one_device(model, **given)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    assert_same_arrays(state.params, expected.params)
+
+
 @pytest.mark.slow
 def test_outside_zero_2_with_pieces_of_sequences_equals_one_device():
     settings = jp.DecoderSettings(vocab=32, seq=8, layers=2, dim=16, heads=4, hidden=32)

@@ -7,8 +7,9 @@ Memory for traffic: a sum takes 1 / ways of the bytes, and all its gradients tra
 table that mixes kinds scatters in every tick, outside of what its stages choose, so that none waits for another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ class Shards:
       ways: Its size.
       dims: Path of a parameter to the dim that is cut. What is not in it stays whole, to be reduced after the table.
       others: Axes that are XLA's inside the table and split gradients too.
-      specs: Path of a parameter to what these split.
+      specs: Path of a parameter to what these split, but for those that they split on the dim that is cut.
     """
 
     axis: str
@@ -61,17 +62,25 @@ class Shards:
     def _one(self, path: str, gradient: jax.Array) -> jax.Array:
         if path not in self.dims:
             return gradient
+        scatter = partial(scattered, axis=self.axis, dim=self.dims[path])
+        # where another axis splits that very dim, a piece of its piece is not the piece of the whole: XLA sees to it
+        return beside(scatter, self.others, self.specs[path])(gradient) if path in self.specs else scatter(gradient)
 
-        def scatter(piece: jax.Array) -> jax.Array:
-            exact = piece.astype(jnp.promote_types(piece.dtype, jnp.float32))
-            return jax.lax.psum_scatter(exact, self.axis, scatter_dimension=self.dims[path], tiled=True)
 
-        if not self.others:
-            return scatter(gradient)
-        # manual here too: else XLA gathers over them what it scatters over this axis
-        spec = self.specs[path]
-        over = {"in_specs": (spec,), "out_specs": spec, "axis_names": set(self.others)}
-        return jax.shard_map(scatter, check_vma=False, **over)(gradient)
+def scattered(whole: jax.Array, *, axis: str, dim: int) -> jax.Array:
+    """Returns this device's piece of what is summed over a manual axis, in float32 at least."""
+    exact = whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
+    return jax.lax.psum_scatter(exact, axis, scatter_dimension=dim, tiled=True)
+
+
+def beside(function: Callable, others: Sequence[str], spec: PartitionSpec) -> Callable:
+    """Returns a function of one array that runs where axes of XLA's are manual too, and split the array by a spec.
+
+    Else XLA gathers over them what the function moves over another axis.
+    """
+    if not others:
+        return function
+    return jax.shard_map(function, in_specs=(spec,), out_specs=spec, axis_names=set(others), check_vma=False)
 
 
 def sums_of(params: Any) -> Any:

@@ -70,7 +70,8 @@ class Homes:
         others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in self.manual)
         cut = {path: _axes_of(self._run_on(path, "updated")) for path in self.layout.placements}
         dims = {path: dim for path, entries in cut.items() for dim, axes in enumerate(entries) if "fsdp" in axes}
-        specs = {path: _without(self._run_on(path, "used"), self.manual) for path in dims}
+        alone = [path for path, dim in dims.items() if not set(cut[path][dim]).intersection(others)]
+        specs = {path: _without(self._run_on(path, "used"), self.manual) for path in alone}
         return Shards(axis="fsdp", ways=sizes["fsdp"], dims=dims, others=others, specs=specs)
 
     def cut(self, path: str) -> tuple[str | None, ...]:
