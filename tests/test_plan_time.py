@@ -219,7 +219,7 @@ def _layouts(random, count):
         zero=random.integers(0, 4, count),
         sequence=random.random(count) < 0.5, schedule=name, chunks=np.where(name == "interleaved_phased", 2, 1),
         microbatch=2 ** random.integers(0, 3, count), microbatches=pipe * 2 ** random.integers(1, 5, count),
-        remat=random.choice(["none", "dots", "selective", "full"], count),
+        remat=random.choice(["none", "dots", "selective", "full"], count), head=np.full(count, "last"),
     )  # fmt: skip
 
 
