@@ -210,7 +210,10 @@ def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, j
     parts = (dataclasses.replace(layout, mesh=mesh), loss, numerics, PRECISIONS[numerics.precision])
     params, rest = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
     if layout.parallel.pipeline.weights == "flush":
-        jax.eval_shape(Pipelined(*parts).gradients, params, rest, batch)
+        with jax.sharding.use_abstract_mesh(
+            mesh
+        ):  # as a step has it: ends that are spread are traced outside of islands
+            jax.eval_shape(Pipelined(*parts).gradients, params, rest, batch)
     else:
         optimizer = chain.build(job.optimizer, job.train.steps)
         state = jax.eval_shape(optimizer.init, params)
