@@ -13,16 +13,17 @@ from jaxpar.pipeline import library
 from jaxpar.pipeline.schedule import Schedule
 from jaxpar.pipeline.text import from_csv
 
-# Bytes of a parameter of the head while a table runs: a copy to compute with, in bfloat16, and the float32 sum of its
-# gradients.
+# Bytes of a parameter of embedding or head while a table runs: a copy to compute with, in bfloat16, and the float32 sum
+# of its gradients.
 HELD = 2 + 4
 
-# What `head="auto"` asks to be freed on each device. A spread head costs two all-reduces of [tokens, dim] over `pipe`
-# per microbatch, and makes three programs of a tick. 64 MiB are 11 million parameters less on each device: their
-# products take 67 MFLOP of every token, 0.13 us at 500 TFLOP/s. The messages of a width of 4,096 take 32 kB of every
-# token, 0.09 us over NVLink. So from there on a step is no slower inside of a node; over a network it may be, by some
-# percent. With less, the memory that is freed is a thousandth of a GPU's.
-LEAST = 64 * 2**20
+# What `head="auto"` asks to be freed on each device. With both ends spread, five all-reduces of [tokens, dim] go over
+# `pipe` per microbatch, and each tick with an end is several programs. 256 MiB of a head and an embedding are 22
+# million parameters less of the head on each device: their products take 134 MFLOP of every token, 0.27 us at 500
+# TFLOP/s. The messages of a width of 4,096 take 80 kB of every token, 0.22 us over NVLink. So from there on a step is
+# no slower inside of a node; over a network it may be, by some percent. With less, the memory that is freed is a three-
+# hundredth of a GPU's.
+LEAST = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,10 @@ class Pipeline:
       gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
         holds its layers whole. tick: where it runs, again in every tick; a stage holds a shard of them and of their
         gradients, and one whole layer.
-      head: Where what follows the layers runs, head and loss. last: on the last stage, while others wait, and every
-        stage holds the head whole. spread: on all of them, `vocab` split over pipe x tensor, for a broadcast of the
-        last one's output per microbatch. auto: spread where that can be and frees at least 64 MiB on each device, else
-        last; `Layout.head` and `jaxpar check` say which and why.
+      head: Where both ends run, the embedding, and what follows the layers, head and loss. last: embedding on the first
+        stage and head on the last, while others wait, and every stage holds both whole. spread: on all of them, `vocab`
+        split over pipe x tensor, for five all-reduces of a microbatch's stream between layers. auto: spread where that
+        can be and frees at least 256 MiB on each device, else last; `Layout.head` and `jaxpar check` say which and why.
       weights: When they change. flush: once per step, by the gradient of the whole batch. Otherwise after every
         microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights of its
         forward), vertical (all stages have those that the first had when the microbatch came in), 2bw (one update per

@@ -67,6 +67,7 @@ class Stage:
         self.schedule = program.schedule
         self.forward_only = not program.kept
         self.shared, self.known, self.one = shared, known, jnp.ones((), jnp.float32)
+        self.embedded: Tree = None  # what flows into part 0, where that is looked up between the stages
         chunks = self.schedule.chunks
         self.chunks = jax.tree.map(lambda x: x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]), layers)
         self.pieces = pieces or Pieces(model, self.schedule, shared, self.chunks, known, forward_only=self.forward_only)
@@ -145,6 +146,7 @@ class Stage:
     def _inputs(self, row: Row, shared: Tree):
         known = load(self.known, row.microbatch)
         x, per_layer = self.pieces.embed(shared, known)
+        x = x if self.embedded is None else self.embedded
         part = jnp.maximum(row.part, 0)
         start, count = jnp.asarray(self.pieces.starts)[part], jnp.asarray(self.pieces.layers)[part]
 
@@ -204,7 +206,7 @@ class Stage:
             else:
                 layers, dx = self.pieces.halves.backward(chunk, mine, x, kept, g)
         shared = self._before(state)
-        if kind.first:
+        if kind.first and self.embedded is None:
 
             def embedding():
                 dshared = self.pieces.embed_back(params, known, dx)

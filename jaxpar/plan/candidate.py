@@ -42,7 +42,7 @@ class Candidate:
       remat: What is computed again: none, all_dots, dots, full as in jaxpar.models.remat; selective: attention
         between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other product with
         weights, and elementwise passes (torchtitan's selective checkpointing by operation).
-      head: Where a pipeline runs its head, as `jaxpar.Pipeline` has it: last, or spread over the stages.
+      head: Where a pipeline runs embedding and head, as `jaxpar.Pipeline` has it: last, or spread over the stages.
     """
 
     pipe: Any = 1
@@ -91,7 +91,7 @@ class Candidate:
 
     @property
     def sharing(self) -> Any:
-        """Stages that share the head."""
+        """Stages that share the embedding and the head."""
         return np.where(np.asarray(self.head) == "spread", self.pipe, 1)
 
     @property

@@ -14,12 +14,12 @@ from jaxpar.plan.shape import Shape
 def by_default(shape: Shape, candidate: Candidate) -> Any:
     """Returns `last` or `spread` for every candidate, as `jaxpar.parallel.head` would choose."""
     table = shape.vocab * shape.dim / candidate.tensor
-    freed = HELD * table * (1 - 1 / np.asarray(candidate.pipe))
+    freed = HELD * table * (2 - shape.tied) * (1 - 1 / np.asarray(candidate.pipe))
     divides = np.equal(shape.vocab % (candidate.pipe * candidate.tensor), 0)
     looks_up = np.greater(candidate.context, 1) & np.equal(candidate.tensor, 1)
     schedules, which = np.unique(candidate.schedule, return_inverse=True)
     phased = np.array([_phased(name) for name in schedules.tolist()])[which].reshape(np.shape(candidate.schedule))
-    spread = ~looks_up & phased & divides & np.not_equal(candidate.zero, 2) & (freed >= LEAST) & (not shape.tied)
+    spread = ~looks_up & phased & divides & np.not_equal(candidate.zero, 2) & (freed >= LEAST)
     return np.where(spread, "spread", "last")
 
 

@@ -64,7 +64,7 @@ def stage_parameters(
 
     The tensor axis cuts matrices, and the biases of those it cuts by outputs; not norms, nor what is added to the
     stream. The first stage has the embedding; the last, the head, and the embedding where that is tied to it; or all
-    stages have both, `everywhere`: whole, or their shares of the vocabulary where the head is spread.
+    stages have both, `everywhere`: whole, or their shares of the vocabulary where they are spread.
     """
     blocks = _blocks(shape, candidate)
     one = np.equal(candidate.pipe, 1) | everywhere
@@ -74,16 +74,6 @@ def stage_parameters(
     if stage == "first":
         return blocks + table + places + np.where(one, norm + (not shape.tied) * table, 0)
     return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
-
-
-def computed_with(shape: Shape, candidate: Candidate) -> Any:
-    """Returns the parameters on a device of a stage while a table runs, where all stages have both ends.
-
-    Of a head that is spread a stage has its share. The embedding, of which it stores a share too, is looked up whole.
-    """
-    table = shape.vocab * shape.dim / candidate.tensor
-    stored = stage_parameters(shape, candidate, "last", everywhere=True)
-    return stored + (1 - 1 / candidate.sharing) * table
 
 
 def _blocks(shape: Shape, candidate: Candidate) -> Any:
@@ -218,7 +208,7 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     stacked = shape.layers * shape.layer_parameters / shape.parameters
     held = while_made(held, candidate, practice, stacked=stacked)
     if practice.everywhere:
-        count = computed_with(shape, candidate)
+        count = stage_parameters(shape, candidate, "last", everywhere=True)
         ways = np.where(np.equal(candidate.zero, 2), candidate.fsdp, 1)
         together = recipe.gradients * count / ways + practice.wire[1] * _blocks(shape, candidate)
         held = np.where(np.equal(candidate.pipe, 1), held, together)
@@ -254,7 +244,7 @@ def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
         np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0
     )
     if practice.everywhere:
-        whole = computed_with(shape, candidate)
+        whole = stage_parameters(shape, candidate, "last", everywhere=True)
         dealt = _blocks(shape, candidate) * np.greater(candidate.chunks, 1)
         layers = np.where(np.equal(candidate.pipe, 1), layers, whole + dealt)
     return practice.wire[0] * layers

@@ -14,7 +14,7 @@ import numpy as np
 from jaxpar.plan import bubble, layer, traffic
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.memory import computed_with, stage_parameters
+from jaxpar.plan.memory import stage_parameters
 from jaxpar.plan.practice import Practice
 from jaxpar.plan.shape import Shape
 
@@ -32,7 +32,7 @@ class StepTime:
       context: Exposed collectives of the context axis for attention, those that are repeated too.
       sharding: Exposed collectives of fsdp, data and, for gradients, context.
       bubble: Waiting for other stages, as the table has it.
-      send: What messages between stages add to that, those of a head that is spread too.
+      send: What messages between stages add to that, those of ends that are spread too.
       optimizer: The update.
     """
 
@@ -74,8 +74,8 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         deep * (forward.total + ahead + here),
         deep * (backward.total + again.total + back + repeated + there) - weights,
         weights,
-        head_f.total + spread,
-        head_b.total + spread,
+        head_f.total + spread[0],
+        head_b.total + spread[1],
     )
     send = traffic.send(shape, candidate, hardware, practice)
     table = bubble.counts(
@@ -89,8 +89,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     heads = candidate.microbatches
     busy = count / deep * sum(times[:3]) + heads * (times[3] + times[4])
     held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
-    gathered = np.where(np.greater(candidate.sharing, 1), computed_with(shape, candidate), held)
-    traveling = sharding(gathered, candidate, hardware, practice, layers=candidate.chunks * deep, compute=still)
+    traveling = sharding(held, candidate, hardware, practice, layers=candidate.chunks * deep, compute=still)
     return StepTime(
         products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
@@ -100,7 +99,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         context=count * (here + there),
         sharding=traveling,
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
-        send=np.maximum(moving - still, 0.0) + heads * 2 * spread,
+        send=np.maximum(moving - still, 0.0) + heads * sum(spread),
         optimizer=optimizer(held, candidate, hardware, practice),
     )
 

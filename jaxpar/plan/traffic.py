@@ -6,7 +6,7 @@
     fsdp     zero 0: all-reduce of gradients; 1: scatter and gather once a step; 2: scatter for every microbatch;
              3: parameters gathered going forward and backward too, for every microbatch
     data     all-reduce of gradients, of fsdp's share where it shards them; once a step, or as the practice has it
-    pipe     [tokens, dim] to the next part and its gradient back; for a head that is spread, all-reduces of both
+    pipe     [tokens, dim] to the next part and its gradient back; where both ends are spread, five all-reduces of it
 
 Activations travel in bfloat16, parameters and gradients as the practice has them; gradients that a table has summed, in
 float32. Sources: Shoeybi et al. 2019,
@@ -65,14 +65,17 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
     return hardware.send(size / candidate.tensor, stride, candidate.pipe) + gathered
 
 
-def spread(shape: Shape, candidate: Candidate, hardware: Hardware) -> Any:
-    """Returns the seconds in which what the layers return comes to all stages that share a head, or its gradient.
+def spread(shape: Shape, candidate: Candidate, hardware: Hardware) -> tuple[Any, Any]:
+    """Returns the seconds of a microbatch's messages where stages share both ends, forward and backward.
 
-    XLA makes an all-reduce over `pipe` of each, of shares where the stream is sharded by sequence.
+    XLA makes an all-reduce over `pipe` of each: forward of what flows into the layers and what comes out of them,
+    backward of the gradients of both, and again of what flows into them. Of shares where the stream is sharded by
+    sequence.
     """
     stride = candidate.tensor * candidate.context * candidate.fsdp * candidate.data
     size = BYTES * tokens(shape, candidate) * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
-    return 2 * hardware.gather(size, candidate.sharing, stride)
+    once = 2 * hardware.gather(size, candidate.sharing, stride)
+    return 2 * once, 3 * once
 
 
 def pieces(layers: Any, candidate: Candidate, practice: Practice) -> Any:

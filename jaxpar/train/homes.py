@@ -142,13 +142,8 @@ class Homes:
         with jax.named_scope(SCOPE + path.replace("/", ".")):
             return self.on(self.on(value, self._run_on(path, "stored")), self._run_on(path, "used"))
 
-    def off_pipe(self, path: str, value: jax.Array) -> jax.Array:
-        """Returns a parameter whole over `pipe`, as a stage that looks things up in it wants it."""
-        with jax.named_scope(SCOPE + path.replace("/", ".")):
-            return self.on(value, _without(self.layout.placements[path].used, ("pipe",)))
-
     def spread(self, path: str, value: jax.Array) -> jax.Array:
-        """Returns a gradient of the head, on one replica of the batch, over `pipe` and `tensor`."""
+        """Returns a gradient of an end that is spread, on one replica of the batch, over `pipe` and `tensor`."""
         return jax.lax.with_sharding_constraint(value, _without(self.layout.placements[path].used, self.batch_axes))
 
     def summed(self, path: str, stacked: jax.Array, over) -> jax.Array:

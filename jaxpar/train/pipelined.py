@@ -120,7 +120,7 @@ class Pipelined:
         return sums, shared, layers
 
     def _run_spread(self, table: Program, shared: dict, layers: dict, rests: Tree, batch: Mapping, *, train: bool):
-        """Runs the table with the head between the stages."""
+        """Runs the table with embedding and head between the stages."""
         homes = self.homes
         around = Around(
             mesh=self.layout.on,
@@ -140,24 +140,18 @@ class Pipelined:
         embed = Traced(model.embed, shared, one)
         before = embed.reads()[0]
         after = Traced(model.head, shared, one, embed.shapes[0]).reads()[0]
-        whole = {path: homes.off_pipe(path, value) for path, value in shared.items() if before[path]}
+        embedding = {path: value for path, value in shared.items() if before[path]}
         head = {path: value for path, value in shared.items() if after[path]}
         keep: Keep = self.layout.parallel.pipeline.keep
-        run = Spread(table, model, around, layers, whole, head, stacked, keep=keep)
+        run = Spread(table, model, around, layers, embedding, head, stacked, keep=keep)
         done = run.run(self.fill)
-        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), done["head"]["sums"])
+        sums = jax.tree.map(lambda x: jnp.sum(x, axis=0), done["ends"]["sums"])
         if not train:
             return sums, {}, {}
         with jax.named_scope(GRADIENT):
-            embedding, layers, head = around.reduced(done["stages"], done["head"]["shared"])
+            layers, ends = around.reduced(done["stages"]["layers"], done["ends"]["shared"])
             layers = {path: homes.summed(path, value, "data") for path, value in layers.items()}
-            summed = {path: homes.summed(path, value, "data") for path, value in head.items()}
-            for path, value in embedding.items():  # [pipe, data, ...]
-                spec = pick(self.layout.updated, homes.shared[path])
-                over = None if any("pipe" in (entry or ()) for entry in spec) else "pipe"  # pipe may become a dim's own
-                more = jnp.sum(homes.on(value, PartitionSpec(over, "data", *spec)), axis=0)
-                more = homes.summed(path, more, "data")
-                summed[path] = summed[path] + more if path in summed else more
+            summed = {path: homes.summed(path, value, "data") for path, value in ends.items()}
         leaves = {path: self.layout.placements[path].leaf for path in homes.shared}
         return sums, {path: summed.get(path, jnp.zeros(leaf.shape)) for path, leaf in leaves.items()}, layers
 
