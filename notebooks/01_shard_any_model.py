@@ -139,13 +139,15 @@ print(layout.explain())
 # ## 2. Bytes per device under ZeRO
 #
 # **Predict.** $P$ float32 parameters are $4P$ bytes, their gradients $4P$, Adam's two moments $8P$. ZeRO
-# ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054)) divides them among $N$ devices, one after the other:
+# ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054)) divides them among $N$ devices, one after the other.
+# Between steps jaxpar divides the parameters from stage 1 on, as Megatron-LM's distributed optimizer does: ZeRO-1 and 2
+# gather them once for a step, ZeRO-3 a layer at a time.
 #
 # | | parameters | gradients | Adam |
 # |---|---|---|---|
 # | DDP | $4P$ | $4P$ | $8P$ |
-# | ZeRO-1 | $4P$ | $4P$ | $8P/N$ |
-# | ZeRO-2 | $4P$ | $4P/N$ | $8P/N$ |
+# | ZeRO-1 | $4P/N$ | $4P$ | $8P/N$ |
+# | ZeRO-2 | $4P/N$ | $4P/N$ | $8P/N$ |
 # | ZeRO-3 | $4P/N$ | $4P/N$ | $8P/N$ |
 #
 # **Run.** Create the four states, each born on the devices that keep it.
@@ -166,7 +168,7 @@ def on_one_device(tree):
 
 # %%
 P = sum(array.size for array in jax.tree.leaves(layout.params))
-paper = {"DDP": (4 * P, 8 * P), "ZeRO-1": (4 * P, P), "ZeRO-2": (4 * P, P), "ZeRO-3": (P / 2, P)}
+paper = {"DDP": (4 * P, 8 * P), "ZeRO-1": (P / 2, P), "ZeRO-2": (P / 2, P), "ZeRO-3": (P / 2, P)}
 print(f"{'bytes on device 0':<20}{'predicted':>13}{'measured':>13}{'gap':>8}")
 for name, state in states.items():
     found = on_one_device(state.params), on_one_device(state.optimizer)
@@ -240,8 +242,8 @@ for row, what in zip(rows, ("weight", "first moment"), strict=True):
 plt.show()
 
 # %% [markdown]
-# DDP keeps eight copies of both. ZeRO-1 cuts the moment, along its largest dim, and keeps the weight whole; ZeRO-3 cuts
-# both. On the right, `tensor` cuts `mlp` because of its name, `fsdp` takes the dim that is left, and `data` makes two
+# DDP keeps eight copies of both. ZeRO-1 cuts both along their largest dim, as ZeRO-3 does: between steps they are the same.
+# On the right, `tensor` cuts `mlp` because of its name, `fsdp` takes the dim that is left, and `data` makes two
 # copies: device 4 holds what device 0 holds.
 #
 # ## 4. The same losses

@@ -90,7 +90,7 @@ show(ddp.ledger)
 # ## 2. What ZeRO sends
 #
 # **Predict.** The paper ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), section 7) counts elements: an
-# all-reduce is a reduce-scatter and an all-gather. ZeRO-2 does the first for gradients and the second for new parameters:
+# all-reduce is a reduce-scatter and an all-gather. ZeRO-2 does the first for gradients and the second for parameters:
 # $4P$ bytes each. ZeRO-3 gathers parameters for the forward pass, throws them away, and gathers them again for the
 # backward pass: $8P$, half as much again in all.
 
@@ -122,9 +122,9 @@ for name, report in (("ZeRO-2", zero2), ("ZeRO-3", zero3)):
     show(gathers)
 
 # %% [markdown]
-# ZeRO-2 gathers stacks of four layers after the update, in no loop. (Its line is one of this notebook: to Python, a cell is
-# a file whose name is a number.) ZeRO-3 gathers one layer in each of four turns, and only the embedding and the head
-# outside; here every array has its own name, since it is known which one was read.
+# ZeRO-2 gathers stacks of four layers before the first one runs, in no loop. (Its line is one of this notebook: to Python, a
+# cell is a file whose name is a number.) ZeRO-3 gathers one layer in each of four turns, and only the embedding and the
+# head outside.
 #
 # ## 3. What tensor parallelism sends
 #

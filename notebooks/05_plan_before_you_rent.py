@@ -55,7 +55,7 @@ print(page(plan))
 #     jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --html plan.html
 #
 # A line such as `fsdp 64 (ZeRO-3)` reads: each of the 64 GPUs keeps its 64th of the parameters, of the gradients and of the
-# optimizer's state, and works on its own rows; with ZeRO-1 and ZeRO-2 each keeps all parameters. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
+# optimizer's state, and works on its own rows; with ZeRO-1 and ZeRO-2 each gathers all parameters once a step. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
 # copies; `remat` says what the backward pass computes again to save memory; `4 x 2 rows` are four microbatches of two rows.
 #
 # ## 2. Why this one

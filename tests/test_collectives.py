@@ -106,7 +106,7 @@ def test_hsdp_scatters_within_a_replica_and_reduces_the_shards_between_them(zero
     assert got["data", "all-reduce"] == pytest.approx(scattered / 4, **EXACT)
     assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)
     assert got["data,fsdp", "all-reduce"] == pytest.approx(SIZE.table, **EXACT)
-    assert [flag.kind for flag in found.flags] == (["unsharded gradient"] if zero == 3 else [])
+    assert [flag.kind for flag in found.flags] == (["unsharded gradient"] if zero > 1 else [])
 
 
 def test_tensor_parallel_reduces_four_activations_a_layer_and_two():
@@ -182,7 +182,7 @@ def test_bf16_halves_what_tensor_parallel_moves():
 @pytest.mark.slow
 def test_accumulation_under_zero_1_reduces_layers_every_microbatch_and_gathers_once():
     got = payloads(report(jp.Parallel(fsdp=8, zero=1), accumulate=2))
-    assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)  # parameters, after the update
+    assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)  # parameters, before the loop
     rest = SIZE.all - L * SIZE.layer  # no loop over layers is around it: XLA adds it up first, and scatters it once
     assert got["fsdp", "all-reduce"] + got["fsdp", "reduce-scatter"] == pytest.approx(
         2 * L * SIZE.layer + rest, **EXACT

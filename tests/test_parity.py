@@ -74,7 +74,7 @@ def assert_bytes_follow_zero(layout, state):
     """Bytes on one device equal ZeRO's formula, with what does not divide counted whole.
 
     P bytes of parameters after `tensor`, W of them in arrays that fsdp = N does not divide:
-    parameters P (stage 3: (P - W)/N + W), Adam twice (stage >= 1: ((P - W)/N + W)), plus its count.
+    parameters P (stage >= 1: (P - W)/N + W), Adam twice that, plus its count.
     """
     ways, stage, tensor = layout.sizes["fsdp"], layout.parallel.stage, layout.sizes["tensor"]
     split = whole = 0
@@ -86,10 +86,10 @@ def assert_bytes_follow_zero(layout, state):
         divides = any(size % ways == 0 for size, name in zip(dims, place.names, strict=True) if name != "layers")
         split, whole = (split + mine, whole) if divides else (split, whole + mine)
     sharded = split // ways + whole
-    assert on_device(state.params) == (sharded if stage == 3 else split + whole)
+    kept = sharded if stage >= 1 else split + whole
+    assert on_device(state.params) == kept
     counts = [x for x in jax.tree.leaves(state.optimizer) if x.ndim == 0]
-    adam = 2 * (sharded if stage >= 1 else split + whole)
-    assert on_device(state.optimizer) == adam + sum(x.nbytes for x in counts)
+    assert on_device(state.optimizer) == 2 * kept + sum(x.nbytes for x in counts)
 
 
 def on_device(tree):

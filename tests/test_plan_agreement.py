@@ -257,7 +257,7 @@ def on_record(seed):
 def test_predictions_still_agree_with_the_compiled_programs_on_record(seeds, count, rank, seconds, bytes_):
     """In sight of seed 5 two terms were mended, then seed 6 was drawn.
 
-    ZeRO-2 in pipelines (four layouts of each) became another program, was compiled again, and showed two terms more.
+    ZeRO-1 and 2 (18 layouts of each) became other programs twice, were compiled again, and showed five terms more.
     """
     found = agreement([each for seed in seeds for each in on_record(seed)])
     assert found["layouts"] == count

@@ -32,6 +32,8 @@ def test_the_published_table(parameters, shards, gigabytes, half_a_digit):
 def test_every_number_says_which_bytes_it_assumes():
     said = [one.assumes for one in zero.table(1.0, shards=64, recipe=zero.PAPER)]
     assert said == ["2 + 2 + 12", "2 + 2 + 12 / 64", "2 + (2 + 12) / 64", "(2 + 2 + 12) / 64"]
+    said = [one.assumes for one in zero.table(1.0, shards=64)]  # jaxpar keeps no parameter whole between steps
+    assert said == ["4 + 4 + 8", "4 + (4 + 8) / 64", "(4 + 4 + 8) / 64", "(4 + 4 + 8) / 64"]
     assert "18 bytes per parameter = parameters 2 + gradients 4 + optimizer 12" in str(zero.MEGATRON)
     assert "16 bytes per parameter = parameters 4 + gradients 4 + optimizer 8" in str(zero.JAXPAR)
 

@@ -20,7 +20,7 @@ from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 _HOME = Path(__file__).parent.parent
 _MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "parallel", "inspector", "job")]
-    + [str(_HOME / "train" / file) for file in ("step.py", "accumulating.py", "subject.py")]
+    + [str(_HOME / "train" / file) for file in ("step.py", "accumulating.py", "gathering.py", "subject.py")]
     + [str(_HOME / "models" / "remat.py")]
     + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     + ["<"]
@@ -144,7 +144,7 @@ class Causes:
         """Returns the parameters that a collective may move, by shape and by axes."""
         shards = kind not in ("all-gather", "reduce-scatter")
         found = self.parameters_like(array.dims, shards=shards)
-        if kind == "all-gather" and "jvp(" not in label:  # after the update: ZeRO-1 and 2 make parameters whole again
+        if kind == "all-gather" and "jvp(" not in label:  # of a user's own step that makes whole what it has updated
             return found
         if kind == "all-gather":
             return [path for path in found if axes <= set(self._by_path[path].axes)]

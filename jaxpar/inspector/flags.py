@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from jaxpar.inspector.causes import Argument, shorten
@@ -44,7 +44,7 @@ def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said:
     given = {argument.path: argument for argument in subject.arguments}
     found = [
         *_replicates(notable, subject.batch_axes),
-        *_unsharded(ledger, given, subject.batch_axes, total),
+        *_unsharded(ledger, given, set(subject.batch_axes) - set(subject.whole), total),
         *_per_microbatch(ledger, given, subject.batch_axes, sizes, total, often=_reductions(subject)),
         *_wide(notable, _asked_for_16_bits(subject, flop)),
         *_idle(ledger, sizes, {axis for argument in subject.arguments for axis in argument.axes}),
@@ -80,12 +80,12 @@ def _replicates(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list
 
 
 def _unsharded(
-    ledger: Sequence[Collective], given: dict[str, Argument], batch_axes: Sequence[str], total: float
+    ledger: Sequence[Collective], given: dict[str, Argument], batch_axes: Set[str], total: float
 ) -> list[Flag]:
     found = []
     for entry in ledger:
         names = _names(entry, given)
-        axes = [a for a in _bare(entry) & set(batch_axes) if names and all(a in given[name].axes for name in names)]
+        axes = [a for a in _bare(entry) & batch_axes if names and all(a in given[name].axes for name in names)]
         if entry.kind == "all-reduce" and entry.backward and axes and entry.step_wire >= NOTABLE * total:
             found.append(
                 Flag(

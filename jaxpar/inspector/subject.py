@@ -30,6 +30,7 @@ class Subject:
       model_flop: FLOP of a step over all devices, without recomputation; None where it is not known.
       precision: `bf16` where products were asked for in 16 bits.
       batch_axes: Mesh axes that split examples.
+      whole: Those of them over which gradients are whole by declaration, even of parameters that they split.
       microbatches: How many a step has.
       updates: How often the weights change in a step.
       schedule: What the stages of its pipeline do in every tick; None without one.
@@ -45,6 +46,7 @@ class Subject:
     model_flop: float | None = None
     precision: str = ""
     batch_axes: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
     microbatches: int = 1
     updates: int = 1
     schedule: Schedule | None = field(default=None, repr=False)

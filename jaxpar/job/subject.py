@@ -56,6 +56,7 @@ def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
     count = sum(leaf.size for leaf in params.values())
     return Recipe(
         name=job.optimizer.name, parameters=own / count, gradients=own / count, optimizer=round(its / count, 3),
+        since=1,
         why="parameters and gradients as they are stored, and the optimizer's state",
     )  # fmt: skip
 

@@ -153,7 +153,7 @@ def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout
         placements[path] = Placement(
             leaf=leaf,
             names=choice.names,
-            stored=sharded if parallel.stage == 3 else used,
+            stored=sharded if parallel.stage else used,
             used=used,
             sharded=sharded,
             why=choice.why + _fsdp_reason(parallel, used, sharded),
@@ -212,8 +212,7 @@ def _names(parallel: Parallel) -> dict[str, Axes]:
 def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
     if parallel.stage == 0:
         return ""
-    whose = ("", "optimizer state: ", "gradients and optimizer state: ", "")[parallel.stage]
-    return f"; {whose}fsdp divides no dim" if used == sharded else f"; {whose}fsdp on the largest dim"
+    return "; fsdp divides no dim" if used == sharded else "; fsdp on the largest dim"
 
 
 def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:

@@ -11,8 +11,8 @@ Axes = str | tuple[str, ...] | None
 
 ZERO_SHARDS = (
     "nothing",
-    "optimizer state",
-    "optimizer state and gradients",
+    "optimizer state, and parameters between steps",
+    "optimizer state, gradients, and parameters between steps",
     "optimizer state, gradients and parameters",
 )
 
@@ -29,7 +29,8 @@ class Parallel:
         attention (context parallelism, as of Llama 3: arXiv:2407.21783, section 3.3.2).
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
       zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
-        (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. In a
+        (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. With 1 and 2 parameters are
+        shards between steps, and gathered once a step, in the dtype that it computes in. In a
         pipeline 1 and 3 add up the gradients of a step whole and scatter the sum once (but see `Pipeline.gather`). 2
         scatters in every tick that makes gradients, M + P - 1 of them, or all of a table that mixes kinds, and adds up
         shards: less memory, more traffic.

@@ -227,18 +227,13 @@ class Layout:
     def explain(self) -> str:
         """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it.
 
-        In stages 1 and 2, where it differs, also the bytes of one moment of the optimizer. Above it the summary, and of
-        a pipeline where its head runs.
+        Above it the summary, and of a pipeline where its head runs.
         """
-        split = self.parallel.stage in (1, 2)
-        rows: list[tuple[str, ...]] = [
-            ("parameter", "placed as", "shape", "per device", *(("per moment",) if split else ()), "because")
-        ]
+        rows = [("parameter", "placed as", "shape", "per device", "because")]
         for path, place in self.placements.items():
-            specs = (place.stored, place.sharded) if split else (place.stored,)
-            sizes = [show_bytes(shard_bytes(place.leaf, spec, self.sizes)) for spec in specs]
+            size = show_bytes(shard_bytes(place.leaf, place.stored, self.sizes))
             shape = " x ".join(map(str, place.leaf.shape)) or "scalar"
-            rows.append((path, self.describe(path), shape, *sizes, place.why))
+            rows.append((path, self.describe(path), shape, size, place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.summary(), *[self.head] * bool(self.head), "", *lines])

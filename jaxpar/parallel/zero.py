@@ -1,10 +1,13 @@
 """ZeRO: which copy of the training state carries the axis `fsdp`.
 
-    stage         parameters    gradients     optimizer state
-    0  DDP        whole         whole         whole
-    1             whole         whole         / fsdp
-    2             whole         / fsdp        / fsdp
-    3  FSDP       / fsdp        / fsdp        / fsdp
+    stage         parameters    as layers read them    gradients     optimizer state
+    0  DDP        whole         whole                  whole         whole
+    1             / fsdp        gathered for a step    whole         / fsdp
+    2             / fsdp        gathered for a step    / fsdp        / fsdp
+    3  FSDP       / fsdp        gathered by layer      / fsdp        / fsdp
+
+Between steps the float32 parameters of stages 1 and 2 are shards too, as in the distributed optimizers of Megatron-LM
+and DeepSpeed: what is whole is a copy in the dtype that products run in, gathered at the beginning of a step.
 
 "Whole" still means split over `tensor` where the names say so. Source: Rajbhandari et al.
 2020, arXiv:1910.02054, figure 1. JAX does not pad arrays where they enter or leave a

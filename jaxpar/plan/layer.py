@@ -19,6 +19,8 @@ from jaxpar.plan.memory import layer_bytes
 from jaxpar.plan.practice import Practice
 from jaxpar.plan.shape import Shape
 
+SUM = 4  # bytes of a gradient's sum over microbatches: float32
+
 
 class Cost(NamedTuple):
     """Seconds of one piece of the model for one microbatch on one device.
@@ -88,12 +90,27 @@ def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     inner = count * (shape.dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
     forward, backward = (practice.stream[i] * stream + practice.inner[i] * inner for i in (0, 1))
-    sums = practice.accumulate * shape.cut_layer(candidate.tensor)
+    sums = summed(shape.cut_layer(candidate.tensor), candidate, practice)
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * practice.keep
     once = lambda own: layer_bytes(shape, candidate, replace(own, relaid=0.0, pieces=None))[:1]  # noqa: E731
     beside = copied / 2 * practice.cost(once, candidate)[0]
     waits = practice.waits
     return hardware.stream(forward + beside) + waits[0], hardware.stream(backward + beside + sums) + waits[1]
+
+
+def summed(parameters: Any, candidate: Candidate, practice: Practice) -> Any:
+    """Returns the bytes of adding a microbatch's gradients of so many parameters to their sum.
+
+    Where each microbatch's are reduced, those of stages 2 and 3 are shards by then. A lone microbatch has no sum, so
+    stage 1 scatters its gradients at once too. Where a copy of the parameters is gathered for a step, in stages 1 and
+    2, gradients have its dtype, not the sum's.
+    """
+    reduced = practice.eager & ~(practice.everywhere & np.greater(candidate.pipe, 1))
+    alone = reduced & np.equal(candidate.microbatches, 1)
+    copied = reduced & np.isin(candidate.zero, (1, 2)) & np.greater(candidate.fsdp, 1)
+    sharded = reduced & np.greater_equal(candidate.zero, np.where(alone, 1, 2))
+    each = practice.accumulate - np.where(copied, SUM - practice.wire[1], 0.0) - np.where(alone, 2 * SUM, 0.0)
+    return each * parameters / np.where(sharded, candidate.fsdp, 1)
 
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost, Cost]:
@@ -115,5 +132,5 @@ def head(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
     count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
     once = hardware.products(count * shape.head_flop / ways)
     loss = hardware.stream(practice.logits * count * shape.vocab / ways)
-    sums = hardware.stream(practice.accumulate * shape.vocab * shape.dim / ways)
+    sums = hardware.stream(summed(shape.vocab * shape.dim / ways, candidate, practice))
     return Cost(once, 0.0, 0.0, loss / 2), Cost(2 * once, 0.0, 0.0, loss / 2 + sums)

@@ -95,7 +95,7 @@ def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tu
     Source: Rajbhandari et al., figure 1.
     """
     held = lambda zero: np.where(np.greater_equal(candidate.zero, zero), shard, whole)  # noqa: E731
-    return recipe.parameters * held(3), recipe.gradients * held(2), recipe.optimizer * held(1)
+    return recipe.parameters * held(recipe.since), recipe.gradients * held(2), recipe.optimizer * held(1)
 
 
 def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
@@ -150,7 +150,7 @@ def in_flight(candidate: Candidate) -> tuple[Any, Any]:
 
 
 def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe = JAXPAR) -> Memory:
-    """Returns what a device needs, of the first or the last stage, or at its update, whichever is most in all."""
+    """Returns what a device needs, of the first or the last stage, whichever is most in all."""
     kept, everything = layer_bytes(shape, candidate, practice)
     deep = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
@@ -170,32 +170,12 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
                 activations=flying * deep * kept,
                 logits=np.where(at_loss > again, at_loss, 0.0),
                 working=np.where(at_loss > again, 0.0, again)
-                + _gathered(shape, candidate, practice)
+                + _gathered(shape, candidate, practice, recipe)
                 + _scattered(shape, candidate, practice, recipe),
             )
         )
-    if practice.eager:
-        moments.append(_update(shape, candidate, practice, recipe))
     most = np.argmax(np.stack(np.broadcast_arrays(*[each.total for each in moments])), axis=0)
     return Memory(**{f.name: np.choose(most, [getattr(each, f.name) for each in moments]) for f in fields(Memory)})
-
-
-def _update(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe) -> Memory:
-    """Returns what a device holds when the new shards of its feed-forward weights, the most of all, are gathered."""
-    parameters, _, optimizer = static(shape, candidate, recipe, "last", everywhere=practice.everywhere)
-    count = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
-    weights = [inputs * outputs for inputs, outputs in shape.matrices[2:]]
-    share = shape.layers * sum(weights) / shape.parameters
-    whole = np.isin(candidate.zero, (1, 2)) & np.greater(candidate.fsdp, 1)
-    nothing = 0.0 * count
-    return Memory(
-        parameters=parameters,
-        gradients=(1 - share) * recipe.gradients * count / candidate.fsdp,
-        optimizer=optimizer,
-        activations=nothing,
-        logits=nothing,
-        working=np.where(whole, practice.returned * share * count, 0.0),
-    )
 
 
 def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe, held: Any) -> Any:
@@ -206,7 +186,7 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     as products leave them, are beside their sum.
     """
     stacked = shape.layers * shape.layer_parameters / shape.parameters
-    held = while_made(held, candidate, practice, stacked=stacked)
+    held = while_made(held, candidate, practice, recipe, stacked=stacked)
     if practice.everywhere:
         count = stage_parameters(shape, candidate, "last", everywhere=True)
         ways = np.where(np.equal(candidate.zero, 2), candidate.fsdp, 1)
@@ -222,27 +202,37 @@ def _scattered(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     return np.where(sent, recipe.gradients * _blocks(shape, candidate) / candidate.chunks, 0.0)
 
 
-def while_made(held: Any, candidate: Candidate, practice: Practice, *, stacked: float = 1.0) -> Any:
+def while_made(held: Any, candidate: Candidate, practice: Practice, recipe: Recipe, *, stacked: float = 1.0) -> Any:
     """Returns the bytes of gradients while they are made, where they are reduced for every microbatch.
 
     A scan over layers gives their gradients all at once, `stacked` of all parameters; others are added as they come.
+    They have the dtype of what they are gradients of: of stored parameters, or of the copy that is gathered for a step.
     """
     if not practice.eager:
         return held
     one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
     scattered = one & ~several & np.equal(candidate.zero, 1)
-    beside = np.where(one & several, stacked * held, 0.0)
+    lighter = np.where(gathered_for_a_step(candidate, recipe), practice.wire[1] / max(recipe.gradients, 1e-9), 1.0)
+    beside = np.where(one & several, stacked * lighter * held, 0.0)
     return np.where(scattered, held / candidate.fsdp, held) + beside
 
 
-def _gathered(shape: Shape, candidate: Candidate, practice: Practice) -> Any:
+def gathered_for_a_step(candidate: Candidate, recipe: Recipe) -> Any:
+    """Returns whether all parameters are gathered once for a step, being shards between steps."""
+    between = np.greater_equal(candidate.zero, recipe.since) & np.less(candidate.zero, 3)
+    return between & np.greater(candidate.fsdp, 1)
+
+
+def _gathered(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe) -> Any:
     """Returns the bytes of parameters made ready to compute with: a layer and the next, or all that a stage has.
 
-    Where a stage has several chunks its layers are not neighbours: they are dealt out, a copy more.
+    All are gathered for a step where shards are what is kept of them between steps, but in stage 3. Where a stage has
+    several chunks its layers are not neighbours: they are dealt out, a copy more.
     """
-    layers = 2 * np.where(
-        np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0
-    )
+    for_a_step = gathered_for_a_step(candidate, recipe)
+    of_stage = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
+    pair = np.where(np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0)
+    layers = np.where(for_a_step, of_stage, 2 * pair)
     if practice.everywhere:
         whole = stage_parameters(shape, candidate, "last", everywhere=True)
         dealt = _blocks(shape, candidate) * np.greater(candidate.chunks, 1)

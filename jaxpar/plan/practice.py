@@ -34,7 +34,6 @@ class Practice:
       accumulate: Bytes per parameter and microbatch to add up gradients.
       update: Bytes per parameter of the optimizer's step, all passes.
       wire: Bytes per parameter that fsdp gathers, and per gradient that fsdp and data reduce.
-      returned: Bytes per parameter that fsdp gathers after the update, where it shards the optimizer but not them.
       keep: Bytes moved for each byte that is kept for the backward pass, to lay it beside that of other layers and to
         take it out again, and as many for the slots of a pipeline; 0 where it stays where it was computed.
       eager: Whether gradients are reduced for every microbatch, rather than their sum once a step.
@@ -63,7 +62,6 @@ class Practice:
     accumulate: float
     update: float
     wire: tuple[float, float] = (2.0, 2.0)
-    returned: float = 2.0
     keep: float = 0.0
     eager: bool = False
     layerwise: bool = True
@@ -93,7 +91,7 @@ class Practice:
         within(
             self,
             "practice",
-            {key: (0.0, 1e4) for key in ("relaid", "residual", "logits", "accumulate", "update", "returned", "keep")}
+            {key: (0.0, 1e4) for key in ("relaid", "residual", "logits", "accumulate", "update", "keep")}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")},
         )
         pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(
@@ -169,7 +167,6 @@ _WHOLE = replace(
     MAXTEXT,
     accumulate=12.0,  # the microbatch's gradient written 4, the sum read 4 and written 4
     wire=(2.0, 2.0),  # cast before they travel: tests/test_collectives.py
-    returned=4.0,  # the master copy
     residual=24.0,  # two norms' inputs and results in float32, and four arrays in bfloat16: seen in the same programs
     keep=5.0,  # a scan over layers copies it into one array for all, and each layer's out of it; a buffer is cleared
     eager=True,  # a scan over microbatches; pipelines reduce and gather once, around their table

@@ -18,7 +18,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.hardware import Hardware
 from jaxpar.plan.legal import Choices, pick, replicated
-from jaxpar.plan.memory import Memory, by_stage, while_made
+from jaxpar.plan.memory import Memory, by_stage, gathered_for_a_step, while_made
 from jaxpar.plan.practice import Practice
 from jaxpar.plan.time import StepTime, optimizer, sharding
 from jaxpar.plan.tracing import Kind, Trace
@@ -108,10 +108,11 @@ class Traced:
         shard = self._shard(candidate)
         parameters, gradients, moments = by_stage(self.parameters, shard, candidate, self.recipe)
         kept, everything = self._kept(candidate), candidate.microbatch * self.trace.kept["none"]
-        gathered = np.equal(candidate.zero, 3) * 2.0 * self.itemsize * self.piece
+        piece = 2.0 * np.equal(candidate.zero, 3) * self.piece
+        gathered = self.itemsize * np.where(gathered_for_a_step(candidate, self.recipe), self.parameters, piece)
         return Memory(
             parameters=parameters,
-            gradients=while_made(gradients, candidate, practice),
+            gradients=while_made(gradients, candidate, self._practice(practice), self.recipe),
             optimizer=moments,
             activations=kept,
             logits=0.0 * kept,

@@ -3,8 +3,9 @@
     tensor   block: 2 all-reduces of [tokens, dim] each way, or as many gathers and scatters with sequence parallelism
     context  block: keys and values gathered forward, and their gradients scattered back; once more where attention is
              computed again; gradients as over data
-    fsdp     zero 0: all-reduce of gradients; 1: scatter and gather once a step; 2: scatter for every microbatch;
-             3: parameters gathered going forward and backward too, for every microbatch
+    fsdp     zero 0: all-reduce of gradients; 1: scatter once a step, or an all-reduce with data for every one of
+             several microbatches; 2: scatter for every microbatch; 1 and 2: parameters gathered once a step;
+             3: parameters gathered going forward and backward, for every microbatch, and scatter
     data     all-reduce of gradients, of fsdp's share where it shards them; once a step, or as the practice has it
     pipe     [tokens, dim] to the next part and its gradient back; where both ends are spread, five all-reduces of it
 
@@ -94,20 +95,20 @@ def gradients(
     """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step.
 
     The parameters are those of `layers`, and of embedding and head. One program on all stages gathers and reduces once,
-    around its table; but stage 2 scatters in every tick that makes gradients, of those that are idle too. After the
-    update all that was sharded comes at once.
+    around its table; but stage 2 scatters in every tick that makes gradients, of those that are idle too. What stages 1
+    and 2 gather once for all of a step comes at once.
     """
     over, count = (candidate.fsdp, candidate.tensor * candidate.context), pieces(layers, candidate, practice)
     around = practice.everywhere & np.greater(candidate.pipe, 1)
     sizes = practice.wire[0], np.where(around, SUMMED, practice.wire[1])
     gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in sizes)
-    returned = hardware.gather(practice.returned * parameters, *over)
+    whole = hardware.gather(practice.wire[0] * parameters, *over)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
     eager = _eager(candidate, practice)
     stages = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
     nothing = 0.0 * gather
-    each = np.select(stages, [nothing, eager * 2 * scatter, ticks * scatter, ~around * (2 * gather + scatter)])
-    once = [2 * scatter, ~eager * scatter + returned, returned, around * (gather + scatter)]
+    each = np.select(stages, [nothing, nothing, ticks * scatter, ~around * (2 * gather + scatter)])
+    once = [2 * scatter, ~eager * scatter + whole, whole, around * (gather + scatter)]
     return each, np.select(stages, once)
 
 
@@ -116,18 +117,22 @@ def replicas(
 ) -> tuple[Any, Any]:
     """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
 
-    One for both axes, in as many pieces as fsdp's. Around a table data comes once a step, after fsdp; context inside of
-    it, where fsdp has not sharded anything yet.
+    One for both axes, in as many pieces as fsdp's; and for fsdp too where stage 1 reduces every one of several
+    microbatches. Around a table data comes once a step, after fsdp; context inside of it, where fsdp has not sharded
+    anything yet.
     """
-    shard, beside = np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1), candidate.tensor * candidate.context
+    eager = _eager(candidate, practice)
+    whole, beside = eager & np.equal(candidate.zero, 1), candidate.tensor * candidate.context
+    shard = np.where(np.greater(candidate.zero, 0) & ~whole, candidate.fsdp, 1)
     table = practice.everywhere & np.greater(candidate.pipe, 1)
     size, data, context = practice.wire[1] * parameters, candidate.data, candidate.context
     near, far = hardware.members(context, candidate.tensor), hardware.members(data, beside * candidate.fsdp)
     count = pieces(layers, candidate, practice)
-    both = 2 * hardware.gather(size / shard, data * context, candidate.tensor, members=near * far, pieces=count)
+    ways = np.where(whole, candidate.fsdp, 1)
+    members = near * far * np.where(whole, hardware.members(candidate.fsdp, beside), 1)
+    both = 2 * hardware.gather(size / shard, data * context * ways, candidate.tensor, members=members, pieces=count)
     around = 2 * hardware.gather(SUMMED * parameters / shard, data, beside * candidate.fsdp, pieces=count)
     inside = 2 * hardware.gather(size, context, candidate.tensor, pieces=count)
-    eager = _eager(candidate, practice)
     return np.where(table, inside, eager * both), np.where(table, around, ~eager * both)
 
 

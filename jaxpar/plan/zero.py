@@ -1,14 +1,15 @@
 """What the training state takes of a device, by ZeRO stage, and the bytes per parameter that this assumes.
 
-    stage   bytes of a device, P parameters over N devices
-    0       (p + g + o) P
-    1       (p + g) P + o P / N
-    2       p P + (g + o) P / N
-    3       (p + g + o) P / N
+    stage   bytes of a device, P parameters over N devices     where parameters are shards between steps (jaxpar)
+    0       (p + g + o) P                                      (p + g + o) P
+    1       (p + g) P + o P / N                                g P + (p + o) P / N
+    2       p P + (g + o) P / N                                (p + g + o) P / N
+    3       (p + g + o) P / N                                  (p + g + o) P / N
 
 Published tools disagree because their p, g and o differ, so every number here comes with a
 `Recipe`. All are exact where N divides every array; jaxpar keeps an array that it does not divide
-whole. Activations, what is gathered for use and the casts of a step are no part of it.
+whole. Activations, what is gathered for use and the casts of a step are no part of it: in stages 1 and 2 jaxpar
+gathers a copy of all parameters for the time of a step, 2 P bytes in bf16, in stage 3 a layer's.
 
 Source: Rajbhandari et al. (2020), arXiv:1910.02054, figure 1.
 """
@@ -31,6 +32,7 @@ class Recipe:
       gradients: Bytes of its gradient.
       optimizer: Bytes of all that only the update needs: moments, and a master copy if it is apart.
       why: What the bytes are.
+      since: ZeRO's stage from which the parameters are sharded between steps.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Recipe:
     gradients: float
     optimizer: float
     why: str
+    since: int = 3
 
     def __post_init__(self):
         within(self, "recipe", {key: (0.0, 1024.0) for key in ("parameters", "gradients", "optimizer")})
@@ -64,7 +67,7 @@ MEGATRON = Recipe(
     "theoretical memory, 6 + 12/N with the distributed optimizer",
 )  # fmt: skip
 JAXPAR = Recipe(
-    name="jaxpar, adamw", parameters=4, gradients=4, optimizer=8,
+    name="jaxpar, adamw", parameters=4, gradients=4, optimizer=8, since=1,
     why="float32 parameters, cast where bf16 uses them, and gradients; float32 mean and variance",
 )  # fmt: skip
 RECIPES: Mapping[str, Recipe] = {"paper": PAPER, "megatron": MEGATRON, "jaxpar": JAXPAR}
@@ -133,9 +136,10 @@ class State:
     @property
     def assumes(self) -> str:
         """The bytes per parameter as arithmetic: `2 + (2 + 12) / 64`."""
-        parts = (self.recipe.parameters, self.recipe.gradients, self.recipe.optimizer)
-        whole = parts[: 3 - self.stage]
-        shared = parts[3 - self.stage :]
+        recipe = self.recipe
+        parts = ((recipe.parameters, recipe.since), (recipe.gradients, 2), (recipe.optimizer, 1))
+        whole = [part for part, since in parts if self.stage < since]
+        shared = [part for part, since in parts if self.stage >= since]
         text = " + ".join(f"{part:g}" for part in shared)
         spread = [f"({text}) / {self.shards}" if len(shared) > 1 else f"{text} / {self.shards}"] if shared else []
         return " + ".join([*(f"{part:g}" for part in whole), *spread])
@@ -173,7 +177,7 @@ def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR
         recipe=recipe,
         stage=stage,
         shards=shards,
-        parameters=share(recipe.parameters, 3),
+        parameters=share(recipe.parameters, recipe.since),
         gradients=share(recipe.gradients, 2),
         optimizer=share(recipe.optimizer, 1),
     )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree
+from jaxpar.train.gathering import gathered
 from jaxpar.train.losses import Sums, as_sums
 from jaxpar.train.numerics import PRECISIONS, Numerics
 
@@ -38,13 +39,17 @@ class Accumulating:
     def gradients(self, params: Tree, rest: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest afterwards."""
         count = self.numerics.accumulate
-        if count == 1:  # no accumulator to keep whole, so stage 1 too can take a reduce-scatter for an all-reduce
+        if count == 1:
+            params = self._gathered(params, rest, batch, train=True)
+            # no accumulator to keep whole, so stage 1 too can take a reduce-scatter for an all-reduce
             return self._gradients(params, rest, batch, self.layout.updated, mean=True)
         # rows i, i + count, ... make microbatch i: each device splits its own rows, nothing moves
         micro = {
             name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
             for name, value in batch.items()
         }
+        first = jax.tree.map(lambda value: value[0], micro)
+        params = self._gathered(params, rest, first, train=True)
 
         def body(carry, batch):
             gradients, sums, rest = carry
@@ -52,7 +57,6 @@ class Accumulating:
             gradients = constrained(self.layout, jax.tree.map(jnp.add, gradients, more), self.layout.gradients)
             return (gradients, jax.tree.map(jnp.add, sums, new), rest), None
 
-        first = jax.tree.map(lambda value: value[0], micro)
         shapes = jax.eval_shape(partial(self._gradients, specs=self.layout.gradients, mean=False), params, rest, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
         zeros = (constrained(self.layout, zeros[0], self.layout.gradients), zeros[1])
@@ -64,7 +68,13 @@ class Accumulating:
 
     def evaluate(self, params: Tree, rest: Tree, batch: Mapping[str, Any]) -> Sums:
         """Returns the sums of a batch: one forward pass, without dropout."""
+        params = self._gathered(params, rest, batch, train=False)
         return self._forward(params, rest, batch, train=False)[0]
+
+    def _gathered(self, params: Tree, rest: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
+        """Returns the parameters as every microbatch of a step reads them."""
+        dtype = PRECISIONS[self.numerics.precision]
+        return gathered(self.layout, params, partial(self._forward, train=train), rest, batch, dtype=dtype)
 
     def _forward(self, params: Tree, rest: Tree, batch: Mapping[str, Any], *, train: bool) -> tuple[Sums, Tree]:
         dtype = PRECISIONS[self.numerics.precision]
@@ -85,6 +95,7 @@ class Accumulating:
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, self.numerics.remat)
         gradients, (sums, after) = jax.grad(objective, has_aux=True)(params)
+        gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, self.layout.params)
         return constrained(self.layout, gradients, specs), sums, after
 
 

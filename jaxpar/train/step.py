@@ -234,12 +234,10 @@ class Step:
             )
             return State(state.step + 1, params, optimizer, rest), _metrics(sums, norm)
         gradients, sums, rest = self._model.gradients(state.params, state.rest, batch)
-        params = state.params
-        if self.layout.parallel.stage in (1, 2):  # the optimizer works on a shard of what is whole
+        if self.layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
             gradients = constrained(self.layout, gradients, self.layout.updated)
-            params = constrained(self.layout, params, self.layout.updated)
-        updates, optimizer = self.optimizer.update(gradients, self._on_device(state.optimizer), params)
-        params = optax.apply_updates(params, updates)
+        updates, optimizer = self.optimizer.update(gradients, self._on_device(state.optimizer), state.params)
+        params = optax.apply_updates(state.params, updates)
         return State(state.step + 1, params, optimizer, rest), _metrics(sums, optax.tree.norm(gradients))
 
     def _on_device(self, optimizer: Any) -> Any:

@@ -53,6 +53,7 @@ def subject(step: "Step", batch: Mapping[str, Any]) -> Subject:
         model_flop=model_flop(step, batch),
         precision=step.numerics.precision,
         batch_axes=BATCH_AXES,
+        whole=("fsdp",) if layout.parallel.stage == 1 else (),
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=layout.microbatches // step.pipelined.plan.per_update if isinstance(step.pipelined, Updating) else 1,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
