@@ -299,13 +299,6 @@ def _uncut(layout: Layout) -> list[Problem]:
         return []
     try:
         cut = layout.schedule.cut
-        if layout.parallel.pipeline.gather == "tick" and not layout.schedule.phased:
-            raise refuse(
-                f'gather="tick" with schedule {layout.schedule.name}',
-                rule="layers are gathered inside a tick only where all stages do the same kind of thing in it: XLA's "
-                "collectives between devices that do different things can wait for each other for ever",
-                fix='schedule="1f1b_phased" or another phased one, or gather="step"',
-            )
         if layout.parallel.pipeline.head == "spread" and not layout.schedule.phased:
             raise refuse(
                 f'head="spread" with schedule {layout.schedule.name}',

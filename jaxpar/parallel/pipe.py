@@ -40,8 +40,8 @@ class Pipeline:
       keep: What a forward keeps for its backward: inputs (each stage's input, computed again from there) or
         residuals (what the backward reads, chosen by train.remat).
       gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
-        holds its layers whole. tick: where it runs, again in every tick; a stage holds a shard of them and of their
-        gradients, and one whole layer.
+        holds its layers whole. tick: where it runs, again in every tick and again for its backward, and its gradient is
+        reduced there, in float32 too; a stage holds a shard of them and of their gradients, and one whole layer.
       head: Where both ends run, the embedding, and what follows the layers, head and loss. last: embedding on the first
         stage and head on the last, while others wait, and every stage holds both whole. spread: on all of them, `vocab`
         split over pipe x tensor, for five all-reduces of a microbatch's stream between layers. auto: spread where that

@@ -15,7 +15,8 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 
-CALLS = ("jit", "pjit", "remat2", "checkpoint", "closed_call")  # what they hold is computed where they stand
+REMAT = ("remat2", "checkpoint")  # releases of JAX name it differently
+CALLS = ("jit", "pjit", "closed_call", *REMAT)  # what they hold is computed where they stand
 
 
 class Traced:

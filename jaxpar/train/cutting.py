@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut, reached
-from jaxpar.pipeline.dataflow import Traced, needed, primitives
+from jaxpar.pipeline.gathers import gathered_again
 from jaxpar.pipeline.lookups import whole_lookups
 from jaxpar.pipeline.pieces import Model
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
@@ -71,17 +71,14 @@ class Cutting:
             return lambda: self.loss(model, batch)
 
         def embed(shared, known):
-            # XLA aborts on a lookup in a split table by rows split over an axis of its own
-            with homes.inside("fsdp"):
-                found = reached(called(shared, known), lambda layers, x, per_layer: (x, per_layer))
+            found = reached(called(shared, known), lambda layers, x, per_layer: (x, per_layer))
             if found is None:
                 raise refuse(
                     f"{blueprint.name} never says where its layers are",
                     rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
                     fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
                 )
-            whole = (lambda leaf: homes.constrained(leaf, ())) if homes.per_tick else lambda leaf: leaf
-            return jax.tree.map(whole, found[0]), found[1]
+            return found
 
         def stage(layers, known, per_layer, x, salt):
             known = (salted(known[0], salt), known[1])
@@ -96,9 +93,8 @@ class Cutting:
             def whole(layers, x):
                 return reached(called(layers, known), lambda inner, _, __: take(inner, x))
 
-            if blueprint.takes_remat:
-                return whole(layers, x)
-            return remat(whole, self.numerics.remat)(layers, x)
+            run = gathered_again(whole) if homes.per_tick else whole
+            return (run if blueprint.takes_remat else remat(run, self.numerics.remat))(layers, x)
 
         def head(shared, known, y):
             with cut(lambda layers, x, per_layer: y):
@@ -110,32 +106,12 @@ class Cutting:
             pieces = {name: whole_lookups(piece, whole) for name, piece in pieces.items()}
         return Model(name=blueprint.name, layers=homes.uneven, **pieces)
 
-    def check_lookups(self, model: Model, shared: Tree, layers: Tree, known: Tree) -> None:
-        """Refuses lookups on which XLA aborts: of rows split over `fsdp`, in what is split over `tensor`."""
-        one = jax.tree.map(lambda leaf: leaf[0], known)
-        x, per_layer = Traced(model.embed, shared, one).shapes
-        depth = next(iter(layers.values())).shape[0]  # of this stage; `per_layer` is of all
-        per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((depth, *leaf.shape[1:]), leaf.dtype), per_layer)
-        pieces = {
-            "layers": Traced(model.stage, layers, one, per_layer, x, jnp.int32(0)),
-            "loss": Traced(model.head, shared, one, x),
-        }
-        for what, traced in pieces.items():
-            eqns, _ = needed(traced.closed.jaxpr.eqns, traced.closed.jaxpr.outvars)
-            if found := {"gather", "scatter", "scatter-add"} & primitives(eqns):
-                raise refuse(
-                    f"a {sorted(found)[0]} in the {what} of {model.name}, with gather='tick' and tensor > 1",
-                    rule="layers that are gathered inside a tick, over fsdp and tensor, look nothing up by index",
-                    fix='gather="step"; or a sum over one-hot entries, as jp.next_token does, for take_along_axis',
-                )
-
     def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
         """Returns the rows of this device as [microbatches, rows, ...]: rows i, i + count, ... make microbatch i."""
         count = self.homes.layout.microbatches
 
         def split(value):
             rows = value.reshape(value.shape[0] // count, count, *value.shape[1:])
-            rows = jnp.moveaxis(rows, 1, 0)
-            return self.homes.constrained(rows, ()) if self.homes.per_tick else rows
+            return jnp.moveaxis(rows, 1, 0)
 
         return {name: split(value) for name, value in batch.items()}

@@ -3,8 +3,8 @@
     stored ─► cast ─► dealt to the stages ─► gathered over fsdp ─► (the table) ─► summed ─► stored again
                                                                     placed: over the axes that are not manual
 
-Inside the table `pipe`, `data` and `fsdp` are manual, and `tensor` is XLA's. With gather="tick" `fsdp` is XLA's too:
-each layer is gathered where it runs, and its gradient reduced to a shard there.
+Inside the table `pipe`, `data` and `fsdp` are manual, and `tensor` is XLA's. With gather="tick" layers are shards over
+`fsdp` there: each is gathered where it runs, and its gradient reduced to a shard at once.
 """
 
 import math
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.deal import deal, padded
+from jaxpar.pipeline.gathers import Gather, gathered
 from jaxpar.pipeline.shards import Shards
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, pick
@@ -44,7 +45,7 @@ class Homes:
     @property
     def manual(self) -> tuple[str, ...]:
         """Mesh axes that are manual inside the table."""
-        return ("pipe", "data") if self.per_tick else ("pipe", *BATCH_AXES)
+        return ("pipe", *BATCH_AXES)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -62,22 +63,35 @@ class Homes:
         return {path: tuple(path.split("/")) for path in self.layout.placements if path not in self.stacked}
 
     @cached_property
-    def shards(self) -> Shards | None:
-        """How the sums of gradients are cut inside the table: with zero=2 over `fsdp`, else not there."""
-        if self.layout.parallel.stage != 2:
-            return None
-        sizes = self.layout.sizes
-        others = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in self.manual)
+    def dims(self) -> dict[str, int]:
+        """Path to the dim over which `fsdp` cuts sums of gradients inside the table; those not in it are whole."""
+        if self.layout.parallel.stage != 2 and not self.per_tick:
+            return {}
         cut = {path: _axes_of(self._run_on(path, "updated")) for path in self.layout.placements}
-        dims = {path: dim for path, entries in cut.items() for dim, axes in enumerate(entries) if "fsdp" in axes}
-        alone = [path for path, dim in dims.items() if not set(cut[path][dim]).intersection(others)]
-        specs = {path: _without(self._run_on(path, "used"), self.manual) for path in alone}
-        return Shards(axis="fsdp", ways=sizes["fsdp"], dims=dims, others=others, specs=specs)
+        return {path: dim for path, entries in cut.items() for dim, axes in enumerate(entries) if "fsdp" in axes}
+
+    @cached_property
+    def others(self) -> tuple[str, ...]:
+        """Axes that are XLA's inside the table."""
+        return tuple(axis for axis, size in self.layout.sizes.items() if size > 1 and axis not in self.manual)
+
+    @cached_property
+    def shards(self) -> Shards | None:
+        """How sums of gradients are cut that are made whole: with zero=2 all of them; else of what no layer reads."""
+        if not self.dims:
+            return None
+        dims = {path: dim for path, dim in self.dims.items() if path in self.shared or not self.per_tick}
+        specs = {path: spec for path in dims if (spec := self._beside(path)) is not None}
+        return Shards(axis="fsdp", ways=self.layout.sizes["fsdp"], dims=dims, others=self.others, specs=specs)
 
     def cut(self, path: str) -> tuple[str | None, ...]:
         """Returns the manual axis that each dim of a sum of gradients is cut over."""
-        dim = self.shards.dims.get(path, -1) if self.shards else -1
-        return (*(None,) * dim, self.shards.axis) if self.shards and dim >= 0 else ()
+        dim = self.dims.get(path, -1)
+        return (*(None,) * dim, "fsdp") if dim >= 0 else ()
+
+    def held(self, path: str) -> PartitionSpec:
+        """Returns the manual axes over which the table holds a parameter of the layers."""
+        return PartitionSpec("pipe", *(self.cut(path)[1:] if self.per_tick else ()))
 
     @property
     def uneven(self) -> tuple[int, ...]:
@@ -89,9 +103,9 @@ class Homes:
         """Ways in which the rows of the batch are split by hand."""
         return math.prod(self.layout.sizes[axis] for axis in self.batch_axes)
 
-    def inside(self, *but: str):
-        """Inside the table names of activations mean the axes that are not manual there, but for these."""
-        sizes = {axis: 1 if axis in (*self.manual, *but) else size for axis, size in self.layout.sizes.items()}
+    def inside(self):
+        """Inside the table names of activations mean the axes that are not manual there."""
+        sizes = {axis: 1 if axis in self.manual else size for axis, size in self.layout.sizes.items()}
         return activation_names(self.layout.names, sizes)
 
     def between(self):
@@ -110,13 +124,19 @@ class Homes:
 
     def layer(self, path: str, value: jax.Array) -> jax.Array:
         """Returns a parameter where a layer reads it: gathered over `fsdp` there, if that is not done once per step."""
-        value = self.cast(value)
-        if not self.per_tick:
-            return value
-        place = self.layout.placements[path]
-        entries = [(*spec, *(None,) * (len(place.leaf.shape) - len(spec))) for spec in (place.stored, place.used)]
-        stored, used = (entry[len(entry) - value.ndim :] for entry in entries)
-        return self.constrained(self.constrained(value, stored), used)
+        if not self.per_tick or path not in self.dims:
+            return self.cast(value)
+        gone = len(self.layout.placements[path].leaf.shape) - value.ndim  # dims that the model scans over
+        spec, read = self._beside(path), jax.eval_shape(self.cast, value)
+        how = Gather(
+            axis="fsdp",
+            dim=self.dims[path] - gone,
+            dtype=read.dtype,
+            stored=value.dtype,
+            others=() if spec is None else self.others,
+            spec=PartitionSpec(*(spec or ())[gone:]),
+        )
+        return gathered(value, how)
 
     def dealt(self, layers: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the layers on the stages that run them."""
@@ -158,7 +178,7 @@ class Homes:
     def place(self, what: str, tree: Tree) -> Tree:
         """Returns what is inside the table with its sharding over the axes that are not manual."""
         if what in ("x", "slots"):
-            dims = (("fsdp",), self.layout.names["seq"], ())
+            dims = ((), self.layout.names["seq"], ())
             ahead = ((),) * (what == "slots")
 
             def placed(x):  # [batch, seq, embed], or a tree of which only the rows are known
@@ -166,8 +186,7 @@ class Homes:
                 return self.constrained(x, (*ahead, *(dims if own == 3 else dims[: min(own, 1)])))
 
             return jax.tree.map(placed, tree)
-        places = {path: self.layout.placements[path] for path in tree}
-        specs = {path: place.sharded if self.per_tick else place.used for path, place in places.items()}
+        specs = {path: self.layout.placements[path].used for path in tree}
         if what == "layers":
             return {path: self.constrained(x, ((), (), *specs[path][1:])) for path, x in tree.items()}
         return {path: self.constrained(x, specs[path]) for path, x in tree.items()}
@@ -179,6 +198,12 @@ class Homes:
         if not any(size > 1 for axis, size in self.layout.sizes.items() if axis not in self.manual):
             return x
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*(axes or None for axes in free)))
+
+    def _beside(self, path: str) -> PartitionSpec | None:
+        """Returns what axes of XLA's split a parameter by, where none of them splits the dim that `fsdp` cuts."""
+        spec, dim = self._run_on(path, "used"), self.dims[path]
+        alone = not any(set(axes).intersection(self.others) for axes in _axes_of(spec)[dim : dim + 1])
+        return _without(spec, self.manual) if alone else None
 
     def _run_on(self, path: str, which: str) -> PartitionSpec:
         """Returns a spec of a parameter for the time that the table runs: layers are split over `pipe` then."""

@@ -4,7 +4,8 @@
                                              └─────────── once per step ─────────────────────────────┘
 
 Around the table everything is left to XLA. Inside it `pipe`, `data` and `fsdp` are manual, so that no gradient is
-reduced before the last microbatch is done; `tensor` is XLA's, so that blocks need not know of it.
+reduced before the last microbatch is done, but for those that zero=2 and gather="tick" reduce at once, to shards;
+`tensor` is XLA's, so that blocks need not know of it.
 
     homes     where arrays live, around the table and inside of it
     cutting   the model in three pieces, cut where it calls `jp.pipelined(layers, x)`
@@ -70,7 +71,9 @@ class Pipelined:
         homes = self.homes
         table = program(self.schedule, forward_only=not train)
         shared = {path: homes.whole(path, pick(params, words)) for path, words in homes.shared.items()}
-        layers = {path: homes.cast(pick(params, words)) for path, words in homes.stacked.items()}
+        layers = {path: pick(params, words) for path, words in homes.stacked.items()}
+        if not homes.per_tick:  # else they are cast where they are gathered, and have gradients of their own dtype
+            layers = {path: homes.cast(value) for path, value in layers.items()}
         with jax.named_scope(f"{SCOPE}layers dealt to the stages"):
             layers = homes.dealt(layers)
         if not homes.per_tick:
@@ -83,13 +86,11 @@ class Pipelined:
             with homes.inside():
                 known = (folded(rests, replica[0], homes.replicas), self.cutting.microbatches(batch))
                 model = self.cutting.model(train=train)
-                if homes.per_tick and self.layout.sizes["tensor"] > 1:
-                    self.cutting.check_lookups(model, shared, layers, known)
                 done = self._execute(table, model, rows[:, 0], shared, layers, known)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, homes.manual), done.sums)
             if not train:
                 return sums, {}, {}
-            # over fsdp first, where it is manual: else XLA sums whole over both axes at once
+            # over fsdp first: else XLA sums whole over both axes at once
             over = homes.batch_axes[1:]
 
             def one(path: str, x: jax.Array) -> jax.Array:  # shards are summed over fsdp already
@@ -111,7 +112,7 @@ class Pipelined:
             local,
             mesh=self.layout.on,
             axis_names=set(homes.manual),
-            in_specs=(rows, each, PartitionSpec(), PartitionSpec("pipe"), PartitionSpec(), each),
+            in_specs=(rows, each, PartitionSpec(), {path: homes.held(path) for path in layers}, PartitionSpec(), each),
             out_specs=(PartitionSpec(), *outs),
             check_vma=False,
         )(table.rows, jnp.arange(homes.replicas), shared, layers, rests, batch)
