@@ -89,7 +89,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     heads = candidate.microbatches
     busy = count / deep * sum(times[:3]) + heads * (times[3] + times[4])
     held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
-    traveling = sharding(held, candidate, hardware, practice, layers=candidate.chunks * deep, compute=still)
+    traveling = sharding(held, candidate, hardware, practice, layers=candidate.chunks * deep, compute=moving)
     return StepTime(
         products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
@@ -109,7 +109,7 @@ def sharding(
 ) -> Any:
     """Returns the exposed seconds of fsdp's and data's collectives for `held` parameters of a device, of `layers`.
 
-    `compute` seconds, those of waiting for other stages too, may hide the practice's share of them.
+    `compute` seconds, those of waiting for other stages and their messages too, may hide the practice's share of them.
 
     What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
     microbatch, beside the rest.
