@@ -103,8 +103,8 @@ breakdown(plan, 8, "8B on 64 H100: the first eight")
 
 # %% [markdown]
 # They are close to each other, and that is the answer too: among the first few, choose by what else you care for. The plan
-# names the simplest of those that no other one beats in both time and memory. For one percent more time, ZeRO-3 leaves
-# 29 GiB more on every GPU.
+# names the simplest of those that no other one beats in both time and memory. For five percent more time, ZeRO-3 leaves
+# 14 GiB more on every GPU.
 #
 # ## 3. Memory against time
 #
@@ -144,8 +144,8 @@ def against(plan, title):
 against(plan, "8B on 64 H100: every layout that fits")
 
 # %% [markdown]
-# The front falls steeply and then lies flat: one percent more time halves the memory, an eighth more takes six sevenths of it;
-# after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
+# The front falls steeply and then lies flat: five percent more time saves a third of the memory, a fifth more saves four fifths of
+# it; after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
 # and a good network leave it nothing to win.
 #
 # ## 4. What the links decide
@@ -179,8 +179,8 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# Ten times slower, at 4.6 GB/s, all else still does without a pipeline, if tensor parallelism keeps to the inside of a node.
-# Twenty times slower a pipeline is ahead by 6 %; at 1 GB/s, an ordinary network, all else takes half as long again.
+# Ten and twenty times slower, at 4.6 and 2.3 GB/s, all else still does without a pipeline. At 1 GB/s, an ordinary network, a
+# pipeline wins: all else takes a quarter as long again.
 #
 # **Predict** the opposite: all 64 GPUs in one NVLink domain. There is nothing a pipeline could avoid.
 
@@ -193,7 +193,7 @@ print(f"best pipeline:  {describe(pipe.candidate)}, {show_seconds(pipe.time.tota
 print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
 
 # %% [markdown]
-# As predicted, and 3 % faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
+# As predicted, and 1 % faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
 # would be much money for little in *this* job.
 #
 # **Predict** once more: few rows, but long ones, 4 of 32,768 tokens. Replicas stop at 4, and 8 heads of keys and values stop the
@@ -287,7 +287,7 @@ breakdown(large, 6, "405B on 512 H100, 46 GB/s between nodes")
 against(large, "405B on 512 H100: every layout that fits")
 
 # %% [markdown]
-# **Explain the gap.** Hardly any tensor parallelism is needed, and none is within 1 %: with fused attention and full
+# **Explain the gap.** No tensor parallelism is needed, and with two it is 1 % slower: with fused attention and full
 # recomputation, one row on each GPU fits. What the plan does not know is how a real network of 64 nodes behaves when all GPUs gather at once. And if the
 # network is ten times slower:
 
