@@ -1,9 +1,10 @@
 """Whoever reads the output may go away: a run goes on, and says so in its folder."""
 
+import signal
 import sys
 
 import pytest
-from supervised import OWN_CHILD, rows, start, write
+from supervised import OWN_CHILD, rows, start, wait_until, write
 
 from jaxpar.cli import main as cli
 from jaxpar.cli import train
@@ -62,6 +63,24 @@ def test_launched_processes_go_on_when_nobody_reads(output, tmp_path):
     log = (tmp_path / "run" / "output.log").read_text()
     assert log.count("the last line") == 2
     assert "the run goes on, and says so in run/output.log" in err
+
+
+def test_a_run_whose_reader_stops_reading_goes_on_and_hears_signals(tmp_path):
+    write(tmp_path, seconds=0)
+    run = start(tmp_path, "launch", "-n", "2", "train", "job.toml")
+    try:
+        assert wait_until((tmp_path / "run" / "output.log").exists, seconds=40)  # what a pipe holds is full
+        before = len(rows(tmp_path))
+        assert wait_until(lambda: len(rows(tmp_path)) > before + 100, seconds=20)
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(10) == 143
+    finally:
+        run.kill()
+        _, err = run.communicate()
+    assert "stdout can no longer be written (nothing was read for 4 s): the run goes on" in err
+    log = (tmp_path / "run" / "output.log").read_text()
+    assert "nothing was read for 4 s" in log.splitlines()[0]
+    assert "step " in log
 
 
 def test_a_broken_pipe_of_the_user_s_own_is_no_reader_that_has_seen_enough(monkeypatch):

@@ -5,17 +5,22 @@
 
 A run is worth more than whoever watches it: hours of training are not lost because a terminal, a pager or
 an ssh connection went away, and `| head` asks for a few lines, not for the end of the run. Who wants the
-end says so: Ctrl-C, SIGTERM or SIGHUP. The same holds for `train` alone and for `launch`.
+end says so: Ctrl-C, SIGTERM or SIGHUP. A reader that is there and does not read, a pager on its first page
+or a terminal that was stopped, is waited for for `PATIENCE`: a process that waits in a write hears no
+signal. The same holds for `train` alone and for `launch`.
 """
 
+import errno
 import io
 import os
+import select
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 NAME = "output.log"
+PATIENCE = 4.0  # seconds for a reader that is there to take some more
 
 
 def outlast(folder: Path) -> None:
@@ -42,12 +47,20 @@ class _Outlasting(io.FileIO):
     def write(self, data) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Writes some bytes, if need be elsewhere; returns how many."""
         try:
-            return super().write(data)
+            return super().write(self._taken(memoryview(data)))
         except OSError as error:
             if self._moved:  # neither is there room in the run folder: training is worth more than its output
                 return len(data)
             self._move(error)
             return self.write(data)
+
+    def _taken(self, data: memoryview) -> memoryview:
+        """Returns as much of the data as is written at once: who writes more to a pipe waits for its reader."""
+        ready = select.poll()
+        ready.register(self.fileno(), select.POLLOUT)
+        if not ready.poll(1000 * PATIENCE):
+            raise OSError(errno.ETIMEDOUT, f"nothing was read for {PATIENCE:g} s")
+        return data[: select.PIPE_BUF]
 
     def _move(self, error: OSError) -> None:
         self._moved = True
