@@ -35,11 +35,11 @@ import optax
 from flax import nnx
 from IPython.display import SVG
 
-from jaxpar.pipeline.asynchronous import history
-from jaxpar.pipeline.compare import compare, table
-from jaxpar.pipeline.draw import svg
-from jaxpar.pipeline.library import schedule
-from jaxpar.pipeline.price import Times, price
+from jaxpar.pipeline.draw.compare import compare, table
+from jaxpar.pipeline.draw.schedule import svg
+from jaxpar.pipeline.run.unflushed import history
+from jaxpar.pipeline.tables.library import schedule
+from jaxpar.pipeline.tables.price import Times, price
 
 # %% [markdown]
 # ## 1. One microbatch

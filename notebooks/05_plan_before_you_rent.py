@@ -28,11 +28,11 @@ import numpy as np
 
 from jaxpar.bench.planner import predict, published
 from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question
-from jaxpar.job.schema import load
-from jaxpar.plan.bars import causes
-from jaxpar.plan.page import page
-from jaxpar.plan.scatter import kinds
+from jaxpar.plan.pages.bars import causes
+from jaxpar.plan.pages.pareto_svg import kinds
+from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import describe, search
 from jaxpar.units import show_bytes, show_seconds
 

@@ -5,7 +5,7 @@ from string import printable
 
 from hypothesis import strategies as st
 
-from jaxpar.job.tables import SECTIONS, TABLES
+from jaxpar.job.file.schema import SECTIONS, TABLES
 
 ODD = [
     "", "\0", "\n", "\r\n", "\t", '"', "'", '"""', "[", "]", "{", "}", "(", ")", "=", ",", ".", "-", "%", "#", "\\",

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxpar.train.checkpoint import Checkpoints, Store
+from jaxpar.checkpoint import Checkpoints, Store
 
 ARRAYS = 12
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from jaxpar.job import run as job_run
-from jaxpar.job.schema import loads
+from jaxpar.job.file.parse import loads
 
 JOB = """
 [mesh]

@@ -14,9 +14,9 @@ import optax
 from orbax.checkpoint import v1  # noqa: F401  imported once, before the forks
 
 import jaxpar as jp
+from jaxpar.checkpoint import Checkpoints, Store, manifest, writing
+from jaxpar.checkpoint import store as stores
 from jaxpar.train import loop, metrics
-from jaxpar.train.checkpoint import Checkpoints, Store, manifest, writing
-from jaxpar.train.checkpoint import store as stores
 
 # Where a process kills itself: a function that is called there, once per checkpoint.
 POINTS = {

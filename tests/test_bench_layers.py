@@ -17,10 +17,10 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.models.mlp import MLP, MLPSettings
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.pipeline.profile import Node, Profile, dumps, load
-from jaxpar.plan.chain import linearise
-from jaxpar.train.losses import classify
-from jaxpar.train.numerics import Numerics
+from jaxpar.partition.chain import linearise
+from jaxpar.partition.profile import Node, Profile, dumps, load
+from jaxpar.step.losses import classify
+from jaxpar.step.numerics import Numerics
 
 ROWS, SEQ, DIM, VOCAB = 4, 16, 32, 48
 SETTINGS = jp.DecoderSettings(vocab=VOCAB, seq=SEQ, layers=3, dim=DIM, heads=4)

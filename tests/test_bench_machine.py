@@ -19,9 +19,9 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.target import find_plugin
-from jaxpar.plan.fit import KINDS, Timing
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.hardware_file import load_hardware, write_table
+from jaxpar.plan.machine.file import load_hardware, write_table
+from jaxpar.plan.machine.fit import KINDS, Timing
+from jaxpar.plan.machine.hardware import HARDWARE
 
 
 @pytest.mark.parametrize("name", ["links", "gemm"])

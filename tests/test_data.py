@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
-from jaxpar.train.data.arrays import Arrays, load_arrays
-from jaxpar.train.data.iterables import Stream
-from jaxpar.train.data.order import held_out, rows
-from jaxpar.train.data.text import stdlib_files
-from jaxpar.train.data.tokens import Text
+from jaxpar.data.arrays import Arrays, load_arrays
+from jaxpar.data.iterables import Stream
+from jaxpar.data.order import held_out, rows
+from jaxpar.data.text import stdlib_files
+from jaxpar.data.tokens import Text
 
 
 @given(examples=st.integers(1, 60), batch=st.integers(1, 20), epochs=st.integers(1, 3), seed=st.integers(0, 9))

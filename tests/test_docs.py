@@ -16,7 +16,7 @@ from flax import nnx
 
 import jaxpar
 import jaxpar as jp
-from jaxpar.job import schema, tables, toml
+from jaxpar.job.file import dump, parse, schema
 from jaxpar.mesh.target import find_plugin
 
 ROOT = Path(__file__).parent.parent
@@ -159,7 +159,7 @@ def test_files_that_a_page_names_exist(page):
 def test_every_job_passes_its_check(job):
     from jaxpar.job.check import check
 
-    assert check(schema.load(job)) == []
+    assert check(parse.load(job)) == []
 
 
 @pytest.mark.slow
@@ -175,18 +175,18 @@ def test_print_defaults_is_a_job_and_explains_every_key(capsys):
 
     assert main(["train", "--print-defaults"]) == 0
     text = capsys.readouterr().out
-    job = schema.loads(text)
-    assert job == schema.loads("")
-    for cls in tables.TABLES.values():
-        for key, meaning in tables.meanings(cls).items():
+    job = parse.loads(text)
+    assert job == parse.loads("")
+    for cls in schema.TABLES.values():
+        for key, meaning in schema.meanings(cls).items():
             assert key in text
             assert meaning.strip(), f"{cls.__name__}.{key} has no meaning"
 
 
 def test_a_resolved_job_reads_back_as_itself():
     for path in JOBS:
-        job = schema.load(path)
-        assert schema.loads(toml.dumps(job)) == job
+        job = parse.load(path)
+        assert parse.loads(dump.dumps(job)) == job
 
 
 MODULES = [name for _, name, _ in pkgutil.walk_packages(jaxpar.__path__, "jaxpar.") if not name.endswith("__main__")]

@@ -14,9 +14,9 @@ import time
 import pytest
 
 from jaxpar.cli.main import main
+from jaxpar.cluster.environment import Cluster
 from jaxpar.job.doctor import devices, machine, network, software
 from jaxpar.job.doctor.finding import Finding, limited
-from jaxpar.mesh.processes import Cluster
 
 JOB = """
 [mesh]

@@ -20,13 +20,13 @@ import pytest
 from jaxpar.cli import schedule as verb
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.compare import compare, table
-from jaxpar.pipeline.draw import kept, legend, runs, svg, terminal
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.marks import LEFT, SHADES, ink, shade
-from jaxpar.pipeline.price import Times, price
-from jaxpar.pipeline.schedule import Cell, Schedule
-from jaxpar.pipeline.text import from_csv
+from jaxpar.pipeline.draw.compare import compare, table
+from jaxpar.pipeline.draw.schedule import kept, legend, runs, svg, terminal
+from jaxpar.pipeline.draw.svg import LEFT, SHADES, ink, shade
+from jaxpar.pipeline.tables.csv import from_csv
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.schedule import Cell, Schedule
 
 HOSTILE = """<script>alert(1)</script>"' onload='x' &amp; ]]> \x1b[31m \x00 </title></svg>"""
 EVEN, UNEVEN = Times(), Times(forward=1.0, backward=1.2, weights=0.8, send=0.1)

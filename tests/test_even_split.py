@@ -5,8 +5,8 @@ from itertools import pairwise, product
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.profile import balance
-from jaxpar.plan.even import Split, split
+from jaxpar.partition.profile import balance
+from jaxpar.plan.rules.uneven_layers import Split, split
 
 
 def test_split_equals_the_balanced_chain_and_every_split():

@@ -17,16 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxpar as jp
+from jaxpar.data.arrays import Arrays
+from jaxpar.data.spec import Data
+from jaxpar.data.text import Tokens
+from jaxpar.data.validate import CorruptBatch, Sound
 from jaxpar.errors import JaxparError
 from jaxpar.job import run as job_run
 from jaxpar.job.check import check
-from jaxpar.job.schema import load, loads
-from jaxpar.train.data.arrays import Arrays
-from jaxpar.train.data.sound import CorruptBatch, Sound
-from jaxpar.train.data.spec import Data
-from jaxpar.train.data.text import Tokens
-from jaxpar.train.detours import Careful, Detours
+from jaxpar.job.file.parse import load, loads
 from jaxpar.train.faults import BadStep, Faults, Watch
+from jaxpar.train.skipped_batches import Careful, Detours
 
 # a step that skips
 

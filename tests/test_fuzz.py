@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.inspector.groups import parse_groups, parse_pairs
-from jaxpar.inspector.hlo import parse
-from jaxpar.job.schema import loads
-from jaxpar.job.toml import dumps
+from jaxpar.hlo.replica_groups import parse_groups, parse_pairs
+from jaxpar.hlo.text import parse
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.parse import loads
 from jaxpar.models.huggingface.config import FAMILIES, SILENT, settings_of
 from jaxpar.models.huggingface.safetensors import entries
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.profile import load as load_profile
-from jaxpar.pipeline.text import from_csv, to_csv
+from jaxpar.partition.profile import load as load_profile
+from jaxpar.pipeline.tables.csv import from_csv, to_csv
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
 
 HERE = Path(__file__).parent
 JOBS = [path.read_text() for path in sorted((HERE.parent / "configs").glob("*.toml"))]

@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.inspector.causes import Causes
+from jaxpar.hlo.attribution import Causes
+from jaxpar.hlo.replica_groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
+from jaxpar.hlo.text import BITS, Array, Frame, arrays, parse
+from jaxpar.hlo.trip_counts import trip_count, walk
 from jaxpar.inspector.flop import forward_flop, hardware_flop
-from jaxpar.inspector.groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
-from jaxpar.inspector.hlo import BITS, Array, Frame, arrays, parse
 from jaxpar.inspector.ledger import collectives
-from jaxpar.inspector.walk import trip_count, walk
 from jaxpar.mesh.collective import KINDS, wire_bytes
 from jaxpar.mesh.target import find_plugin, parse_target
 

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.job.schema import load
-from jaxpar.job.toml import dumps
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.parse import load
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import Target, find_plugin
-from jaxpar.pipeline import stage as executor
+from jaxpar.pipeline.run import stage as executor
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 SETTINGS = jp.DecoderSettings(vocab=256, seq=64, layers=2, dim=64, heads=4)

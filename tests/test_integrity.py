@@ -19,11 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jaxpar.checkpoint import Checkpoints, Store, listing, manifest, writing
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import loads
 from jaxpar.job.run import train
-from jaxpar.job.schema import loads
-from jaxpar.train.checkpoint import Checkpoints, Store, manifest, shelf, writing
 from jaxpar.train.metrics import Log, Metrics
 
 KEEP_ALL = Checkpoints(keep_last=100)
@@ -201,7 +201,7 @@ def test_a_damaged_one_that_is_asked_for_is_refused(run, store):
 
 def test_where_none_is_good_every_reason_is_said(run, store):
     for step in store.steps():
-        _flip(run / "checkpoints" / shelf.name_of(step))
+        _flip(run / "checkpoints" / listing.name_of(step))
     with pytest.raises(JaxparError) as caught:
         store.restore(like())
     named = [problem.got.split(" is damaged")[0][-6:] for problem in caught.value.problems]
@@ -400,11 +400,11 @@ def test_a_run_on_a_disk_that_is_full_for_a_while_loses_nothing(disk, tmp_path):
         assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
             *range(1, 9)
         ]
-        assert shelf.steps(folder / "checkpoints") == [7, 8]
+        assert listing.steps(folder / "checkpoints") == [7, 8]
     longer = dataclasses.replace(job, train=dataclasses.replace(job.train, steps=13))
     with pytest.raises(JaxparError, match="step 13 is not saved: the disk of"):
         train(longer, stream=stream)
-    assert shelf.steps(folder / "checkpoints") in ([8, 9], [9, 10])  # step 10 may have been on its way
+    assert listing.steps(folder / "checkpoints") in ([8, 9], [9, 10])  # step 10 may have been on its way
     with pytest.raises(JaxparError, match=r"(job.toml|run.json): No space left"):
         train(longer, stream=stream)
     disk.empty()

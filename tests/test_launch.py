@@ -15,8 +15,8 @@ import pytest
 
 from jaxpar.bench.faults import FAULTS, started
 from jaxpar.errors import JaxparError
-from jaxpar.job.fewer import fewer
-from jaxpar.job.schema import loads
+from jaxpar.job.file.parse import loads
+from jaxpar.job.shrink import fewer
 from jaxpar.launch.supervise import Launch
 
 JOB = """\
@@ -152,7 +152,7 @@ def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder):
 @pytest.mark.xdist_group("launch")
 def test_without_a_process_that_is_gone_for_good_the_others_go_on(folder):
     (folder / "gone.py").write_text(
-        "import os\nfrom jaxpar.train.losses import next_token\n"
+        "import os\nfrom jaxpar.step.losses import next_token\n"
         "def loss(model, batch):\n    return next_token(model, batch)\n"
         "if os.environ.get('JAXPAR_PROCESS') == '1':\n    os._exit(9)\n"
     )

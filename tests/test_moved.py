@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxpar.inspector.hlo import parse
-from jaxpar.inspector.moved import moved
+from jaxpar.hlo.bytes_accessed import moved
+from jaxpar.hlo.text import parse
 
 STACK, SLICE, INDEX = 4 * 8 * 1024, 4 * 1024, 4  # f32[8,1024], of which a layer is f32[1,1024]; s32[]
 ARGUMENTS = "%stack = f32[8,1024]{1,0} parameter(0)", "%row = f32[1,1024]{1,0} parameter(1)", "%i = s32[] parameter(2)"

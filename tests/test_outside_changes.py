@@ -4,8 +4,8 @@ import hooked
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.job import changes
-from jaxpar.job.schema import loads
+from jaxpar.job.file import changes
+from jaxpar.job.file.parse import loads
 
 BINDING = [
     "train.global_batch=8", "train.seed=3", "train.precision=bf16", "train.loss=mine:loss", "data.shuffle=false",

@@ -20,13 +20,13 @@ from jaxpar.mesh.target import find_plugin
 from jaxpar.parallel import head as heads
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.legal import at, legal, pick
+from jaxpar.plan.enumerate import at, legal, pick
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR
 from jaxpar.plan.memory import memory, static
-from jaxpar.plan.practice import JAXPAR
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import JAXPAR as BYTES
 from jaxpar.plan.time import step_time
-from jaxpar.plan.zero import JAXPAR as BYTES
 
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 TINY = jp.DecoderSettings(vocab=VOCAB, seq=SEQ, layers=4, dim=DIM, heads=4, hidden=32)

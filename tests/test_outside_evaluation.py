@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from tiny import DIM, SEQ, VOCAB, Staged
 
 import jaxpar as jp
+from jaxpar.data.arrays import Arrays
+from jaxpar.data.iterables import Own
 from jaxpar.job import run as job_run
-from jaxpar.job.schema import loads
+from jaxpar.job.file.parse import loads
 from jaxpar.train import loop
-from jaxpar.train.data.arrays import Arrays
-from jaxpar.train.data.iterables import Own
 from jaxpar.train.feed import Feed
 
 TOKENS = """
@@ -122,7 +122,7 @@ def test_a_loss_with_its_own_mask_is_evaluated_as_on_one_device(name):
 @given(count=st.integers(0, 64), size=st.integers(1, 64), ways=st.integers(1, 4), seed=st.integers(0, 9))
 @settings(max_examples=200, deadline=None)
 def test_weighted_sums_are_those_of_each_example_once(count, size, ways, seed):
-    from jaxpar.train.data.held_out import weighted
+    from jaxpar.data.held_out import weighted
 
     count = min(count, size)
     values = np.random.default_rng(seed).random(count)

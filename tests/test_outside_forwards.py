@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.forwards import forwards
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.program import Kind, program
+from jaxpar.pipeline.run.program import Kind, program
+from jaxpar.pipeline.tables.forwards import forwards
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
 
 SIZES = ((2, 4), (3, 7), (4, 16), (4, 64), (8, 16))
 

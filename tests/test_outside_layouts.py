@@ -15,8 +15,8 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.inspector.branches import check_branches
 from jaxpar.mesh.target import find_plugin
-from jaxpar.pipeline.library import schedule
-from jaxpar.pipeline.lookups import whole_lookups
+from jaxpar.pipeline.jaxprs.lookups import whole_lookups
+from jaxpar.pipeline.tables.library import schedule
 
 PIECES = {"pipe": 2, "context": 2, "tensor": 2}
 FOUR = {"microbatches": 4}

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from jaxpar.cli.main import main
+from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question as asked_of
-from jaxpar.job.schema import load
-from jaxpar.plan.document import write
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.legal import pick
+from jaxpar.plan.enumerate import pick
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.memory import layer_bytes
-from jaxpar.plan.model import Transformer
-from jaxpar.plan.page import hopeless, page
-from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.pages.html import write
+from jaxpar.plan.pages.text import hopeless, page
 from jaxpar.plan.search import Question, search
-from jaxpar.plan.shape import Shape
 from jaxpar.plan.speed import LOW, WAITING, speed, ways_out
 
 ROOT = Path(__file__).parent.parent

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import pytest
 from supervised import rows, start, started_by, wait_until, write
 
+from jaxpar.cluster.environment import Cluster
+from jaxpar.cluster.rendezvous import go_to_meeting, host_meeting
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor import network
 from jaxpar.launch.supervise import free_port
-from jaxpar.mesh.processes import Cluster
-from jaxpar.mesh.rendezvous import go_to_meeting, host_meeting
 
 pytestmark = pytest.mark.xdist_group("supervisor")
 

@@ -13,11 +13,11 @@ from jaxpar.errors import JaxparError
 from jaxpar.inspector import report as reports
 from jaxpar.job.check import check
 from jaxpar.job.doctor import software
+from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question
-from jaxpar.job.schema import load
 from jaxpar.mesh import devices
 from jaxpar.mesh.chips import CHIPS, find_chip
-from jaxpar.mesh.pool import NAME, OLD, PREALLOCATE, Pool, taken
+from jaxpar.mesh.memory_pool import NAME, OLD, PREALLOCATE, Pool, taken
 from jaxpar.mesh.target import find_plugin
 
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpar.checkpoint import manifest
 from jaxpar.cli.main import main
+from jaxpar.data.arrays import load_arrays
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.job.models import resolve_model
-from jaxpar.job.schema import loads
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.models import resolve_model
 from jaxpar.models.huggingface import safetensors
-from jaxpar.train.checkpoint import manifest
-from jaxpar.train.data.arrays import load_arrays
-from jaxpar.train.losses import next_token
+from jaxpar.step.losses import next_token
 
 
 @pytest.mark.parametrize("text", ["[train]\nsteps = {}", "[model]\ndim = {}", "[parallel.rules]\na = [{}]"])

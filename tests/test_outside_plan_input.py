@@ -13,12 +13,12 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.plan.doubts import doubts
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.legal import pick
-from jaxpar.plan.model import Transformer
-from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.enumerate import pick
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.search import Question, search, weigh
-from jaxpar.plan.shape import Shape
 
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 H100 = HARDWARE["h100"]

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.errors import JaxparError
 from jaxpar.job import run as job_run
-from jaxpar.job.schema import loads
+from jaxpar.job.file.parse import loads
 
 JOB = """
 [mesh]

@@ -13,21 +13,21 @@ import pytest
 from test_plan_advice import LLAMA_1B, LLAMA_8B, question
 
 import jaxpar as jp
+from jaxpar.hlo.replica_groups import parse_groups
+from jaxpar.hlo.text import parse
+from jaxpar.hlo.trip_counts import walk
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.groups import parse_groups
-from jaxpar.inspector.hlo import parse
 from jaxpar.inspector.ledger import attribute_text
 from jaxpar.inspector.timeline import replay
-from jaxpar.inspector.walk import walk
 from jaxpar.mesh.target import find_plugin
-from jaxpar.plan.advice import advise
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.legal import Choices
-from jaxpar.plan.model import Transformer
-from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED, MEGATRON_2022
+from jaxpar.plan.enumerate import Choices
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED, MEGATRON_2022
+from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.rules.advice import advise
 from jaxpar.plan.search import Question, search
-from jaxpar.plan.shape import Shape
 from jaxpar.plan.traffic import gradients, pieces, send
 
 A100, H100 = HARDWARE["a100"], HARDWARE["h100"]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.plan.agreement import rank_correlation
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.practice import MEGATRON_BLOCKING
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import MEGATRON_BLOCKING
+from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
+from jaxpar.plan.validation import rank_correlation
 
 A100 = HARDWARE["a100"]
 PORT = 0.92 * 100e9 / 8 / 2  # four Omni-Path ports of 100 Gb/s for eight GPUs, and the share that collectives reach

@@ -11,8 +11,8 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.job.build import build
-from jaxpar.job.models import resolve_loss
-from jaxpar.job.schema import loads
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.models import resolve_loss
 
 JOB = """
 [mesh]

@@ -12,7 +12,7 @@ import pytest
 import tensorstore as ts
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
-from jaxpar.train.checkpoint import leak
+from jaxpar.checkpoint import leak
 
 SHM = Path("/dev/shm")  # files in memory
 IoDirection = tensorstore_utils.types.IoDirection

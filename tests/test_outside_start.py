@@ -12,7 +12,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
-from jaxpar.job.schema import loads
+from jaxpar.job.file.parse import loads
 from jaxpar.models.huggingface.export import export
 
 JOB = """

@@ -7,9 +7,9 @@ import sys
 import hooked
 import pytest
 
-from jaxpar.job.schema import loads
+from jaxpar.checkpoint import Checkpoints, due, manifest, processes
+from jaxpar.job.file.parse import loads
 from jaxpar.launch.supervise import Attempt, Ended, Launch, supervise
-from jaxpar.train.checkpoint import Checkpoints, due, manifest, processes
 
 
 def test_outside_a_stop_saves_at_once_and_evaluates_not_at_all(tmp_path):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jaxpar.cli.main import main
-from jaxpar.pipeline.draw import svg
-from jaxpar.pipeline.library import schedule
-from jaxpar.pipeline.price import Times
+from jaxpar.pipeline.draw.schedule import svg
+from jaxpar.pipeline.tables.library import schedule
+from jaxpar.pipeline.tables.price import Times
 
 ROOT = Path(__file__).parent.parent
 TINY = ("model.layers=1", "model.dim=32", "model.heads=4", "train.steps=2", "train.global_batch=8")

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
+from jaxpar.data import corpus, order
+from jaxpar.data.arrays import load_arrays
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.tokens import bpe_tokens, train_bpe
 from jaxpar.errors import JaxparError
-from jaxpar.train.data import corpus, order
-from jaxpar.train.data.arrays import load_arrays
-from jaxpar.train.data.corpus import Corpus
-from jaxpar.train.data.tokens import bpe_tokens, train_bpe
 
 WORDS = st.sampled_from(
     ["a", "cat", "don't", "12", "...", "ü", "。", "\u3000", "\xa0", " ", "  ", "\n", "\n\n", "\t", "\r\n", "<end>"]
@@ -119,7 +119,7 @@ def test_text_that_is_packed_is_not_read_again_until_it_changes(tmp_path, monkey
 
 
 def test_long_work_on_a_text_tells_how_far_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jaxpar.train.data.packing.EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.data.packing.EVERY", 0.0)
     (tmp_path / "a.txt").write_text("the cat sat. " * 2000)
     spec = jp.Data(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe", vocab=300, seq=8)
     jp.open_source(spec, tmp_path / "data")

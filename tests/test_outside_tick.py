@@ -15,8 +15,8 @@ from tiny import Staged, assert_same_arrays, on_one_device, train
 
 import jaxpar as jp
 from jaxpar.mesh.target import find_plugin
-from jaxpar.pipeline.gathers import Gather, gathered, gathered_again
-from jaxpar.pipeline.halves import halves
+from jaxpar.pipeline.jaxprs.split_backward import halves
+from jaxpar.pipeline.run.gathers import Gather, gathered, gathered_again
 
 LAYERS, DIM, HIDDEN, VOCAB, SEQ = 8, 256, 1024, 512, 64
 MESH = {"pipe": 2, "fsdp": 4}

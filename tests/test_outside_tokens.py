@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import jaxpar as jp
+from jaxpar.data import tokens as tokenizers
 from jaxpar.errors import JaxparError
-from jaxpar.train.data import tokens as tokenizers
 
 TEXT = "".join(f"{i} squared is {i * i}, or nearly so.\n" for i in range(3000))
 
@@ -74,7 +74,7 @@ def test_tokens_that_cannot_be_made_again_are_refused(tmp_path, monkeypatch):
     jp.open_source(asked, tmp_path / "data")
     (file,) = (tmp_path / "data").glob("tokens-*.bin")
     altered(file)
-    monkeypatch.setattr("jaxpar.train.data.packing.byte_tokens", lambda *_: [b"other tokens"])
+    monkeypatch.setattr("jaxpar.data.packing.byte_tokens", lambda *_: [b"other tokens"])
     with pytest.raises(JaxparError, match="packed again it is not what it was"):
         jp.open_source(asked, tmp_path / "data")
 
@@ -124,7 +124,7 @@ def test_text_is_tokenized_once_by_those_that_share_a_folder(tmp_path, monkeypat
         time.sleep(0.3)
         yield from slow(*args)
 
-    monkeypatch.setattr("jaxpar.train.data.packing.byte_tokens", counted)
+    monkeypatch.setattr("jaxpar.data.packing.byte_tokens", counted)
     found = []
     threads = [
         threading.Thread(target=lambda: found.append(jp.open_source(asked, tmp_path / "data"))) for _ in range(4)

@@ -17,7 +17,7 @@ from simulated import Training, dogs, turns
 
 import jaxpar as jp
 from jaxpar.job import run
-from jaxpar.job.tables import Job, RunTable
+from jaxpar.job.file.schema import Job, RunTable
 from jaxpar.train.peers import Peers
 from jaxpar.train.watchdog import tree
 from jaxpar.train.watchdog.beat import Beat, Files

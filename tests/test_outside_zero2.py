@@ -15,11 +15,11 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.plan import traffic
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR
 from jaxpar.plan.memory import memory, stage_parameters
-from jaxpar.plan.practice import JAXPAR
-from jaxpar.plan.shape import Shape
-from jaxpar.plan.zero import JAXPAR as BYTES
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import JAXPAR as BYTES
 
 MODEL = partial(Staged, layers=4, tied=False)
 MESHES = {

@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
 
+from jaxpar.hlo.attribution import STAGE_TO_STAGE, Argument
 from jaxpar.html.markup import percent, tag
-from jaxpar.inspector.causes import STAGE_TO_STAGE, Argument
-from jaxpar.inspector.drawings import coordinates, nodes_of_axes
-from jaxpar.inspector.flags import Flag
+from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.flop import Flop
-from jaxpar.inspector.lanes import share_of, spans, stretches, ticks
 from jaxpar.inspector.memory import CAUSES, Share
-from jaxpar.inspector.page import fragment, page
+from jaxpar.inspector.pages.html import fragment, page
+from jaxpar.inspector.pages.mesh_svg import coordinates, nodes_of_axes
+from jaxpar.inspector.pages.timeline_svg import share_of, spans, stretches, ticks
 from jaxpar.inspector.report import Report
 from jaxpar.inspector.timeline import Event, Timeline
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.collective import KINDS, Collective
-from jaxpar.pipeline.library import schedule
+from jaxpar.pipeline.tables.library import schedule
 
 GIB = 2**30
 HOSTILE = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onload='alert(3)' &amp; </style></title>"""

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.profile import Node, Profile, load
-from jaxpar.plan.chain import Chain, linearise
-from jaxpar.plan.links import Link
-from jaxpar.plan.objective import COEFFICIENTS, Objective
-from jaxpar.plan.partition import partition
+from jaxpar.mesh.links import Link
+from jaxpar.partition.chain import Chain, linearise
+from jaxpar.partition.objective import COEFFICIENTS, Objective
+from jaxpar.partition.partitioner import partition
+from jaxpar.partition.profile import Node, Profile, load
 
 DATA = Path(__file__).parent / "data" / "pipedream"
 PROFILES = ("vgg16", "alexnet", "resnet50", "gnmt_large")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxpar.cli import partition as verb
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.plan.topology import parse
+from jaxpar.partition.topology import parse
 from jaxpar.units import parse_rate
 
 DATA = Path(__file__).parent / "data" / "pipedream"

@@ -38,8 +38,8 @@ from tiny import (
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.parallel.compose import as_blueprint
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.text import to_csv
+from jaxpar.pipeline.tables.csv import to_csv
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
 
 # Staged names what flows between layers only; whichever test compiles such a layout first hears of it.
 pytestmark = pytest.mark.filterwarnings("ignore:sequence=True, but Staged names no activation dim")

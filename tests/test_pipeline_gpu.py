@@ -13,13 +13,13 @@ import pytest
 from tiny import Staged
 
 import jaxpar as jp
+from jaxpar.hlo.text import parse
+from jaxpar.hlo.trip_counts import walk
 from jaxpar.inspector import report as reports
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.hlo import parse
-from jaxpar.inspector.walk import walk
 from jaxpar.mesh.collective import KINDS
 from jaxpar.mesh.target import find_plugin
-from jaxpar.pipeline.deal import rounds
+from jaxpar.pipeline.run.redistribute import rounds
 
 pytestmark = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 VOCAB, SEQ, DIM, HIDDEN, LAYERS = 512, 64, 256, 1024, 8

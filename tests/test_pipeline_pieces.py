@@ -16,11 +16,11 @@ from test_schedule import grid
 
 from jaxpar.inspector.flop import forward_flop
 from jaxpar.models.remat import POLICIES, remat
-from jaxpar.pipeline.deal import deal, rounds
-from jaxpar.pipeline.halves import halves
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.program import COLUMNS, OP_NUMBER, Kind, program
-from jaxpar.pipeline.schedule import Cut
+from jaxpar.pipeline.jaxprs.split_backward import halves
+from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Kind, program
+from jaxpar.pipeline.run.redistribute import deal, rounds
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.schedule import Cut
 
 # --- halves ---------------------------------------------------------------------------------------------------------
 

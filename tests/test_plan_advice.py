@@ -11,14 +11,14 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.plan.advice import advise, situation_of
-from jaxpar.plan.decisions import RULES, Situation
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.legal import legal
-from jaxpar.plan.model import Transformer
-from jaxpar.plan.practice import JAXPAR_FUSED
+from jaxpar.plan.enumerate import legal
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR_FUSED
+from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.rules.advice import advise, situation_of
+from jaxpar.plan.rules.decisions import RULES, Situation
 from jaxpar.plan.search import MARGIN, Question, search
-from jaxpar.plan.shape import Shape
 
 H100 = HARDWARE["h100"]
 LLAMA_1B = Shape(layers=16, dim=2048, heads=32, kv_heads=8, hidden=8192, vocab=128256, seq=4096, gated=True)

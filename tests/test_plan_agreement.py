@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question, verify
-from jaxpar.job.schema import load
 from jaxpar.mesh.target import find_plugin
-from jaxpar.plan.agreement import Checked, agreement, compared, proposed, rank_correlation, ranks
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR
 from jaxpar.plan.memory import static
-from jaxpar.plan.model import Transformer
-from jaxpar.plan.practice import JAXPAR
-from jaxpar.plan.sample import sample
+from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import JAXPAR as BYTES
+from jaxpar.plan.random_layouts import sample
 from jaxpar.plan.search import Question, search, weigh
-from jaxpar.plan.shape import Shape
-from jaxpar.plan.zero import JAXPAR as BYTES
+from jaxpar.plan.validation import Checked, agreement, compared, proposed, rank_correlation, ranks
 
 MODEL = jp.DecoderSettings(vocab=64, seq=16, layers=8, dim=64, heads=8, hidden=128, gated=True)
 ROWS = 32

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.plan.fit import KINDS, Timing, fit_gemm, fit_link
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.links import Link
+from jaxpar.mesh.links import Link
+from jaxpar.plan.machine.fit import KINDS, Timing, fit_gemm, fit_link
+from jaxpar.plan.machine.hardware import HARDWARE
 
 SIZES = [1 << power for power in range(12, 29, 2)]
 SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)

@@ -11,15 +11,15 @@ from jaxpar.bench.links import table_of
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.chips import find_chip
-from jaxpar.plan import hardware_file
-from jaxpar.plan.fit import LinkFit
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.hardware_file import load_hardware, text, write_table
-from jaxpar.plan.links import Link
+from jaxpar.mesh.links import Link
+from jaxpar.plan.machine import file
+from jaxpar.plan.machine.file import load_hardware, text, write_table
+from jaxpar.plan.machine.fit import LinkFit
+from jaxpar.plan.machine.hardware import HARDWARE
 
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 SLIPS = ["", "0", "-", "[", "=", '"', "\n", "e9", "{", "nan", "ü"]
-EXAMPLE = (hardware_file.__doc__ or "").split("\n\n")[1]
+EXAMPLE = (file.__doc__ or "").split("\n\n")[1]
 H100 = HARDWARE["h100"]
 GEMM = {"top": H100.gemm.top, "half": H100.gemm.half, "source": H100.gemm.source}
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022
 from jaxpar.plan.memory import in_flight, layer_bytes, memory, static
-from jaxpar.plan.practice import JAXPAR, MAXTEXT, MEGATRON_2022
-from jaxpar.plan.shape import Shape
-from jaxpar.plan.zero import JAXPAR as FLOAT32
-from jaxpar.plan.zero import MEGATRON, PAPER, Recipe
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import JAXPAR as FLOAT32
+from jaxpar.plan.model.state_bytes import MEGATRON, PAPER, Recipe
 
 GIB = 2**30
 # Korthikanti et al. 2022, figure 1: layers, dim, heads, pipe, chunks, rows, microbatches; GiB of parameters with

@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.cli.main import main
-from jaxpar.plan.agreement import Checked
-from jaxpar.plan.bars import LETTERS, bars, causes, lengths
-from jaxpar.plan.document import MEMORY, write
-from jaxpar.plan.front import front
-from jaxpar.plan.hardware import HARDWARE
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.memory import Memory
-from jaxpar.plan.model import Transformer
-from jaxpar.plan.page import leaner, page
-from jaxpar.plan.practice import JAXPAR_FUSED
-from jaxpar.plan.scatter import Frame, kinds, memory_ticks, thinned, time_ticks
+from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.pages.bars import LETTERS, bars, causes, lengths
+from jaxpar.plan.pages.html import MEMORY, write
+from jaxpar.plan.pages.pareto_svg import Frame, kinds, memory_ticks, thinned, time_ticks
+from jaxpar.plan.pages.text import leaner, page
+from jaxpar.plan.pareto import front
 from jaxpar.plan.search import Question, describe, search
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.validation import Checked
 from jaxpar.units import show_bytes, show_seconds
 
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")

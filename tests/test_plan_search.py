@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import load
 from jaxpar.job.plan import overrides, planned
 from jaxpar.job.plan import question as asked_of
-from jaxpar.job.schema import load
 from jaxpar.mesh.axes import TRAINED
-from jaxpar.pipeline.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.legal import Choices, at, legal
+from jaxpar.plan.enumerate import Choices, at, legal
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR as UNFUSED
+from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.memory import memory
-from jaxpar.plan.model import Transformer
-from jaxpar.plan.page import page
-from jaxpar.plan.practice import JAXPAR as UNFUSED
-from jaxpar.plan.practice import JAXPAR_FUSED as JAXPAR
+from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import Question, complexity, describe, search, weigh
-from jaxpar.plan.shape import Shape
 from jaxpar.plan.time import step_time
 
 H100 = HARDWARE["h100"]

@@ -5,9 +5,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.plan import collectives, sgd
-from jaxpar.plan.links import Link
-from jaxpar.plan.sgd import Sync
+from jaxpar.exchange import cost
+from jaxpar.mesh.links import Link
+from jaxpar.plan.rules import scaling
+from jaxpar.plan.rules.scaling import Sync
 
 SECONDS = st.floats(1e-6, 1e3)
 WORKERS = st.integers(1, 10_000)
@@ -40,7 +41,7 @@ def test_workers_pay_exactly_where_an_epoch_is_shorter(one):
     assume(abs(one.speedup - 1) > 1e-9)
     assert one.pays == (one.speedup > 1) == (one.epoch(10**6, batch=32) < alone.epoch(10**6, batch=32))
     assert alone.epoch(10**6, batch=32) / one.epoch(10**6, batch=32) == pytest.approx(one.speedup)
-    assert one.pays == (one.exposed < sgd.most_sync(one.workers, compute=one.compute))
+    assert one.pays == (one.exposed < scaling.most_sync(one.workers, compute=one.compute))
 
 
 @given(one=SYNCS)
@@ -73,22 +74,22 @@ def test_the_best_number_of_workers_is_where_more_cost_more_than_they_compute():
     """A ring's latencies grow with the workers: past the knee an epoch gets longer."""
     link = Link(latency=1e-3, bandwidth=1e9)
     sizes = [2**power for power in range(14)]
-    found = sgd.best(sizes, lambda r: collectives.ring(link, 1e8, r), compute=0.1)
+    found = scaling.best(sizes, lambda r: cost.ring(link, 1e8, r), compute=0.1)
     assert found is not None
-    each = {r: Sync(workers=r, compute=0.1, sync=collectives.ring(link, 1e8, r)).speedup for r in sizes}
+    each = {r: Sync(workers=r, compute=0.1, sync=cost.ring(link, 1e8, r)).speedup for r in sizes}
     assert found.speedup == max(each.values())
     assert found.workers == min(r for r in sizes if each[r] == max(each.values()))
-    frugal = sgd.best(sizes, lambda r: collectives.ring(link, 1e8, r), compute=0.1, least=0.5)
+    frugal = scaling.best(sizes, lambda r: cost.ring(link, 1e8, r), compute=0.1, least=0.5)
     assert frugal is not None
     assert frugal.workers < found.workers
     assert frugal.efficiency >= 0.5
-    assert sgd.best([8], lambda r: 1e6, compute=0.1, least=0.5) is None
+    assert scaling.best([8], lambda r: 1e6, compute=0.1, least=0.5) is None
 
 
 @given(compute=SECONDS, per=SECONDS, at=st.lists(st.floats(0, 100), min_size=2, max_size=8, unique=True))
 def test_a_fit_finds_what_made_the_steps(compute, per, at):
     assume(max(at) - min(at) > 1e-3)
-    found = sgd.fit([(x, compute + per * x) for x in at])
+    found = scaling.fit([(x, compute + per * x) for x in at])
     largest = compute + per * max(at)
     assert found[1] * max(at) == pytest.approx(per * max(at), abs=1e-4 * largest)
     assert found[0] == pytest.approx(compute, abs=1e-4 * largest)
@@ -102,8 +103,8 @@ def test_a_fit_finds_what_made_the_steps(compute, per, at):
         (lambda: Sync(workers=2, compute=0.0, sync=0.0), r"compute = 0\.0"),
         (lambda: Sync(workers=2, compute=1.0, sync=-1.0), r"sync = -1\.0"),
         (lambda: Sync(workers=2, compute=1.0, sync=1.0, overlap=1.5), r"overlap = 1\.5"),
-        (lambda: sgd.fit([(1.0, 2.0), (1.0, 3.0)]), "2 measured steps"),
-        (lambda: sgd.fit([]), "0 measured steps"),
+        (lambda: scaling.fit([(1.0, 2.0), (1.0, 3.0)]), "2 measured steps"),
+        (lambda: scaling.fit([]), "0 measured steps"),
     ],
 )
 def test_what_is_no_step_is_refused(call, said):

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from jaxpar.bench.planner import BOUNDS, predict, published, read
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.price import Times, price
-from jaxpar.plan import bubble, layer, traffic
+from jaxpar.mesh.links import Link
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.plan import bubble, traffic
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE, TOGETHER, Gemm, capped
-from jaxpar.plan.links import Link
-from jaxpar.plan.practice import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm, capped
+from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022, TORCHTITAN
+from jaxpar.plan.model import layer_time
+from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import StepTime, step_time
 
 A100, H100 = HARDWARE["a100"], HARDWARE["h100"]
@@ -71,8 +72,10 @@ def test_half_of_the_top_share_is_reached_at_half():
 
 
 def test_products_divide_by_tensor_and_double_backward():
-    one = layer.block(GPT3, Candidate(), replace(A100, gemm=Gemm(top=1.0, half=0.0, source="")), MEGATRON_2022)
-    cut = layer.block(GPT3, Candidate(tensor=8), replace(A100, gemm=Gemm(top=1.0, half=0.0, source="")), MEGATRON_2022)
+    one = layer_time.block(GPT3, Candidate(), replace(A100, gemm=Gemm(top=1.0, half=0.0, source="")), MEGATRON_2022)
+    cut = layer_time.block(
+        GPT3, Candidate(tensor=8), replace(A100, gemm=Gemm(top=1.0, half=0.0, source="")), MEGATRON_2022
+    )
     assert one[0].products == pytest.approx(2048 * 24 * 12288**2 / 312e12)
     assert one[1].products == pytest.approx(2 * one[0].products)
     assert cut[0].products == pytest.approx(one[0].products / 8)
@@ -120,7 +123,7 @@ def test_context_gathers_keys_and_values_and_scatters_their_gradients():
         assert ahead == pytest.approx(H100.gather(2 * one, 4, 1))
         assert back == pytest.approx((1 + again) * ahead)
     many = Candidate(context=np.array([1, 2, 4, 8]), microbatch=8)
-    assert layer.tokens(LLAMA_8B_4K, many).tolist() == [8 * 4096 / ways for ways in (1, 2, 4, 8)]
+    assert layer_time.tokens(LLAMA_8B_4K, many).tolist() == [8 * 4096 / ways for ways in (1, 2, 4, 8)]
     assert traffic.context(LLAMA_8B_4K, many, H100, hidden)[0][0] == 0
     assert traffic.context(LLAMA_8B_4K, replace(many, context=4), H100, replace(JAXPAR, context_overlap=1.0)) == (0, 0)
 
@@ -194,7 +197,7 @@ def test_microbatches_that_do_not_divide_by_stages():
 def test_causes_add_up_and_recompute_is_a_forward():
     candidate = Candidate(tensor=8, microbatch=4, remat="full")
     spent = step_time(GPT3, candidate, A100, MEGATRON_2022)
-    forward, _, _ = layer.block(GPT3, candidate, A100, MEGATRON_2022)
+    forward, _, _ = layer_time.block(GPT3, candidate, A100, MEGATRON_2022)
     assert spent.recompute == pytest.approx(96 * forward.total)
     assert spent.bubble == pytest.approx(0)
     assert spent.sharding == 0

@@ -11,15 +11,15 @@ import pytest
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import loads
 from jaxpar.job.plan import planned
 from jaxpar.job.plan import question as asked_of
-from jaxpar.job.schema import loads
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE
-from jaxpar.plan.legal import Choices
-from jaxpar.plan.practice import JAXPAR
+from jaxpar.plan.enumerate import Choices
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR
+from jaxpar.plan.model.tracing import Product, trace
 from jaxpar.plan.search import search
-from jaxpar.plan.tracing import Product, trace
 
 VIT = """
 [model]
@@ -105,8 +105,8 @@ def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
 def test_static_bytes_are_those_of_the_layout(text):
     """To the byte, what no axis divides included."""
     import jaxpar as jp
-    from jaxpar.job.models import resolve_loss, resolve_model
-    from jaxpar.sharding.place import shard_bytes
+    from jaxpar.job.parts.models import resolve_loss, resolve_model
+    from jaxpar.sharding.shard_bytes import shard_bytes
 
     job, asked = loads(text), question(text)
     for fsdp in (2, 8):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.optim.chain import Optimizer, build
-from jaxpar.plan import zero
+from jaxpar.plan.model import state_bytes as zero
 
 MODEL = jp.DecoderSettings(vocab=64, layers=2, dim=32, heads=4, hidden=64, seq=8)
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpar.cluster.environment import Cluster, detect
+from jaxpar.cluster.hostlist import hosts
+from jaxpar.cluster.rendezvous import go_to_meeting, host_meeting
 from jaxpar.errors import JaxparError
-from jaxpar.mesh.nodelist import hosts
-from jaxpar.mesh.processes import Cluster, detect
-from jaxpar.mesh.rendezvous import go_to_meeting, host_meeting
 
 LAUNCH = Path(__file__).parent.parent / "configs" / "launch"
 OWN = {"JAXPAR_COORDINATOR": "node01:1234", "JAXPAR_PROCESSES": "4", "JAXPAR_PROCESS": "3"}
@@ -212,7 +212,7 @@ def test_any_environment_gives_a_cluster_none_or_a_refusal(environment):
 
 
 def test_to_detect_takes_no_jax():
-    code = "import sys, jaxpar.mesh.processes as p; p.detect({}); print('jax' in sys.modules)"
+    code = "import sys, jaxpar.cluster.environment as p; p.detect({}); print('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
@@ -232,8 +232,8 @@ def test_the_scripts_for_launchers_parse():
 
 TOGETHER = """
     import os, sys, jax
-    from jaxpar.mesh.connect import connect
-    from jaxpar.mesh.processes import detect
+    from jaxpar.cluster.connect import connect
+    from jaxpar.cluster.environment import detect
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     try:

@@ -14,7 +14,7 @@ import pytest
 from tiny import batches, optimizer
 
 import jaxpar as jp
-from jaxpar.train.checkpoint import Checkpoints, Store
+from jaxpar.checkpoint import Checkpoints, Store
 
 pytestmark = pytest.mark.xdist_group("restore")  # one worker, so that each layout is compiled once
 

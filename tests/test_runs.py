@@ -106,7 +106,7 @@ def test_a_run_writes_what_it_did(whole, folder):
 
 
 def test_the_resolved_job_is_the_same_job(whole):
-    from jaxpar.job.schema import load
+    from jaxpar.job.file.parse import load
 
     resolved = load(whole / "job.toml")
     assert (resolved.train.steps, resolved.model["dim"], resolved.parallel.fsdp) == (40, 32, 2)

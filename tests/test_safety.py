@@ -23,21 +23,21 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxpar as jp
+from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.cli.main import main
+from jaxpar.data.arrays import load_arrays
+from jaxpar.data.tokens import Text
 from jaxpar.errors import JaxparError
 from jaxpar.job.check import check
-from jaxpar.job.models import resolve_loss
-from jaxpar.job.objects import import_object
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.models import resolve_loss
 from jaxpar.job.sample import sample
-from jaxpar.job.schema import loads
-from jaxpar.job.toml import dumps
 from jaxpar.models.huggingface.load import load as load_pretrained
-from jaxpar.pipeline.draw import svg
-from jaxpar.pipeline.library import schedule
-from jaxpar.pipeline.price import Times
-from jaxpar.train.checkpoint import Checkpoints, Store
-from jaxpar.train.data.arrays import load_arrays
-from jaxpar.train.data.tokens import Text
+from jaxpar.pipeline.draw.schedule import svg
+from jaxpar.pipeline.tables.library import schedule
+from jaxpar.pipeline.tables.price import Times
 
 ROOT = Path(jp.__file__).parent
 OWN = """

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.price import Times, price
-from jaxpar.pipeline.profile import balance
-from jaxpar.pipeline.schedule import Cell, from_orders
+from jaxpar.partition.profile import balance
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.schedule import Cell, from_orders
 
 
 def grid(stages=range(1, 7), microbatches=range(1, 25), chunks=range(1, 5)):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.price import Times, price
-from jaxpar.pipeline.profile import balance, load
-from jaxpar.pipeline.stashing import flushed, pipedream, steady, versions
+from jaxpar.partition.profile import balance, load
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.weight_versions import flushed, pipedream, steady, versions
 
 GNMT = Path(__file__).parent / "data/pipedream/gnmt_large.graph.txt"
 

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.text import HEADER, from_csv, to_csv
+from jaxpar.pipeline.tables.csv import HEADER, from_csv, to_csv
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
 
 KINDS = st.sampled_from(sorted(LIBRARY))
 SLOW = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

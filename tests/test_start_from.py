@@ -9,14 +9,14 @@ import optax
 import pytest
 
 import jaxpar as jp
+from jaxpar.checkpoint import Checkpoints, Store, manifest, start_from
+from jaxpar.checkpoint.differences import differences, problems
+from jaxpar.checkpoint.manifest import Array
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
-from jaxpar.job.schema import loads
-from jaxpar.job.toml import dumps
-from jaxpar.train.checkpoint import Checkpoints, Store, manifest, partial
-from jaxpar.train.checkpoint.differences import differences, problems
-from jaxpar.train.checkpoint.manifest import Array
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.parse import loads
 
 
 def array(*shape, dtype="float32"):
@@ -40,7 +40,7 @@ WANTED = {
 
 
 def planned(wanted=WANTED, saved=SAVED, **settings):
-    return partial.plan(Checkpoints(start_from="runs/a", **settings), "runs/a/checkpoints/000200", saved, wanted)
+    return start_from.plan(Checkpoints(start_from="runs/a", **settings), "runs/a/checkpoints/000200", saved, wanted)
 
 
 def test_names_are_changed_where_they_begin_and_every_origin_is_said():
@@ -156,7 +156,7 @@ def test_parameters_are_taken_onto_another_layout_and_the_optimizer_begins_with_
     placed = jax.tree.map(lambda leaf: leaf.sharding, fresh)
     head = jax.device_get(fresh.params["head"])
     spec = Checkpoints(start_from=str(tmp_path), take=("embed", "blocks/*"), rename={"encoder": "blocks"})
-    state, origin = partial.start(spec, fresh, chain)
+    state, origin = start_from.start(spec, fresh, chain)
     assert int(state.step) == 0
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b, a.ndim), state, placed))
     assert _same(state.params["blocks"], trained.params["encoder"])

@@ -11,7 +11,7 @@ from tiny import BATCH, SEQ, VOCAB, assert_same_arrays, batches, models, on_one_
 
 import jaxpar as jp
 from jaxpar.models.remat import POLICIES
-from jaxpar.train.precision import products
+from jaxpar.step.check_precision import products
 
 
 class Small(nnx.Module):
@@ -207,7 +207,7 @@ def test_a_hundred_unblocked_steps_do_not_deadlock_the_simulated_mesh():
 
 def test_no_device_and_no_host_buffer_ever_holds_the_whole_model():
     """The initial program's own buffers, as compiled: nothing on a device is as large as the model."""
-    from jaxpar.train.state import abstract, initializer, shardings
+    from jaxpar.step.state import abstract, initializer, shardings
 
     class Wide(nnx.Module):
         def __init__(self, rngs):

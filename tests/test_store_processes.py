@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.multihost_utils import sync_global_devices
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxpar.errors import JaxparError
-from jaxpar.train.checkpoint import Checkpoints, Store
+from jaxpar.checkpoint import Checkpoints, Store
 
 split = NamedSharding(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,)), PartitionSpec("x"))
 

@@ -29,12 +29,12 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
+from jaxpar.job.file.parse import load, loads
 from jaxpar.job.sample import sample
-from jaxpar.job.schema import load, loads
 from jaxpar.models.decoder import DecoderSettings
-from jaxpar.pipeline.library import schedule
-from jaxpar.pipeline.text import to_csv
-from jaxpar.train.losses import cross_entropy
+from jaxpar.pipeline.tables.csv import to_csv
+from jaxpar.pipeline.tables.library import schedule
+from jaxpar.step.losses import cross_entropy
 
 jp.simulate(8)
 

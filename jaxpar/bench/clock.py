@@ -44,8 +44,8 @@ def measured_devices(what: str) -> list[Any]:
     Raises:
       JaxparError: If they are the processor's or simulated: their speed says nothing about hardware.
     """
-    from jaxpar.mesh.connect import connect
-    from jaxpar.mesh.processes import detect
+    from jaxpar.cluster.connect import connect
+    from jaxpar.cluster.environment import detect
 
     cluster = detect(os.environ)
     if cluster and not jax.distributed.is_initialized():

@@ -1,7 +1,7 @@
 """Which share of its peak this device reaches in bfloat16 products, by their size.
 
 Square products of random numbers, each the next one's left side: a chip that multiplies zeros runs faster. What is
-fitted is in `plan/fit.py`. Not run on a GPU yet: compiled for H100s, and its parts tested on simulated devices.
+fitted is in `plan/machine/fit.py`. Not run on a GPU yet: compiled for H100s, and its parts tested on simulated devices.
 """
 
 import math
@@ -15,7 +15,7 @@ from jaxpar.bench.chip import Destination, today
 from jaxpar.bench.clock import measured_devices, once
 from jaxpar.bench.record import where
 from jaxpar.mesh.devices import describe
-from jaxpar.plan.fit import fit_gemm
+from jaxpar.plan.machine.fit import fit_gemm
 from jaxpar.units import show_seconds
 
 SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)  # 0.27 GFLOP to 3.7 TFLOP

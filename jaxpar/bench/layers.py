@@ -21,10 +21,10 @@ from jaxpar.bench.pieces import Pieces
 from jaxpar.bench.record import where
 from jaxpar.errors import refuse
 from jaxpar.mesh.devices import is_simulated, visible
-from jaxpar.pipeline.dataflow import Traced
-from jaxpar.pipeline.profile import Node, Profile
+from jaxpar.partition.profile import Node, Profile
+from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.sharding.names import Tree
-from jaxpar.train.numerics import Numerics
+from jaxpar.step.numerics import Numerics
 from jaxpar.units import show_bytes, show_seconds
 
 LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take

@@ -3,7 +3,7 @@
     inside      groups of 2, 4, ... and all devices of a machine; neighbours are neighbours
     between     groups of 2, 4, ... and all machines, one device of each; all devices take part at once
 
-All groups of a size run at the same time, as on a mesh axis. `plan/fit.py` has the formulas that are fitted.
+All groups of a size run at the same time, as on a mesh axis. `plan/machine/fit.py` has the formulas that are fitted.
 A repeat is a collective and a kernel that takes one element on to the next: what a kernel takes to start is in
 `launch`. Not run on GPUs yet: compiled for H100s, and its parts tested on simulated devices.
 """
@@ -25,7 +25,7 @@ from jaxpar.bench.record import where
 from jaxpar.errors import refuse
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.mesh.devices import describe
-from jaxpar.plan.fit import KINDS, LinkFit, Timing, fit_link
+from jaxpar.plan.machine.fit import KINDS, LinkFit, Timing, fit_link
 from jaxpar.units import show_bytes, show_seconds
 
 SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24, 26, 28))  # bytes of the whole array

@@ -18,8 +18,8 @@ from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
 from jaxpar.sharding.rules import name_stacks
-from jaxpar.train.losses import as_sums
-from jaxpar.train.numerics import PRECISIONS, Numerics
+from jaxpar.step.losses import as_sums
+from jaxpar.step.numerics import PRECISIONS, Numerics
 
 
 @dataclass(frozen=True, eq=False)

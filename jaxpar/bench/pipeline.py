@@ -16,10 +16,10 @@ import optax
 
 import jaxpar as jp
 from jaxpar.bench.record import where
-from jaxpar.pipeline.execute import Gradients
-from jaxpar.pipeline.library import schedule
-from jaxpar.pipeline.stage import Keep
-from jaxpar.train.pipelined import Pipelined
+from jaxpar.pipeline.run.execute import Gradients
+from jaxpar.pipeline.run.stage import Keep
+from jaxpar.pipeline.tables.library import schedule
+from jaxpar.step.pipelined.run import Pipelined
 from jaxpar.units import show_bytes
 
 STAGES, ROWS, SEQ = 4, 2, 128

@@ -13,9 +13,9 @@ from typing import Any
 
 from jaxpar.bench.record import commit, versions
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE, Hardware, capped
-from jaxpar.plan.practice import MAXTEXT, MEGATRON_2022, TORCHTITAN, Practice
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.machine.hardware import HARDWARE, Hardware, capped
+from jaxpar.plan.machine.software import MAXTEXT, MEGATRON_2022, TORCHTITAN, Practice
+from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
 
 PRACTICES = {"Megatron-LM": MEGATRON_2022, "torchtitan": TORCHTITAN, "MaxText": MAXTEXT}

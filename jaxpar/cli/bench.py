@@ -119,8 +119,8 @@ def links(args: argparse.Namespace) -> tuple[Any, int]:
 
 def layers(args: argparse.Namespace) -> tuple[Any, int]:
     """Times the layers of a job's model."""
+    from jaxpar.job.file.parse import load
     from jaxpar.job.layers import measured
-    from jaxpar.job.schema import load
 
     check_file("--write", args.write, "own.graph.txt", anew=True)
     return measured(load(args.job, args.overrides, allow_import=args.allow_import), args.write), 0
@@ -128,8 +128,8 @@ def layers(args: argparse.Namespace) -> tuple[Any, int]:
 
 def layouts(args: argparse.Namespace) -> tuple[Any, int]:
     """Compares predictions with what is compiled."""
-    from jaxpar.job.layouts import layouts
-    from jaxpar.job.schema import load
+    from jaxpar.job.file.parse import load
+    from jaxpar.job.validate_planner import layouts
     from jaxpar.mesh.devices import leave_alone
 
     leave_alone()

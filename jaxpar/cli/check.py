@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Returns the problems; raises if there are any."""
     from jaxpar.errors import JaxparError
     from jaxpar.job.check import check, device_count
-    from jaxpar.job.models import resolve_loss, resolve_model
-    from jaxpar.job.schema import read
+    from jaxpar.job.file.parse import read
+    from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.mesh.devices import leave_alone
     from jaxpar.parallel.compose import compose
 
@@ -63,12 +63,12 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
 def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
     """Returns what the schedule costs, and in words; `again`: whether a backward computes its forward once more."""
-    from jaxpar.pipeline.asynchronous import plan
-    from jaxpar.pipeline.compare import row
-    from jaxpar.pipeline.draw import cut, many
-    from jaxpar.pipeline.marks import printable
-    from jaxpar.pipeline.price import Times, price
-    from jaxpar.pipeline.program import program
+    from jaxpar.pipeline.draw.compare import row
+    from jaxpar.pipeline.draw.schedule import cut, many
+    from jaxpar.pipeline.draw.svg import printable
+    from jaxpar.pipeline.run.program import program
+    from jaxpar.pipeline.run.unflushed import plan
+    from jaxpar.pipeline.tables.price import Times, price
 
     made, keep, weights = layout.schedule, layout.parallel.pipeline.keep, layout.parallel.pipeline.weights
     versions = "" if weights == "flush" else f" and {many(plan(program(made), weights).versions, 'version')} of weights"

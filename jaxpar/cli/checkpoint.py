@@ -60,7 +60,7 @@ def add(verbs) -> None:
 
 def ls(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per checkpoint."""
-    from jaxpar.train.checkpoint import report
+    from jaxpar.checkpoint import report
 
     rows = report.ls(args.where)
     print(report.table(rows) if rows else f"no checkpoint in {args.where}")
@@ -69,7 +69,7 @@ def ls(args: argparse.Namespace) -> tuple[Any, int]:
 
 def show(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per array."""
-    from jaxpar.train.checkpoint import report
+    from jaxpar.checkpoint import report
 
     made = report.show(args.where, args.step)
     print(made["path"], report.arrays_table(made["arrays"]), sep="\n")
@@ -78,7 +78,7 @@ def show(args: argparse.Namespace) -> tuple[Any, int]:
 
 def verify(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints what is wrong, file by file."""
-    from jaxpar.train.checkpoint import report
+    from jaxpar.checkpoint import report
 
     if args.adopt:
         from jaxpar.job.checkpoint import adopt
@@ -111,7 +111,7 @@ def export(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.units import show_bytes
 
     if args.format == "jaxpar":  # takes no jax
-        from jaxpar.train.checkpoint import report
+        from jaxpar.checkpoint import report
 
         made = report.export(args.where, args.step, args.to)
     else:

@@ -32,8 +32,8 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the report."""
     from jaxpar.inspector.compare import compare
+    from jaxpar.job.file.parse import load
     from jaxpar.job.inspect import inspect
-    from jaxpar.job.schema import load
 
     check_file("--html", args.html, "report.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)

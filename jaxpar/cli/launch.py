@@ -41,11 +41,11 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Starts the processes and waits for them."""
+    from jaxpar.checkpoint import Checkpoints, Store
     from jaxpar.cli.output import outlast
-    from jaxpar.job.fewer import fewer
-    from jaxpar.job.schema import load
+    from jaxpar.job.file.parse import load
+    from jaxpar.job.shrink import fewer
     from jaxpar.launch.supervise import Launch, supervise
-    from jaxpar.train.checkpoint import Checkpoints, Store
     from jaxpar.train.peers import report
 
     allowed = args.allow_import

@@ -53,11 +53,11 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the stages."""
     from math import inf
 
-    from jaxpar.pipeline.profile import load
-    from jaxpar.plan.chain import linearise
-    from jaxpar.plan.objective import Objective
-    from jaxpar.plan.partition import partition
-    from jaxpar.plan.topology import parse
+    from jaxpar.partition.chain import linearise
+    from jaxpar.partition.objective import Objective
+    from jaxpar.partition.partitioner import partition
+    from jaxpar.partition.profile import load
+    from jaxpar.partition.topology import parse
     from jaxpar.units import parse_bytes, show_bytes, show_seconds
 
     topology = parse(args.levels)

@@ -58,16 +58,16 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the plan."""
     from jaxpar.errors import refuse
+    from jaxpar.job.file.dump import dumps
+    from jaxpar.job.file.parse import load
     from jaxpar.job.plan import compiled_chip, overrides, planned, question, verify
-    from jaxpar.job.schema import load
-    from jaxpar.job.toml import dumps
     from jaxpar.mesh.devices import leave_alone
-    from jaxpar.plan.advice import advise
-    from jaxpar.plan.agreement import agreement, compared, proposed
-    from jaxpar.plan.document import write
-    from jaxpar.plan.page import page
+    from jaxpar.plan.pages.html import write
+    from jaxpar.plan.pages.text import page
+    from jaxpar.plan.rules.advice import advise
     from jaxpar.plan.search import search
     from jaxpar.plan.speed import speed
+    from jaxpar.plan.validation import agreement, compared, proposed
 
     leave_alone()
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from jaxpar.cli.options import add_json, check_file, wants_colour
 
 if TYPE_CHECKING:
-    from jaxpar.pipeline.price import Price, Times
-    from jaxpar.pipeline.schedule import Schedule
+    from jaxpar.pipeline.tables.price import Price, Times
+    from jaxpar.pipeline.tables.schedule import Schedule
 
 EXAMPLE = """\
   $ jaxpar schedule 1f1b --stages 3 --microbatches 4
@@ -60,9 +60,9 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the table, what it costs, and what the others cost."""
     from jaxpar.errors import refuse
-    from jaxpar.pipeline.compare import compare, row, table
-    from jaxpar.pipeline.library import LIBRARY
-    from jaxpar.pipeline.price import price
+    from jaxpar.pipeline.draw.compare import compare, row, table
+    from jaxpar.pipeline.tables.library import LIBRARY
+    from jaxpar.pipeline.tables.price import price
 
     times = _times(args.times)
     if args.name is None and (not args.compare or args.csv or args.svg):
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 def _times(text: str) -> "Times":
     """Returns what ops take, as written on the command line."""
     from jaxpar.errors import refuse
-    from jaxpar.pipeline.price import Times
+    from jaxpar.pipeline.tables.price import Times
 
     fix = "--times 1,1,1,0"
     try:
@@ -113,8 +113,8 @@ def _times(text: str) -> "Times":
 def _schedule(args: argparse.Namespace) -> "Schedule":
     """Returns the schedule that is asked for, of the library or of a file."""
     from jaxpar.errors import JaxparError, Problem
-    from jaxpar.pipeline import library
-    from jaxpar.pipeline.text import from_csv
+    from jaxpar.pipeline.tables import library
+    from jaxpar.pipeline.tables.csv import from_csv
 
     if args.name in library.LIBRARY:
         _check_numbers(args, f"jaxpar schedule {args.name}")
@@ -165,8 +165,8 @@ def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> No
     from pathlib import Path
 
     from jaxpar.errors import refuse
-    from jaxpar.pipeline.draw import svg
-    from jaxpar.pipeline.text import to_csv
+    from jaxpar.pipeline.draw.schedule import svg
+    from jaxpar.pipeline.tables.csv import to_csv
 
     for option, path in (("csv", args.csv), ("svg", args.svg)):
         if path:
@@ -182,8 +182,8 @@ def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> No
 
 def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
     """Returns the table with a head and what it costs, coloured and cut to the screen where there is one."""
-    from jaxpar.pipeline.draw import cut, legend, many, terminal
-    from jaxpar.pipeline.marks import printable
+    from jaxpar.pipeline.draw.schedule import cut, legend, many, terminal
+    from jaxpar.pipeline.draw.svg import printable
 
     screen = sys.stdout.isatty()
     colour = wants_colour()

@@ -45,11 +45,11 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains and returns the outcome."""
     from jaxpar.errors import STOPPED, refuse
-    from jaxpar.job.schema import load
-    from jaxpar.job.toml import show_defaults
+    from jaxpar.job.file.dump import show_defaults
+    from jaxpar.job.file.parse import load
 
     if args.print_defaults:
-        from jaxpar.job.models import MODELS
+        from jaxpar.job.parts.models import MODELS
 
         print(show_defaults({name: settings for name, (_, settings) in MODELS.items()}))
         return {}, 0

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jaxpar.errors import refuse
-from jaxpar.inspector.causes import shorten, users_frame
-from jaxpar.inspector.groups import axes_of, parse_groups
-from jaxpar.inspector.hlo import Module, Op, parse
+from jaxpar.hlo.attribution import shorten, users_frame
+from jaxpar.hlo.replica_groups import axes_of, parse_groups
+from jaxpar.hlo.text import Module, Op, parse
 from jaxpar.inspector.ledger import attribute_text
 from jaxpar.mesh.collective import KINDS
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
 
 _ALL_MEET = ("collective-permute", "send", "recv")  # whichever devices their pairs name

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.inspector.causes import is_recomputed
-from jaxpar.inspector.hlo import Module, Op
-from jaxpar.inspector.walk import walk
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.hlo.attribution import is_recomputed
+from jaxpar.hlo.text import Module, Op
+from jaxpar.hlo.trip_counts import walk
+from jaxpar.pipeline.tables.schedule import Schedule
 
 _GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 

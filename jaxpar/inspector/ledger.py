@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jaxpar.inspector.causes import Causes
-from jaxpar.inspector.groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
-from jaxpar.inspector.hlo import Array, Module
-from jaxpar.inspector.trace import Trace
-from jaxpar.inspector.walk import Visit, walk
+from jaxpar.hlo.attribution import Causes
+from jaxpar.hlo.provenance import Trace
+from jaxpar.hlo.replica_groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
+from jaxpar.hlo.text import Array, Module
+from jaxpar.hlo.trip_counts import Visit, walk
 from jaxpar.mesh.collective import KINDS, Collective
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.tables.schedule import Schedule
 
 
 def collectives(

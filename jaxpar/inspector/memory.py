@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpar.errors import refuse
-from jaxpar.inspector.causes import Causes, either, is_backward, is_recomputed, shorten, users_frame
+from jaxpar.hlo.attribution import Causes, either, is_backward, is_recomputed, shorten, users_frame
+from jaxpar.hlo.provenance import Trace
+from jaxpar.hlo.text import Array, Module, Op, arrays
 from jaxpar.inspector.compiled import Compiled
-from jaxpar.inspector.hlo import Array, Module, Op, arrays
-from jaxpar.inspector.trace import Trace
 from jaxpar.sharding.names import GRADIENT, TABLE
 
 CAUSES = ("parameters", "optimizer state", "other state", "batch", "arguments", "gradients", "gathered weights",

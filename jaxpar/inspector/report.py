@@ -4,12 +4,9 @@ Every number says what it is: `exact`, arithmetic on shapes and specs; `compiled
 `modelled`, a formula.
 """
 
-import dataclasses
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,157 +14,36 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar.errors import refuse
+from jaxpar.hlo.attribution import Causes
+from jaxpar.hlo.text import parse
 from jaxpar.inspector import memory
 from jaxpar.inspector.branches import check_branches
-from jaxpar.inspector.causes import Argument, Causes
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.flags import Flag, find_flags
-from jaxpar.inspector.flop import Flop, hardware_flop
-from jaxpar.inspector.hlo import parse
+from jaxpar.inspector.facts import Facts
+from jaxpar.inspector.findings import find_flags
+from jaxpar.inspector.flop import hardware_flop
 from jaxpar.inspector.ledger import collectives
-from jaxpar.inspector.memory import Share
-from jaxpar.inspector.stages import facts
+from jaxpar.inspector.pages import html as pages
+from jaxpar.inspector.pages import terminal
 from jaxpar.inspector.subject import Subject, of_function
-from jaxpar.inspector.timeline import Timeline, replay
+from jaxpar.inspector.timeline import replay
 from jaxpar.mesh.chips import Chip, find_chip
-from jaxpar.mesh.collective import Collective
 from jaxpar.mesh.devices import took
-from jaxpar.mesh.pool import Pool, taken
-from jaxpar.pipeline.schedule import Schedule
-from jaxpar.units import show_bytes
+from jaxpar.mesh.memory_pool import Pool, taken
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What XLA made of one program on one mesh.
-
-    Attributes:
-      title: What was inspected.
-      devices: How many, of what.
-      sizes: Mesh axis to size, outermost first.
-      per_node: Devices of one machine.
-      chip: The GPU; None on simulated devices, which have neither a capacity nor a time.
-      pool: What a run takes of the GPU's memory, or this process took.
-      memory: Bytes of one device by cause; they add up to `total`.
-      total: Bytes that one device needs.
-      ledger: Every collective of a step, the largest traffic first.
-      flop: Of one device, as compiled.
-      model_flop: Of a step over all devices, without recomputation; None where it is not known.
-      timeline: The modelled step; None on simulated devices.
-      flags: What should not be.
-      arguments: Every array the program is given.
-      schedule: What the stages of its pipeline do in every tick; None without one.
-      notes: What the reader should know.
-      seconds: That compiling took.
-      versions: Of jax and jaxlib.
-      knobs: If it does not fit: what would free memory, (change, bytes freed), most first.
-    """
-
-    title: str
-    devices: str
-    sizes: dict[str, int]
-    per_node: int
-    chip: Chip | None
-    pool: Pool = field(default_factory=Pool)
-    memory: tuple[Share, ...]
-    total: int
-    ledger: tuple[Collective, ...] = field(repr=False)
-    flop: Flop
-    model_flop: float | None
-    timeline: Timeline | None = field(repr=False)
-    flags: tuple[Flag, ...]
-    arguments: tuple[Argument, ...] = field(repr=False)
-    schedule: Schedule | None = field(default=None, repr=False)
-    notes: tuple[str, ...] = ()
-    seconds: float = 0.0
-    versions: Mapping[str, str] = field(default_factory=dict)
-    knobs: tuple[tuple[str, int], ...] = ()
-
-    @property
-    def count(self) -> int:
-        """Devices."""
-        product = 1
-        for size in self.sizes.values():
-            product *= size
-        return product
-
-    @property
-    def capacity(self) -> int | None:
-        """Bytes of a device that a program may take."""
-        return None if self.chip is None else self.pool.room(self.chip.visible)
-
-    @property
-    def room(self) -> str:
-        """What a program may take, in words: of how much, and why not all of it."""
-        if self.capacity is None or self.chip is None:
-            return ""
-        of = f"{show_bytes(self.capacity)} of the {self.chip.name}'s {show_bytes(self.chip.visible)}"
-        return f"{of} are for a program: {self.pool}"
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits; None on simulated devices."""
-        return None if self.capacity is None else self.total <= self.capacity
-
-    @property
-    def mfu(self) -> float | None:
-        """Modelled share of the chips' bfloat16 peak that the model's FLOP reach; None without a model or a chip."""
-        if self.chip is None or self.timeline is None or not self.model_flop or not self.timeline.seconds:
-            return None
-        return self.model_flop / self.timeline.seconds / (self.chip.bf16_flops * self.count)
-
-    @cached_property
-    def by_axis(self) -> dict[str, dict[str, float]]:
-        """Axes to kind to wire bytes of one device in a step."""
-        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        for entry in self.ledger:
-            found[entry.axis][entry.kind] += entry.step_wire
-        return {axis: dict(kinds) for axis, kinds in found.items()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON wants it."""
-        made = {
-            each.name: getattr(self, each.name)
-            for each in dataclasses.fields(self)
-            if each.name
-            not in ("chip", "pool", "memory", "ledger", "flags", "arguments", "flop", "timeline", "schedule")
-        }
-        made |= {
-            "chip": self.chip.name if self.chip else None,
-            "capacity": self.capacity,
-            "room": self.room,
-            "fits": self.fits,
-            "mfu": self.mfu,
-            "by_axis": self.by_axis,
-            "pipeline": facts(self.schedule, self.ledger) if self.schedule else None,
-            "memory": [dataclasses.asdict(share) for share in self.memory],
-            "flop": dataclasses.asdict(self.flop) | {"total": self.flop.total},
-            "timeline": dataclasses.asdict(self.timeline) if self.timeline else None,
-            "flags": [dataclasses.asdict(flag) for flag in self.flags],
-            "arguments": [dataclasses.asdict(each) | {"bytes": each.bytes} for each in self.arguments],
-            "ledger": [
-                dataclasses.asdict(entry)
-                | {"wire": entry.wire, "step_wire": entry.step_wire, "step_payload": entry.step_payload}
-                for entry in self.ledger
-            ],
-        }
-        return made
+class Report(Facts):
+    """What XLA made of one program on one mesh, and how it is shown; see `Facts` for its attributes."""
 
     def __str__(self) -> str:
-        from jaxpar.inspector.terminal import page
-
-        return page(self)
+        return terminal.page(self)
 
     def _repr_html_(self) -> str:
-        from jaxpar.inspector.page import fragment
-
-        return fragment(self)
+        return pages.fragment(self)
 
     def html(self, path: str | Path | None = None) -> str:
         """Returns the report as one self-contained HTML page, and writes it to `path`."""
-        from jaxpar.inspector.page import page
-
-        text = page(self)
+        text = pages.page(self)
         if path is not None:
             try:
                 Path(path).write_text(text, encoding="utf-8")

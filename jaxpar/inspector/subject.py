@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse, users_code
-from jaxpar.inspector.causes import Argument
-from jaxpar.inspector.hlo import BITS
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.hlo.attribution import Argument
+from jaxpar.hlo.text import BITS
+from jaxpar.pipeline.tables.schedule import Schedule
 
 ROLES = ("parameters", "optimizer state", "other state", "batch", "arguments")
 

@@ -15,12 +15,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from jaxpar.errors import refuse
+from jaxpar.hlo.bytes_accessed import moved
+from jaxpar.hlo.replica_groups import axes_of, axes_of_pairs, most_nodes, parse_groups, parse_pairs
+from jaxpar.hlo.text import Module, Op
+from jaxpar.hlo.trip_counts import is_sync, trip_count
 from jaxpar.inspector.flop import op_flop, operand_dtype
-from jaxpar.inspector.groups import axes_of, axes_of_pairs, most_nodes, parse_groups, parse_pairs
-from jaxpar.inspector.hlo import Module, Op
 from jaxpar.inspector.ledger import attribute_text
-from jaxpar.inspector.moved import moved
-from jaxpar.inspector.walk import is_sync, trip_count
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.collective import KINDS, wire_bytes
 

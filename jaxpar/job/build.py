@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxpar.data.spec import Source
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.job.batches import check_evaluated, open_source
 from jaxpar.job.check import check
-from jaxpar.job.models import resolve_loss, resolve_model
-from jaxpar.job.tables import Job
+from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import check_evaluated, open_source
+from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.mesh.devices import simulate, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
-from jaxpar.train.data.spec import Source
-from jaxpar.train.step import Step
-from jaxpar.train.step import build as build_step
+from jaxpar.step.step import Step
+from jaxpar.step.step import build as build_step
 
 BLOCK = 4096  # steps whose learning rates are computed at once
 

@@ -11,25 +11,25 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxpar.data import arrays, text
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.job.batches import abstract_batch, check_evaluated, open_source
-from jaxpar.job.models import accepting, resolve_loss, resolve_model
+from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_source
+from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.start import check_start, is_folder
-from jaxpar.job.tables import Job
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import visible
-from jaxpar.mesh.pool import taken
+from jaxpar.mesh.memory_pool import taken
 from jaxpar.mesh.target import parse_target
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute
-from jaxpar.sharding.place import shard_bytes
-from jaxpar.train import losses, state
-from jaxpar.train.data import arrays, text
-from jaxpar.train.numerics import PRECISIONS, Numerics
-from jaxpar.train.pipelined import Pipelined
-from jaxpar.train.updating import Updating
+from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.step import losses, state
+from jaxpar.step.numerics import PRECISIONS, Numerics
+from jaxpar.step.pipelined.run import Pipelined
+from jaxpar.step.pipelined.unflushed import Updating
 from jaxpar.units import show_bytes
 
 

@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.checkpoint import listing, manifest, orbax, report
+from jaxpar.checkpoint.differences import Difference, differences
+from jaxpar.checkpoint.manifest import Array, Manifest
 from jaxpar.errors import nearest, refuse
 from jaxpar.job import pretrained
 from jaxpar.job.check import device_count
-from jaxpar.job.models import resolve_loss, resolve_model
-from jaxpar.job.schema import load
+from jaxpar.job.file.parse import load
+from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.mesh.devices import leave_alone, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
-from jaxpar.train import state
-from jaxpar.train.checkpoint import arrays, manifest, report, shelf
-from jaxpar.train.checkpoint.differences import Difference, differences
-from jaxpar.train.checkpoint.manifest import Array, Manifest
+from jaxpar.step import state
 
 FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {
     "jaxpar": report.export,
@@ -73,7 +73,7 @@ def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
     if made.mesh.declared:
         leave_alone()
     layout = compose(resolve_model(made, resolve_loss(made)), made.parallel, device_count(made))
-    return arrays.described(state.abstract(layout, chain.build(made.optimizer, made.train.steps)))
+    return orbax.described(state.abstract(layout, chain.build(made.optimizer, made.train.steps)))
 
 
 def adopt(where: Path, step: int | None = None) -> Path:
@@ -82,19 +82,19 @@ def adopt(where: Path, step: int | None = None) -> Path:
     Raises:
       JaxparError: If it has one, or is no checkpoint.
     """
-    path = shelf.find(where, step)
+    path = listing.find(where, step)
     if (path / manifest.NAME).exists():
         raise refuse(f"{path} has a MANIFEST", rule="a list is made once", fix=f"jaxpar checkpoint verify {path}")
-    listed, scores = arrays.unlisted(path)
+    listed, scores = orbax.unlisted(path)
     made = path.stat().st_mtime
     manifest.write(path, step=int(path.name), written=made, scores=scores, arrays=listed)
     return path
 
 
 def _listed(where: Path) -> tuple[Path, Manifest]:
-    path = shelf.find(where)
-    if shelf.is_older(path):
-        raise shelf.refuse_older(path)
+    path = listing.find(where)
+    if listing.is_older(path):
+        raise listing.refuse_older(path)
     return path, manifest.read(path)
 
 
@@ -108,7 +108,7 @@ def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, fl
     for name, array in listed.items():
         kind = jax.random.key(0).dtype if array.dtype.startswith("key<") else array.dtype
         want = {name: jax.ShapeDtypeStruct(array.shape, kind, sharding=alone)}
-        here, there = (_numbers(arrays.load(path, listed, want)[name]) for path in (first, second))
+        here, there = (_numbers(orbax.load(path, listed, want)[name]) for path in (first, second))
         if here.tobytes() != there.tobytes():
             found[name] = float(np.max(np.abs(here.astype(np.float64) - there.astype(np.float64))))
     return found

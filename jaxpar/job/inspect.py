@@ -6,13 +6,13 @@ import jax
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.inspector.report import Report, report
-from jaxpar.job.batches import abstract_batch
 from jaxpar.job.build import assemble
 from jaxpar.job.check import device_count
-from jaxpar.job.tables import Job, MeshTable
+from jaxpar.job.file.schema import Job, MeshTable
+from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.mesh.devices import simulate
 from jaxpar.mesh.target import Target, parse_target, target_devices
-from jaxpar.train.subject import subject
+from jaxpar.step.inspectable import subject
 
 CPU = "cpu"
 

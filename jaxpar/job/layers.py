@@ -6,12 +6,12 @@ from typing import Any
 
 from jaxpar.bench.layers import layers
 from jaxpar.errors import JaxparError
-from jaxpar.job.batches import abstract_batch
 from jaxpar.job.check import check
-from jaxpar.job.models import resolve_loss, resolve_model
-from jaxpar.job.tables import Job, MeshTable
-from jaxpar.pipeline.profile import dumps
-from jaxpar.train.numerics import Numerics
+from jaxpar.job.file.schema import Job, MeshTable
+from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.partition.profile import dumps
+from jaxpar.step.numerics import Numerics
 
 
 def measured(job: Job, write: str | None = None) -> dict[str, Any]:

@@ -6,21 +6,21 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 
 from jaxpar.errors import JaxparError, nearest, refuse
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.parse import loads
+from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.inspect import observe
-from jaxpar.job.schema import loads
-from jaxpar.job.subject import subject
-from jaxpar.job.tables import Job, MeshTable
-from jaxpar.job.toml import dumps
+from jaxpar.job.parts.plan_model import subject
 from jaxpar.mesh.axes import TRAINED
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
-from jaxpar.mesh.pool import Pool, taken
+from jaxpar.mesh.memory_pool import Pool, taken
 from jaxpar.mesh.target import Target
-from jaxpar.plan.agreement import Checked
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import HARDWARE, Hardware
-from jaxpar.plan.hardware_file import load_hardware
-from jaxpar.plan.practice import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.machine.file import load_hardware
+from jaxpar.plan.machine.hardware import HARDWARE, Hardware
+from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.search import Question, Ranked
+from jaxpar.plan.validation import Checked
 from jaxpar.units import parse_bytes, parse_rate, show_bytes
 
 
@@ -30,7 +30,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
     Args:
       job: Its model, sequence and global batch count; its mesh and layout do not.
       devices: How many.
-      chip: Which, one of `jaxpar.plan.hardware.HARDWARE`, or a file as in `jaxpar.plan.hardware_file`.
+      chip: Which, one of `jaxpar.plan.machine.hardware.HARDWARE`, or a file as in `jaxpar.plan.machine.file`.
       per_node: How many of them NVLink joins; None is as many as in the chip's usual machine, or as the file says.
       given: Texts that replace the hardware's: `inside` and `between`, bytes or bits per second and device, as 3GB or
         10Gb/s; `memory` of a device, as 70GiB; and `attention`: fused is cuDNN's kernel, which a run takes in 16

@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 
+from jaxpar.checkpoint import listing, manifest, orbax
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.job.build import Built
-from jaxpar.job.schema import load
+from jaxpar.job.file.parse import load
 from jaxpar.job.start import check_start, decoder_of
 from jaxpar.models.huggingface.export import export
+from jaxpar.step.state import State
 from jaxpar.train import pretrained
-from jaxpar.train.checkpoint import arrays, manifest, shelf
-from jaxpar.train.state import State
 
 
 def begin(built: Built) -> tuple[State, str]:
@@ -38,9 +38,9 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     Raises:
       JaxparError: If it is damaged, belongs to no run of a decoder, or Hugging Face has no such model.
     """
-    path = shelf.find(where, step).resolve()
-    if shelf.is_older(path):
-        raise shelf.refuse_older(path)
+    path = listing.find(where, step).resolve()
+    if listing.is_older(path):
+        raise listing.refuse_older(path)
     if wrong := manifest.check(path):
         raise JaxparError(*(Problem(f"{path}: {each}", "every byte is as written", "another step") for each in wrong))
     settings = decoder_of(load(path.parent.parent / "job.toml"))
@@ -51,6 +51,6 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
         for name, array in listed.items()
         if name.startswith("params/")
     }
-    params = {name.removeprefix("params/"): value for name, value in arrays.load(path, listed, wanted).items()}
+    params = {name.removeprefix("params/"): value for name, value in orbax.load(path, listed, wanted).items()}
     files = export(params, settings, to)
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in files)}

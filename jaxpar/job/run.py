@@ -21,27 +21,30 @@ from typing import Any
 import jax
 
 from jaxpar.bench.record import versions, where
+from jaxpar.checkpoint import Store, start_from
+from jaxpar.cluster.connect import HEARTBEAT, connect
+from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, reading, refuse, said
-from jaxpar.job import changes, meeting, pretrained
-from jaxpar.job.batches import abstract_batch
+from jaxpar.files import make_folder, write_json
+from jaxpar.job import meeting, pretrained
 from jaxpar.job.build import Built, build
-from jaxpar.job.models import COUNTED, sound
+from jaxpar.job.file import changes
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.job.parts.models import COUNTED, sound
 from jaxpar.job.start import is_folder
-from jaxpar.job.tables import Job
-from jaxpar.job.toml import dumps
 from jaxpar.mesh.chips import find_chip
-from jaxpar.mesh.connect import HEARTBEAT, connect
 from jaxpar.mesh.devices import describe, is_simulated
-from jaxpar.mesh.processes import Cluster, detect
-from jaxpar.train import loop, state
-from jaxpar.train.checkpoint import Store, make_folder, partial, write_json
-from jaxpar.train.detours import Careful, Detours
+from jaxpar.step import state
+from jaxpar.step.inspectable import model_flop
+from jaxpar.train import loop
 from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
 from jaxpar.train.peers import Alone, Peers, forget
 from jaxpar.train.progress import Progress
-from jaxpar.train.subject import model_flop
+from jaxpar.train.skipped_batches import Careful, Detours
 from jaxpar.train.watchdog.judge import SLOW
 
 
@@ -169,7 +172,7 @@ def _begin(built: Built, progress: Progress) -> state.State:
         return made
     made = state.create(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
     if spec.start_from:
-        made, origin = partial.start(spec, made, built.optimizer)
+        made, origin = start_from.start(spec, made, built.optimizer)
         progress.say(str(origin))
     return made
 

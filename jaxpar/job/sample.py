@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxpar.checkpoint import Store
+from jaxpar.data.tokens import Text
 from jaxpar.errors import refuse
-from jaxpar.job.models import resolve_loss, resolve_model
-from jaxpar.job.schema import load
+from jaxpar.job.file.parse import load
+from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.mesh.devices import visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declare import Parallel
 from jaxpar.sharding.names import Compute
-from jaxpar.train import state
-from jaxpar.train.checkpoint import Store
-from jaxpar.train.data.tokens import Text
+from jaxpar.step import state
 
 
 def sample(

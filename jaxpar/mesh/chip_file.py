@@ -1,5 +1,5 @@
 """A chip of the user's own, in TOML, to plan for.
-The file may also have [gemm] and [links], what was measured on the chip: `plan/hardware_file.py` reads them.
+The file may also have [gemm] and [links], what was measured on the chip: `plan/machine/file.py` reads them.
 
 [chip]
 name = "Acme One"

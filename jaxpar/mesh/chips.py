@@ -10,7 +10,7 @@ What no source says is None, never a guess: whoever needs it asks the user.
 import re
 from dataclasses import dataclass
 
-from jaxpar.mesh.pool import Pool
+from jaxpar.mesh.memory_pool import Pool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

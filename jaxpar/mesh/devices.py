@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jaxpar.errors import refuse
+from jaxpar.mesh.memory_pool import wanted
 from jaxpar.mesh.plugin import hush_plugin
-from jaxpar.mesh.pool import wanted
 
 THREADS = 8  # threads per simulated device, see `_make_devices`
 
@@ -17,7 +17,7 @@ THREADS = 8  # threads per simulated device, see `_make_devices`
 def visible() -> list[Any]:
     """Returns the devices that this process sees; of several processes, all of theirs.
 
-    Of GPUs that JAX makes here it takes as much memory as `jaxpar.mesh.pool` promises, where the user's own
+    Of GPUs that JAX makes here it takes as much memory as `jaxpar.mesh.memory_pool` promises, where the user's own
     variables do not say otherwise.
     """
     hush_plugin()

@@ -17,8 +17,8 @@ from jaxpar.parallel.layout import Layout, Placement
 from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.names import Blueprint
-from jaxpar.sharding.place import shard_bytes
 from jaxpar.sharding.rules import NAMES, name_stacks, resolve, spec_of
+from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes
 
 REGULAR = "a path rule is a regular expression"

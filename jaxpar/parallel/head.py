@@ -17,7 +17,7 @@ from jaxpar.errors import Problem
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipe import HELD, LEAST
-from jaxpar.sharding.place import shard_bytes
+from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes
 
 Compose = Callable[[Parallel], tuple[Layout, list[Problem]]]
@@ -63,7 +63,7 @@ def held(layout: Layout) -> int:
 
 
 def splits_lookups(layout: Layout) -> bool:
-    """Returns whether only a spread head would cut both sequences and what is looked up: see `train/pieces.py`."""
+    """Returns whether only a spread head would cut both sequences and what is looked up: see `step/check_context.py`."""
     return layout.sizes["context"] > 1 and layout.sizes["tensor"] == 1
 
 

@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.declare import Parallel
-from jaxpar.pipeline.asynchronous import microbatches_per_update
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.run.unflushed import microbatches_per_update
+from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import SCOPE, Blueprint, Leaf, Tree, nest, path_of
-from jaxpar.sharding.place import shard_bytes
 from jaxpar.sharding.rules import Axes
+from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes, show_count
 
 

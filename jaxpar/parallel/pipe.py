@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from jaxpar.errors import Problem, refuse
-from jaxpar.pipeline import library
-from jaxpar.pipeline.schedule import Schedule
-from jaxpar.pipeline.text import from_csv
+from jaxpar.pipeline.tables import library
+from jaxpar.pipeline.tables.csv import from_csv
+from jaxpar.pipeline.tables.schedule import Schedule
 
 # Bytes of a parameter of embedding or head while a table runs: a copy to compute with, in bfloat16, and the float32 sum
 # of its gradients.

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpar.pipeline.library import LIBRARY, schedule
-from jaxpar.pipeline.price import Times, price
-from jaxpar.pipeline.schedule import Schedule
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline.tables.schedule import Schedule
 
 Run = Literal["asynchronous", "barrier"]
 OPS: tuple[str, ...] = ("F", "B", "W", "head F", "head B", "send")

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, nearest
 from jaxpar.mesh.axes import TRAINED
-from jaxpar.pipeline.library import LIBRARY
+from jaxpar.pipeline.tables.library import LIBRARY
 
 RECOMPUTES = {
     # remat: shares of a layer's forward that the backward pass computes again:
@@ -35,7 +35,7 @@ class Candidate:
       tensor: Devices that share each matrix.
       zero: What fsdp shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
       sequence: Whether the tensor axis shards the stream between blocks as well (sequence parallelism).
-      schedule: One of `jaxpar.pipeline.library.LIBRARY`.
+      schedule: One of `jaxpar.pipeline.tables.library.LIBRARY`.
       chunks: Parts of the model on each stage.
       microbatch: Rows of one microbatch on one replica.
       microbatches: Microbatches of a step.

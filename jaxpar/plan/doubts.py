@@ -11,8 +11,8 @@ So no doubt makes a cause of a step's time more than twice, or less than half, a
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.practice import Practice
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import Practice
 
 DOUBT = 0.3  # how wrong an assumed bandwidth or speed may be
 MOST = 2.0  # the factor by which a doubt changes a part of the time at most

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from jaxpar.parallel.pipe import HELD, LEAST
-from jaxpar.pipeline.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.model.shape import Shape
 
 
 def by_default(shape: Shape, candidate: Candidate) -> Any:

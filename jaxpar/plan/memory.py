@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpar.pipeline.library import LIBRARY
+from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.practice import Practice
-from jaxpar.plan.shape import Shape
-from jaxpar.plan.zero import JAXPAR, Recipe
+from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,12 +9,12 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.mesh.axes import TRAINED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.doubts import MOST, doubts
-from jaxpar.plan.front import Points, front
-from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.legal import Choices, at, pick
+from jaxpar.plan.enumerate import Choices, at, pick
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import Practice
 from jaxpar.plan.memory import Memory
-from jaxpar.plan.model import Model
-from jaxpar.plan.practice import Practice
+from jaxpar.plan.model.base import Model
+from jaxpar.plan.pareto import Points, front
 from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes
 

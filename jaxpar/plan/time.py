@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.plan import bubble, layer, traffic
+from jaxpar.plan import bubble, traffic
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import Hardware
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import Practice
 from jaxpar.plan.memory import stage_parameters
-from jaxpar.plan.practice import Practice
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.model import layer_time
+from jaxpar.plan.model.shape import Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +61,8 @@ def optimizer(held: Any, candidate: Candidate, hardware: Hardware, practice: Pra
 
 def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
     """Returns what a step takes, by cause."""
-    forward, backward, again = layer.block(shape, candidate, hardware, practice)
-    head_f, head_b = layer.head(shape, candidate, hardware, practice)
+    forward, backward, again = layer_time.block(shape, candidate, hardware, practice)
+    head_f, head_b = layer_time.head(shape, candidate, hardware, practice)
     ahead, back = traffic.tensor(shape, candidate, hardware, practice)
     here, there = traffic.context(shape, candidate, hardware, practice)
     deep = candidate.layers(shape.layers)

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.hardware import Hardware
-from jaxpar.plan.layer import tokens
-from jaxpar.plan.practice import Practice
-from jaxpar.plan.shape import Shape
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.model.layer_time import tokens
+from jaxpar.plan.model.shape import Shape
 
 BYTES = 2  # of a bfloat16
 SUMMED = 4  # of a gradient that one program on all stages has summed over its table: reduced as it is, in float32

@@ -10,18 +10,14 @@ With `stop` and `rollback` the compiled step is what it is without them: the hos
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.errors import JaxparError, Problem, refuse, within
-from jaxpar.train.state import State
-
-if TYPE_CHECKING:
-    from jaxpar.train.loop import Run
+from jaxpar.step.guard import are_finite
 
 WINDOW = 32  # losses whose median a spike is measured by
 FEWEST = 8  # losses without which nothing is a spike
@@ -71,11 +67,6 @@ class BadStep(JaxparError):
         super().__init__(problem)
 
 
-def are_finite(params: Any) -> jax.Array:
-    """Returns whether all numbers of all arrays are finite: one pass over them, one bool."""
-    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
-
-
 _are_finite = jax.jit(are_finite)
 
 
@@ -89,34 +80,6 @@ def check_before_save(step: int, params: Any) -> None:
         got = f"the parameters of step {step} are not finite, though its loss and gradients are"
         fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
         raise BadStep(step, Problem(got, "what is saved is finite", fix))
-
-
-def guarded(update: Callable, on_device: Callable) -> Callable:
-    """Returns a step's update that takes nothing where loss, gradients or the new parameters are not finite.
-
-    Nor where the loss is too high. Between devices one bool travels, of the parameters that each of them holds.
-
-    Args:
-      update: (state, batch) to (state, metrics).
-      on_device: Brings an optimizer state to where updates are made.
-
-    Returns:
-      (state, batch, limit) to (state, metrics); `skipped` in the metrics, bool, is true where params, optimizer
-      and rest are those of before, bit for bit.
-    """
-
-    def _update(state: State, batch: Mapping, limit: jax.Array):
-        new, metrics = update(state, batch)
-        loss, norm = metrics["loss"], metrics["grad_norm"]
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit) & are_finite(new.params)
-        params, optimizer, rest = jax.tree.map(
-            lambda after, before: jnp.where(good, after, before),
-            (new.params, new.optimizer, new.rest),
-            (state.params, on_device(state.optimizer), state.rest),
-        )
-        return State(new.step, params, optimizer, rest), metrics | {"skipped": ~good}
-
-    return _update
 
 
 class Watch:
@@ -198,55 +161,3 @@ def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> 
         return Problem(f"the gradients of step {step} are not finite (grad_norm {norm}, loss {loss:.6g})",
             "training goes on while the gradients are finite; nothing is saved after they are not", fix)  # fmt: skip
     return Problem(f"the loss of step {step} is {loss} (grad_norm {norm})", rule, fix)
-
-
-def roll_back(job: "Run", bad: JaxparError, start: int) -> State:
-    """Returns the state of the newest checkpoint, after which the batches since it are passed over.
-
-    Where the first step after a checkpoint is bad, the checkpoint may be: it is set aside, and the one before it taken.
-
-    Args:
-      job: The run.
-      bad: What ended the run so far: a bad step, or anything else, which is raised again.
-      start: The step whose state this training began with.
-
-    Raises:
-      JaxparError: `bad` itself, after the last checkpoint was committed, if the job does not want this; if there is
-        no checkpoint to go back to, or the run went back too often.
-    """
-    faults, detours = job.watch.faults, job.detours
-    if job.store and (isinstance(bad, BadStep) or jax.process_count() == 1):  # else the others may never come to it
-        job.store.wait()
-    if not isinstance(bad, BadStep):
-        raise bad
-    steps = job.store.steps() if job.store else []
-    older = [step for step in steps if step < start]
-    at_once = bad.step == start + 1 and start in steps and bool(older)
-    if faults.on_bad_step != "rollback":
-        raise _with_older(bad, older[-1]) if at_once else bad
-    if job.store is None or detours is None or not steps:
-        raise refuse(f"{bad.problems[0].got}, and no checkpoint to go back to", rule="faults.on_bad_step = 'rollback' "
-            "goes back to a checkpoint", fix="a smaller checkpoint.every") from bad  # fmt: skip
-    if detours.rollbacks >= faults.rollbacks:
-        raise refuse(f"{bad.problems[0].got}, after {detours.rollbacks} rollbacks", rule=f"a run goes back at most "
-            f"faults.rollbacks = {faults.rollbacks} times", fix=bad.problems[0].fix) from bad  # fmt: skip
-    job.peers.at(bad.step, "restoring")
-    if at_once and jax.process_index() == 0:
-        left = ", ".join(job.store.leave(older[-1]))
-        if job.progress:
-            job.progress.say(f"the first step after step {start} is bad: what was saved there is called {left} now")
-    state, back = job.store.restore(job.step.abstract())
-    detours.go_back(bad.step, to=back, why=bad.problems[0].got)
-    job.watch.rewind(back)
-    if job.log:
-        job.log.rewind(back)
-        job.watch.skipped = job.log.skipped
-    if job.progress:
-        job.progress.say(f"{bad.problems[0].got}: back to step {back}, on with the batch after it")
-    return state
-
-
-def _with_older(bad: BadStep, step: int) -> BadStep:
-    """Returns the error of a first step after a checkpoint, which may be to blame, with the way to an older one."""
-    problem = bad.problems[0]
-    return BadStep(bad.step, Problem(problem.got, problem.rule, f"{problem.fix}; or jaxpar train JOB --from {step}"))

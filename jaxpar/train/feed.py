@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.data.spec import Batch, Source, Weighted
 from jaxpar.parallel.layout import Layout
-from jaxpar.train.data.held_out import Weighted
-from jaxpar.train.data.spec import Batch, Source
 
 
 class Feed:

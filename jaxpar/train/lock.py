@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.files import make_folder
 from jaxpar.leaving import leave
-from jaxpar.train.checkpoint.files import make_folder
 from jaxpar.units import show_seconds
 
 BEAT = 5.0  # seconds between two signs of life

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import reading, refuse, within
-from jaxpar.train.checkpoint.files import FULL, write_text
+from jaxpar.files import FULL, write_text
 
 RECENT = 1024  # rows of an earlier run that are remembered
 

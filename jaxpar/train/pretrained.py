@@ -11,7 +11,7 @@ import optax
 from jaxpar.errors import JaxparError, Problem, differences
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import nest, path_of
-from jaxpar.train.state import State, abstract, shardings
+from jaxpar.step.state import State, abstract, shardings
 
 
 def start(

@@ -9,8 +9,8 @@ from typing import Any
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.job.doctor import devices, machine, network, software
 from jaxpar.job.doctor.finding import Finding, limited
-from jaxpar.job.schema import read
-from jaxpar.job.tables import Job
+from jaxpar.job.file.parse import read
+from jaxpar.job.file.schema import Job
 
 DEVICES, MEETING = 10.0, 3.0  # seconds, so that all of it stays below 15
 SERVER = "a run.dir on a file server that answers"
@@ -78,11 +78,11 @@ def _job(job: Job, count: int) -> tuple[list[Finding], int]:
         return [], 0
     import jax
 
-    from jaxpar.job.models import resolve_loss, resolve_model
+    from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.mesh.devices import leave_alone
     from jaxpar.optim import chain
     from jaxpar.parallel.compose import compose
-    from jaxpar.train.state import abstract
+    from jaxpar.step.state import abstract
 
     leave_alone()  # shapes alone: the devices stay with the process that looked at them
     use = job.mesh.devices or count

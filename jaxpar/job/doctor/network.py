@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor.finding import Finding
 from jaxpar.job.doctor.machine import nearest_folder
 from jaxpar.job.meeting import FIX
-from jaxpar.mesh.processes import Cluster, detect
 from jaxpar.units import show_seconds
 
 HELLO = b"jaxpar doctor "

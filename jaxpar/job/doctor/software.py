@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor.finding import Finding
-from jaxpar.mesh.pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, taken
+from jaxpar.mesh.memory_pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, taken
 
 CHECKED = ("jax", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")

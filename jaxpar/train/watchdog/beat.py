@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxpar.train.checkpoint.files import FULL
+from jaxpar.files import FULL
 from jaxpar.train.watchdog.digest import Crowd, Digest
 
 ROOM = 2048  # bytes that a beat may grow by on a full disk

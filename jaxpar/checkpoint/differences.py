@@ -1,0 +1,121 @@
+"""How a checkpoint differs from what a job needs, before anything is read: by path, in a few lines.
+
+Everything is an entry of one table: shape, dtype, missing, unexpected, of parameters, optimizer or the rest. `told`
+folds it: a model of another width differs in every array, and a user reads one line of it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpar.checkpoint.manifest import Array
+from jaxpar.errors import Problem
+
+PARTS = {"params": "parameter", "optimizer": "array of the optimizer", "rest": "array of the model's rest"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One array that is not the same in two places.
+
+    Attributes:
+      path: Such as `params/blocks/mlp/up`.
+      kind: shape, dtype, missing (in the first) or unexpected (not in the second).
+      was: In the first, the checkpoint; None if it is not there.
+      now: In the second, the job; None if it is not there.
+    """
+
+    path: str
+    kind: Literal["shape", "dtype", "missing", "unexpected"]
+    was: Array | None
+    now: Array | None
+
+    @property
+    def part(self) -> str:
+        """What of the state it belongs to: params, optimizer, rest or step."""
+        return self.path.partition("/")[0]
+
+    @property
+    def name(self) -> str:
+        """The path as a user knows it: parameters without `params/`."""
+        return self.path.removeprefix("params/")
+
+    def said(self, first: str = "the checkpoint", second: str = "the job") -> str:
+        """Returns the difference in words."""
+        if self.was is None or self.now is None:
+            here, there = (second, first) if self.was is None else (first, second)
+            return f"{self.name} is in {here} and not in {there}"
+        if self.kind == "shape":
+            return f"{self.name} is {list(self.was.shape)} in {first}, {list(self.now.shape)} in {second}"
+        return f"{self.name} is {self.was.dtype} in {first}, {self.now.dtype} in {second}"
+
+
+def differences(saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> list[Difference]:
+    """Returns every difference, parameters first, by path; none where one can be read as the other."""
+    found = []
+    for path in sorted(saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params/"), path)):
+        was, now = saved.get(path), wanted.get(path)
+        if was is None or now is None:
+            found.append(Difference(path=path, kind="missing" if was is None else "unexpected", was=was, now=now))
+        elif _is_old_key(was, now) or (was.shape, was.dtype) == (now.shape, now.dtype):
+            continue
+        else:
+            found.append(Difference(path=path, kind="dtype" if was.shape == now.shape else "shape", was=was, now=now))
+    return found
+
+
+def problems(found: list[Difference], run: str) -> list[Problem]:
+    """Returns what a user should know of the differences: one problem per cause, the first array of it by name.
+
+    Args:
+      found: The differences between a checkpoint and a job.
+      run: What the checkpoint is called on the command line.
+    """
+    model = [each for each in found if each.part == "params"]
+    # the optimizer keeps copies of parameters: where those differ, its own say nothing new
+    followed = tuple(f"/{each.name}" for each in model)
+    chain = [each for each in found if each.part == "optimizer" and not each.path.endswith(followed)]
+    rest = [each for each in found if each.part not in ("params", "optimizer")]
+    made = []
+    for part, those in (("params", model), ("rest", rest), ("optimizer", [e for e in chain if e.was and e.now])):
+        for kind in ("missing", "unexpected", "shape", "dtype"):
+            if some := [each for each in those if each.kind == kind]:
+                made.append(_problem(part, kind, some, run))
+    if other := [each for each in chain if not (each.was and each.now)]:
+        made.append(_optimizer(other, run))
+    return made
+
+
+def _problem(part: str, kind: str, some: list[Difference], run: str) -> Problem:
+    more = f", and {len(some) - 1} more {_plural(PARTS.get(part, 'array'), len(some) - 1)} like it" if some[1:] else ""
+    fix = {
+        "dtype": f"the dtype that was trained; or a new run from it: checkpoint.start_from = {run!r}, cast = true",
+        "shape": "the model that was trained, or another run.dir",
+    }.get(kind, f"the model that was trained, or another run.dir; all of them: jaxpar checkpoint diff {run} JOB")
+    return Problem(some[0].said() + more, "a checkpoint holds the arrays that the job needs", fix)
+
+
+def _optimizer(some: list[Difference], run: str) -> Problem:
+    """Returns one problem for another optimizer: its chain is a tree of its own, so most of it differs at once."""
+    here = [each for each in some if each.was is not None]
+    there = [each for each in some if each.now is not None]
+    shown = " and ".join(
+        f"{those[0].name} ({len(those)} {_plural('array', len(those))}) in the {where}"
+        for those, where in ((here, "checkpoint"), (there, "job"))
+        if those
+    )
+    return Problem(
+        f"another optimizer: {shown}",
+        "a run goes on with the optimizer that it began with",
+        f"the optimizer that was trained, or another run.dir with checkpoint.start_from = {run!r}",
+    )
+
+
+def _plural(word: str, count: int) -> str:
+    head, of, tail = word.partition(" of ")
+    return word if count == 1 else f"{head}s{of}{tail}"
+
+
+def _is_old_key(was: Array, now: Array) -> bool:
+    """Whether a key for random numbers was listed as the numbers it consists of, as Orbax does."""
+    return now.dtype.startswith("key<") and was.dtype == "uint32" and was.shape[:-1] == now.shape

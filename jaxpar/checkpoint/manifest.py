@@ -1,0 +1,219 @@
+"""What a checkpoint consists of, byte by byte, so that it cannot lie.
+
+    b7c9...e1                        BLAKE2b of all that follows
+    {"format": 1, "step": 200, "arrays": {...}, "files": {"state/d/4f": {"size": 768, "hash": "..."}}}
+
+Orbax reads a flipped byte as another number and does not notice. A file that is altered, cut off, missing, added or
+renamed differs from the list; the list itself is covered by its first line. It guards against accidents, not against
+an attacker, who could write another list; but no list leads out of its folder.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+
+import pydantic
+
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.files import sync, sync_tree
+
+NAME = "MANIFEST"
+PART = ".writing.list"  # of the name of a list that is to take the place of another
+FORMAT = 1
+LATEST = 253402300800.0  # seconds since 1970: the end of the year 9999
+_WORKERS = 4  # hashing lets other threads run
+_SMALL = 2**20  # bytes that are hashed sooner than threads are started
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array of a checkpoint: shape, dtype by its name, bytes of the whole of it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a checkpoint: its size in bytes, and the hexadecimal BLAKE2b (32 bytes) of its content."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The list of a checkpoint.
+
+    Attributes:
+      step: Updates made when it was written.
+      written: When, in seconds since 1970.
+      scores: What was measured then: loss, eval_loss.
+      arrays: Path such as `params/blocks/mlp/up` to array.
+      files: Path within the checkpoint to file; all but the list itself.
+      format: Of this list.
+    """
+
+    step: int
+    written: float
+    scores: dict[str, float]
+    arrays: dict[str, Array]
+    files: dict[str, File]
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files.values())
+
+
+_READER = pydantic.TypeAdapter(Manifest)
+
+
+def write(
+    folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array]
+) -> Manifest:
+    """Makes a folder a checkpoint: lists its files as they are, and waits until all is on the disk."""
+    made = Manifest(step=step, written=written, scores=dict(scores), arrays=dict(arrays), files=_hashed(folder))
+    sync_tree(folder)
+    _list(folder / NAME, made)
+    sync(folder)
+    return made
+
+
+def score(folder: Path, scores: Mapping[str, float]) -> None:
+    """Adds to the scores of a checkpoint what was measured since; a reader sees the old list or the new one.
+
+    Raises:
+      JaxparError: If its list cannot be read.
+    """
+    made = read(folder)
+    part = folder.with_name(folder.name + PART)  # beside it: within, what a kill leaves would not belong to it
+    _list(part, replace(made, scores=made.scores | dict(scores)))
+    part.replace(folder / NAME)
+    sync(folder)
+
+
+def _list(path: Path, made: Manifest) -> None:
+    rest = json.dumps(asdict(made), indent=1).encode() + b"\n"
+    path.write_bytes(_digest(rest).encode() + b"\n" + rest)
+    sync(path)
+
+
+def read(folder: Path) -> Manifest:
+    """Returns the list of a checkpoint; its files are not looked at.
+
+    Raises:
+      JaxparError: If there is none, it is altered, or a path in it leads out of the checkpoint.
+    """
+    rule = "a checkpoint is as it was written"
+    path = folder / NAME
+    fix = f"jaxpar checkpoint ls {folder.parent}"
+    if not path.is_file() or path.is_symlink():
+        raise refuse(f"{path} is missing", rule=rule, fix=fix)
+    try:
+        first, _, rest = path.read_bytes().partition(b"\n")
+        if first != _digest(rest).encode():
+            raise refuse(f"{path} is altered", rule=rule, fix=fix)
+        made = _READER.validate_json(rest)
+    except pydantic.ValidationError as error:
+        raise refuse(f"{path}: {error.errors()[0]['msg']:.100}", rule="it lists a checkpoint", fix=fix) from error
+    except OSError as error:
+        raise refuse(f"{path}: {error.strerror}", rule=rule, fix=fix) from error
+    if not 0 <= made.written < LATEST:
+        raise refuse(f"{path}: written at {made.written}", rule="it lists a checkpoint", fix=fix)
+    if made.format != FORMAT:
+        raise refuse(
+            f"{path} has format {made.format}",
+            rule=f"this jaxpar reads format {FORMAT}",
+            fix="the jaxpar that wrote it (run.json names its version)",
+        )
+    if escaping := [name for name in made.files if not _stays(name)]:
+        raise refuse(f"{path} names {escaping[0]!r}", rule="files of a checkpoint lie within it", fix="delete it")
+    return made
+
+
+def check(folder: Path, *, content: bool = True) -> list[str]:
+    """Returns what is wrong with a checkpoint, file by file; nothing if every byte is as it was written.
+
+    Args:
+      folder: The checkpoint.
+      content: Whether files are read to the last byte; otherwise names and sizes are compared, which is quick.
+    """
+    try:
+        listed = read(folder).files
+        there = _walk(folder)
+    except JaxparError as error:
+        return [problem.got.removeprefix(f"{folder}{os.sep}") for problem in error.problems]
+    except OSError as error:
+        return [f"{error.filename}: {error.strerror}"]
+    wrong = [f"{name} is missing" for name in listed if name not in there]
+    wrong += [f"{name} does not belong to it" for name in there if name not in listed]
+    kept = [name for name in listed if name in there]
+    wrong += [f"{name} is no plain file" for name in kept if there[name] is None]
+    sized = [name for name in kept if there[name] is not None]
+    wrong += [
+        f"{name} has {there[name]} bytes, {listed[name].size} were written"
+        for name in sized
+        if there[name] != listed[name].size
+    ]
+    if content:
+        same = {name: listed[name] for name in sized if there[name] == listed[name].size}
+        said = _each(lambda name: _differs(folder, name, listed), same)
+        wrong += [f"{name} {each}" for name, each in zip(same, said, strict=True) if each]
+    return wrong
+
+
+def _differs(folder: Path, name: str, listed: Mapping[str, File]) -> str:
+    try:
+        return "" if _digest_of(folder / name) == listed[name].hash else "is altered"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _hashed(folder: Path) -> dict[str, File]:
+    there = {name: File(size, "") for name, size in sorted(_walk(folder).items()) if size is not None}
+    hashes = _each(lambda name: _digest_of(folder / name), there)
+    return {name: File(there[name].size, digest) for name, digest in zip(there, hashes, strict=True)}
+
+
+def _each(function: Callable[[str], str], files: Mapping[str, File]) -> list[str]:
+    """Returns what a function says of each file, of large ones at the same time."""
+    if sum(file.size for file in files.values()) < _SMALL:
+        return [function(name) for name in files]
+    with ThreadPoolExecutor(_WORKERS) as workers:
+        return list(workers.map(function, files))
+
+
+def _walk(folder: Path) -> dict[str, int | None]:
+    """Returns path to size of all that lies in a checkpoint but the list; None for what is no plain file."""
+    found: dict[str, int | None] = {}
+    for root, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(root, name))]
+        for name in (*names, *links):
+            path = Path(root) / name
+            status = path.lstat()
+            found[path.relative_to(folder).as_posix()] = status.st_size if stat.S_ISREG(status.st_mode) else None
+    found.pop(NAME, None)
+    return found
+
+
+def _stays(name: str) -> bool:
+    """Returns whether a path leads to a file within the folder it starts from."""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and not set(name) & {"\\", "\0"}
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=32).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

@@ -1,0 +1,179 @@
+"""A new run begins with the parameters of another: all or some, under their names or new ones.
+
+    checkpoint            rename                     take         job
+    encoder/blocks/mlp ─► encoder/blocks = blocks ─► blocks/* ─► blocks/mlp     taken, renamed
+    head                                             not taken    head          new
+
+Parameters and floating-point statistics (BatchNorm's) are taken; step, optimizer, and keys for dropout begin anew.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.checkpoint import listing, manifest, orbax
+from jaxpar.checkpoint.differences import Difference, differences
+from jaxpar.checkpoint.manifest import Array
+from jaxpar.checkpoint.spec import Checkpoints
+from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.step.state import State
+
+PARTS = ("params", "rest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where each parameter of a new run comes from.
+
+    Attributes:
+      checkpoint: The checkpoint.
+      taken: Path in the job to path in the checkpoint.
+      fresh: Paths in the job that begin anew.
+      unused: Paths of parameters in the checkpoint that nothing was made of.
+    """
+
+    checkpoint: Path
+    taken: Mapping[str, str]
+    fresh: tuple[str, ...]
+    unused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        renamed = sum(new != old for new, old in self.taken.items())
+        parts = [f"{len(self.taken)} arrays taken from {self.checkpoint}"]
+        parts += [f"{renamed} of them renamed"] if renamed else []
+        parts.append(f"{len(self.fresh)} new{_which(self.fresh)}")
+        parts += [f"{len(self.unused)} of it not used{_which(self.unused)}"] if self.unused else []
+        return "; ".join(parts)
+
+
+def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformation) -> tuple[State, Origin]:
+    """Returns a new run's state with parameters of another run, and where each comes from.
+
+    Args:
+      spec: `start_from`, `take`, `rename` and `cast`.
+      state: As made by `create`; it is given up.
+      optimizer: The chain whose state begins anew from these parameters.
+
+    Raises:
+      JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
+    """
+    path = listing.find(Path(spec.start_from)).resolve()
+    if listing.is_older(path):
+        raise listing.refuse_older(path)
+    if wrong := manifest.check(path):
+        raise JaxparError(*(Problem(f"{path}: {each}", "every byte is as written", "another step") for each in wrong))
+    saved, here = manifest.read(path).arrays, orbax.described(state)
+    origin = plan(spec, path, _takable(saved), _takable(here))
+    leaves = orbax.flat(state)
+    wanted = {}
+    for new, old in origin.taken.items():
+        leaf = leaves[_full(new, here)]
+        wanted[_full(old, saved)] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        leaf.delete()  # so that no device holds the new and the taken one
+    read = orbax.load(path, saved, wanted)
+    leaves |= {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items()}
+    made = orbax.unflat(state, leaves)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)
+    # some chains keep a copy of the parameters that they begin with
+    began = jax.jit(optimizer.init, out_shardings=placed)(made.params)
+    return State(made.step, made.params, began, made.rest), origin
+
+
+def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> Origin:
+    """Returns where each array comes from, before any is read.
+
+    Args:
+      spec: As for `start`.
+      path: The checkpoint, for messages.
+      saved: Arrays of the checkpoint that may be taken, by path as users know it.
+      wanted: Those of the job.
+
+    Raises:
+      JaxparError: With every pattern that matches nothing and every array that does not fit.
+    """
+    called = {_renamed(name, spec.rename): name for name in saved}
+    wrong = [
+        Problem(f"checkpoint.take: {pattern!r} matches nothing", "a pattern takes parameters of the job",
+                _nearest(pattern, wanted))
+        for pattern in spec.take
+        if not any(_matches(name, pattern) for name in wanted)
+    ]  # fmt: skip
+    wrong += [
+        Problem(f"checkpoint.rename: nothing in {path} begins with {old!r}", "a name that is there is renamed",
+                _nearest(old, saved))
+        for old in spec.rename
+        if not any(_begins(name, old) for name in saved)
+    ]  # fmt: skip
+    names = [name for name in wanted if any(_matches(name, pattern) for pattern in spec.take)]
+    found = differences({new: saved[old] for new, old in called.items() if new in names}, {n: wanted[n] for n in names})
+    unfit = [each for each in found if not (each.kind == "dtype" and spec.cast)]
+    if wrong or unfit:
+        bad = {each.path for each in unfit}
+        raise JaxparError(*wrong, *_unfit(unfit, [name for name in names if name not in bad]))
+    taken = {name: called[name] for name in names}
+    fresh = tuple(name for name in wanted if name not in taken)
+    return Origin(checkpoint=path, taken=taken, fresh=fresh, unused=tuple(sorted(set(saved) - set(taken.values()))))
+
+
+def _unfit(found: list[Difference], good: list[str]) -> list[Problem]:
+    """Returns a problem for each kind of misfit, with the `take` that leaves the misfits out."""
+    tops = sorted({name.split("/")[0] for name in good} - {each.path.split("/")[0] for each in found})
+    take = "take = [" + ", ".join(f'"{top}*"' if top in good else f'"{top}/*"' for top in tops) + "]"
+    fixes = {"dtype": "cast = true", "missing": f"{take}, or rename" if tops else "rename it"}
+    made = []
+    for kind in ("missing", "shape", "dtype"):
+        if some := [each for each in found if each.kind == kind]:
+            more = f", and {len(some) - 1} more like it" if some[1:] else ""
+            rule = "what is taken is in the checkpoint, in the shape and dtype of the job"
+            made.append(Problem(f"{some[0].said()}{more}", rule, fixes.get(kind, take if tops else "another model")))
+    return made
+
+
+def _takable(described: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns parameters and statistics by path without its first word."""
+    return {
+        path.partition("/")[2]: array
+        for path, array in described.items()
+        if path.startswith("params/") or (path.startswith("rest/") and _is_statistic(array))
+    }
+
+
+def _is_statistic(array: Array) -> bool:
+    return not array.dtype.startswith("key<") and jnp.issubdtype(jnp.dtype(array.dtype), jnp.inexact)
+
+
+def _full(name: str, among: Mapping[str, Array]) -> str:
+    return next((f"{part}/{name}" for part in PARTS if f"{part}/{name}" in among), f"params/{name}")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or _begins(name, pattern)
+
+
+def _begins(name: str, prefix: str) -> bool:
+    return name == prefix.strip("/") or name.startswith(prefix.strip("/") + "/")
+
+
+def _renamed(name: str, rename: Mapping[str, str]) -> str:
+    """Returns what a path is called in the job: the longest beginning that fits is replaced."""
+    fits = [old for old in rename if _begins(name, old)]
+    if not fits:
+        return name
+    old = max(fits, key=len)
+    return rename[old].strip("/") + name[len(old.strip("/")) :]
+
+
+def _nearest(pattern: str, names: Mapping[str, Array]) -> str:
+    """Returns the path, or beginning of one, that was probably meant."""
+    beginnings = {"/".join(name.split("/")[:depth]) for name in names for depth in range(1, name.count("/") + 2)}
+    words = beginnings if "/" in pattern.strip("/*") else {name.split("/")[0] for name in names}
+    return nearest(pattern.rstrip("*").strip("/"), words)
+
+
+def _which(names: tuple[str, ...]) -> str:
+    return f" ({', '.join(names[:4])}{', ...' if names[4:] else ''})" if names else ""

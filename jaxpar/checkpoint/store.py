@@ -1,0 +1,274 @@
+"""The checkpoints of one run: saved beside the training, checked before they are loaded, the newest good one found."""
+
+import errno
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxpar.checkpoint import listing, manifest, orbax, processes, writing
+from jaxpar.checkpoint.differences import differences, problems
+from jaxpar.checkpoint.spec import Checkpoints
+from jaxpar.errors import LOST, JaxparError, Problem, refuse
+from jaxpar.files import FULL, make_folder, os_code
+from jaxpar.units import show_bytes
+
+LISTED = 4096  # bytes on the disk for what lists an array, at most
+NONE = -1  # no step, in what processes tell each other
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
+class HalfWritten(JaxparError):
+    """A checkpoint that this process could not write, and for which the others wait: the run goes on from the last."""
+
+    status = LOST
+
+
+@dataclass
+class Store:
+    """The checkpoints of one run.
+
+    With several processes each has a store of the same folder, and all call the same methods at the same point
+    (but `close`): the first process hashes, renames and deletes.
+
+    Attributes:
+      folder: Where they lie.
+      spec: Which are kept.
+      say: Takes a line for the user: a damaged checkpoint, a full disk. A warning by default.
+      owned: Whether a run writes here: then damaged ones are renamed, and what a killed run left is deleted.
+    """
+
+    folder: Path
+    spec: Checkpoints
+    say: Callable[[str], None] = _warn
+    owned: bool = True
+    _pending: writing.Write | None = field(default=None, init=False)
+    _unsaved: JaxparError | None = field(default=None, init=False)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the committed checkpoints, oldest first; whether they are good, `restore` finds out."""
+        return listing.steps(self.folder)
+
+    def save(self, step: int, state: Any, scores: dict[str, float]) -> None:
+        """Starts writing the state; returns as soon as its arrays are copied. Waits for the write before it.
+
+        Where several processes would write and the first sees too little room, none does: of a replicated state
+        it alone would meet the full disk. One that fills up while they write ends the run, see `wait`.
+
+        Raises:
+          JaxparError: If the write before it failed, but for a full disk: that is told, and training goes on.
+        """
+        self.wait()
+        self._sweep()
+        needed = sum(each.bytes + LISTED for each in orbax.described(state).values())
+        if processes.told(step in self.steps()):
+            return
+        short = processes.several() and processes.is_first() and shutil.disk_usage(self.folder).free < needed
+        if processes.told(short):
+            self._full(step, needed)
+        else:
+            self._pending = writing.begin(self.folder, step, state, scores)
+
+    def score(self, step: int, scores: dict[str, float]) -> None:
+        """Adds to the list of a checkpoint what was measured since it was saved; it may still be being written.
+
+        Raises:
+          JaxparError: If its list cannot be read or written.
+        """
+        if not processes.is_first():
+            return
+        if self._pending is not None and self._pending.step == step:
+            self._pending = writing.after(self._pending, partial(self._score, step, scores))
+        elif self.path(step).is_dir():
+            self._score(step, scores)
+            self._delete_old()
+
+    def wait(self) -> None:
+        """Waits until the last write is committed, then deletes what is not kept.
+
+        Raises:
+          JaxparError: If it failed, but for a full disk; of several processes for whatever reason, on those whose
+            part it was: the others wait for them, and end with them.
+        """
+        if self._pending is None:
+            return
+        write, self._pending = self._pending, None
+        error = write.done.exception()
+        write.worker.shutdown()
+        if error is None:
+            processes.told(0)  # the first has renamed it
+            self._unsaved = None
+            if processes.is_first():
+                self._delete_old()
+        elif processes.several():
+            raise HalfWritten(*self._failed(write, error).problems) from error
+        else:
+            writing.remove(self.folder, write.step)
+            if os_code(error) not in FULL:
+                raise self._failed(write, error) from error
+            self._full(write.step, write.bytes)
+
+    def finish(self) -> None:
+        """Waits for the last write of a run.
+
+        Raises:
+          JaxparError: If it failed, for whatever reason: the last steps are not saved.
+        """
+        self.wait()
+        if self._unsaved is not None:
+            raise self._unsaved
+
+    def close(self) -> None:
+        """Waits for a write under way, on this process alone: a run that ends by an error still has its checkpoint."""
+        if self._pending is not None:
+            write, self._pending = self._pending, None
+            error = write.done.exception()
+            write.worker.shutdown()
+            if error is not None:
+                self.say(str(self._failed(write, error)))
+
+    def restore(self, like: Any, step: int | None = None) -> tuple[Any, int]:
+        """Returns the state of a checkpoint, each array where `like` says, and its step.
+
+        Args:
+          like: The state as `jax.ShapeDtypeStruct`s with shardings; the layout may be another than that of the save.
+          step: Which one; the newest good one by default. Newer ones that are damaged are told, and set aside.
+
+        Raises:
+          JaxparError: If there is none, it is damaged, or it does not fit: every difference by path.
+        """
+        path = self.path(self.find(step))
+        saved, wanted = manifest.read(path).arrays, orbax.described(like)
+        if wrong := problems(differences(saved, wanted), str(_run_of(path))):
+            raise JaxparError(*wrong)
+        return orbax.unflat(like, orbax.load(path, saved, orbax.flat(like))), int(path.name)
+
+    def find(self, step: int | None = None) -> int:
+        """Returns the step of the newest good checkpoint, or `step` if that is good: every byte of it was read.
+
+        Raises:
+          JaxparError: If there is none, with what is wrong with each.
+        """
+        found, wrong = NONE, []
+        if processes.is_first():
+            found, wrong = self._newest_good(step)
+        found = processes.told(found)
+        if found == NONE:
+            raise JaxparError(*wrong) if wrong else _refuse_none(self.folder, step)
+        return found
+
+    def leave(self, step: int) -> list[str]:
+        """Sets aside the checkpoints after a step, to go on from that one; returns what they are called now.
+
+        Called by the first process alone: which steps are left, the others know.
+        """
+        return [listing.set_aside(self.path(each), listing.LEFT).name for each in self.steps() if each > step]
+
+    def path(self, step: int) -> Path:
+        """Returns the folder of a checkpoint."""
+        return self.folder / listing.name_of(step)
+
+    def scores(self, step: int) -> dict[str, float]:
+        """Returns what was measured when a checkpoint was written; nothing where its list is lost."""
+        try:
+            return manifest.read(self.path(step)).scores
+        except JaxparError:
+            return {}
+
+    def _newest_good(self, step: int | None) -> tuple[int, list[Problem]]:
+        there = self.steps()
+        asked = there[::-1] if step is None else [step] if step in there else []
+        damaged: list[Problem] = []
+        for each in asked:
+            path = self.path(each)
+            if listing.is_older(path):
+                return NONE, [*damaged, *listing.refuse_older(path).problems]
+            if not (wrong := manifest.check(path)):
+                for problem, old in zip(damaged, asked, strict=False):
+                    self._set_aside(problem, old, each)
+                return each, []
+            others = [other for other in there if other != each]
+            fix = f"another step ({', '.join(map(str, others[-4:]))})" if others else "train anew, in another run.dir"
+            damaged.append(Problem(f"checkpoint {path} is damaged: {_few(wrong)}", "every byte is as written", fix))
+        return NONE, damaged
+
+    def _set_aside(self, problem: Problem, step: int, used: int) -> None:
+        aside = ""
+        if self.owned:
+            aside = f"; it is called {listing.set_aside(self.path(step)).name} now"
+        self.say(f"{problem.got}; step {used} is used instead{aside}")
+
+    def _sweep(self) -> None:
+        """Deletes, before a write, what a killed run or a failed write has left."""
+        if processes.is_first():
+            make_folder(self.folder)
+            for path in list(listing.left_over(self.folder)):
+                listing.delete(path)
+
+    def _score(self, step: int, scores: dict[str, float]) -> None:
+        try:
+            manifest.score(self.path(step), scores)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self.say(f"the scores of step {step} are not saved: the disk of {self.folder} is full")
+
+    def _full(self, step: int, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        last = self.steps()[-1:]
+        first = self._unsaved is None
+        self._unsaved = refuse(
+            f"step {step} is not saved: the disk of {self.folder} is full ({show_bytes(needed)} needed, "
+            f"{show_bytes(free)} free)",
+            rule="a checkpoint needs room beside those that are kept",
+            fix=f"free some, or a smaller checkpoint.keep_last ({self.spec.keep_last}); "
+            + (f"the same command goes on from step {last[0]}" if last else "nothing is saved yet"),
+        )
+        if first and processes.is_first():
+            self.say(
+                f"{self._unsaved.problems[0].got}; training goes on, "
+                + (f"step {last[0]} stays the last that is saved, " if last else "nothing is saved yet, ")
+                + "and the next checkpoint is tried"
+            )
+
+    def _failed(self, write: writing.Write, error: BaseException) -> JaxparError:
+        code = os_code(error)
+        cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
+        return refuse(
+            f"step {write.step} is not saved in {self.folder}: {cause:.160}",
+            rule="a checkpoint can be written where the run lives",
+            fix="another run.dir, or what the message says; the same command goes on from the last checkpoint",
+        )
+
+    def _delete_old(self) -> None:
+        steps = self.steps()
+        kept = set(steps[-self.spec.keep_last :])
+        if self.spec.keep_best:
+            scored = [(score, step) for step in steps if (score := self.scores(step).get("eval_loss")) is not None]
+            kept |= {step for _, step in sorted(scored)[: self.spec.keep_best]}
+        for step in steps:
+            if step not in kept:
+                path = self.path(step)
+                shutil.rmtree(path.rename(path.with_name(path.name + listing.DELETED)))
+
+
+def _few(wrong: list[str]) -> str:
+    return "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
+
+
+def _run_of(path: Path) -> Path:
+    return path.parent.parent if path.parent.name == "checkpoints" else path
+
+
+def _refuse_none(folder: Path, step: int | None) -> JaxparError:
+    return refuse(
+        f"no {'good ' * (not step)}checkpoint {'' if step is None else f'of step {step} '}in {folder}",
+        rule="a run is resumed from a checkpoint",
+        fix="train it first",
+    )

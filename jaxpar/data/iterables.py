@@ -1,0 +1,148 @@
+"""Batches from the user's own Python: an iterable, or an object with `batch(step, size)`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpar.data.arrays import in_32_bits
+from jaxpar.data.held_out import weighted
+from jaxpar.data.spec import Batch, Rows, Weighted
+from jaxpar.data.validate import CorruptBatch
+from jaxpar.errors import JaxparError, refuse, users_code
+
+
+class Stream:
+    """Batches of the user's own iterable. To reach a step, the batches before it are drawn and dropped."""
+
+    def __init__(self, iterable: Iterable, name: str):
+        self.iterable, self.fingerprint = iterable, name
+        self._iterator, self._next = None, 0
+
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
+        """Returns the training batch of a step."""
+        if self._iterator is None or step < self._next:
+            self._iterator, self._next = iter(self.iterable), 0
+        batch: Any = None
+        while self._next <= step:
+            with users_code(
+                f"{self.fingerprint}, batch {self._next}",
+                rule="an iterable has a batch for every step",
+                fix="the line that it names",
+            ):
+                batch = next(self._iterator, None)
+            if batch is None:
+                raise refuse(
+                    f"{self.fingerprint} ended after {self._next} batches, step {step} needs one more",
+                    rule="an iterable has a batch for every step, or starts over by itself",
+                    fix=f"train.steps = {self._next}, or loop inside it"
+                    if self._next
+                    else "yield {'inputs': ..., 'targets': ...} for every step",
+                )
+            self._next += 1
+        return some(as_batch(batch, size, self.fingerprint), rows)
+
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
+        """Returns nothing: nothing is held out of an iterable."""
+        return []
+
+
+class Own:
+    """The user's own object with `batch(step, size)`, each batch checked.
+
+    It is evaluated if it has `evaluation(index, size)`: the index-th `size` held-out examples, fewer at the end, then
+    None.
+    """
+
+    def __init__(self, source: Any, name: str):
+        self.source, self.name = source, name
+        self.fingerprint = str(getattr(source, "fingerprint", name))
+
+    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
+        """Returns the training batch of a step."""
+        with users_code(
+            f"{self.name}.batch({step}, {size})", rule="a source has batch(step, size)", fix="the line that it names"
+        ):
+            batch = self.source.batch(step, size)
+        return some(as_batch(batch, size, self.name), rows)
+
+    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
+        """Returns the index-th held-out batch of the user's, which has `size` rows or fewer; none after the last."""
+        if not hasattr(self.source, "evaluation"):
+            return []
+        with users_code(
+            f"{self.name}.evaluation({index}, {size})",
+            rule="a source has evaluation(index, size)",
+            fix="the line that it names",
+        ):
+            batch = self.source.evaluation(index, size)
+        if batch is None:
+            return []
+        count = _count(batch, size)
+        whole = as_batch(batch, count, self.name)
+        return weighted(count, size, rows, lambda at: some(whole, at))
+
+
+def _count(batch: Any, size: int) -> int:
+    """Returns how many rows all arrays of a user's held-out batch have, if fewer than `size`; else `size`."""
+    counts = {_rows(value) for value in batch.values()} if isinstance(batch, Mapping) else set()
+    return min(counts) if len(counts) == 1 and 0 < min(counts) < size else size
+
+
+def _rows(value: Any) -> int:
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    shape = getattr(value, "shape", ())
+    return shape[0] if shape else 0
+
+
+def some(batch: Batch, rows: Rows) -> Batch:
+    """Returns those rows of a batch."""
+    return batch if rows is None else {name: value[rows] for name, value in batch.items()}
+
+
+def as_batch(batch: Any, size: int, name: str) -> Batch:
+    """Returns a user's batch as arrays of numbers in 32 bits.
+
+    Raises:
+      CorruptBatch: If it is no dict of arrays with `size` rows each.
+    """
+    try:
+        return _as_batch(batch, size, name)
+    except JaxparError as error:
+        raise CorruptBatch(*error.problems) from error
+
+
+def _as_batch(batch: Any, size: int, name: str) -> Batch:
+    if not isinstance(batch, Mapping) or not batch:
+        raise refuse(
+            f"{name} yields {f'{batch!r:.60}' if not hasattr(batch, 'shape') else type(batch).__name__}",
+            rule="a batch is a dict of arrays",
+            fix="yield {'inputs': ..., 'targets': ...}",
+        )
+    made = {}
+    for key, value in batch.items():
+        try:
+            array = in_32_bits(np.asarray(value), f"{name}: {key}")
+        except (TypeError, ValueError) as error:
+            if isinstance(error, JaxparError):
+                raise
+            raise refuse(
+                f"{name} yields {key}: {error}",
+                rule="a batch is a dict of arrays",
+                fix=f"np.stack rows of one shape, or leave {key!r} out",
+            ) from error
+        if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+            raise refuse(
+                f"{name} yields {key} of dtype {array.dtype}",
+                rule="a batch holds numbers",
+                fix=f"leave {key!r} out, or encode it",
+            )
+        if array.shape[:1] != (size,):
+            raise refuse(
+                f"{name} yields {key} of shape {list(array.shape)}, train.global_batch = {size}",
+                rule="the first dim of every array is the global batch",
+                fix=f"{size} rows in every array" if array.shape else f"leave {key!r} out",
+            )
+        made[key] = array
+    return made

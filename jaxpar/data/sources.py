@@ -1,0 +1,67 @@
+"""What a job may train on.
+
+stdlib    the source code of this machine's Python: real text, no download
+text      any file, folder or glob
+digits    scikit-learn's handwritten digits
+arrays    .npz, .npy or a folder of .npy
+pkg:name  any Python iterable of batches, or an object with `batch(step, size)`
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxpar.data.arrays import Arrays, load_arrays, load_digits
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.iterables import Own, Stream
+from jaxpar.data.packing import pack
+from jaxpar.data.spec import Data, Source
+from jaxpar.data.text import Tokens, stdlib_files, text_files
+from jaxpar.errors import refuse, users_code
+
+
+def open_source(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None) -> Source:
+    """Returns the source of a job.
+
+    Args:
+      spec: The `[data]` table.
+      folder: Where packed tokens and the tokenizer are kept.
+      seed: Of the order of examples.
+      named: The user's object, for `package.module:name`.
+
+    Raises:
+      JaxparError: If there is nothing to read, or it cannot be read.
+    """
+    folder = Path(folder)
+    if spec.is_text:
+        files = stdlib_files() if spec.source == "stdlib" else text_files(spec)
+        file, packed = pack(Corpus(tuple(files)), spec, folder)
+        return Tokens(file, packed.dtype, spec, seed, packed.text)
+    if spec.source == "digits":
+        return Arrays(load_digits(), spec, seed)
+    if spec.source == "arrays":
+        return Arrays(load_arrays(Path(str(spec.path))), spec, seed)
+    if isinstance(named, Iterator):
+        raise refuse(
+            f"data.source = {spec.source!r} is a {type(named).__name__}, which can be read once",
+            rule="a source is read from its start again: to check it, and to resume",
+            fix="name the function that makes it",
+        )
+    if callable(getattr(named, "batch", None)) and not isinstance(named, type):
+        return Own(named, spec.source)
+    if callable(named):
+        with users_code(
+            f"data.source = {spec.source!r}",
+            rule="a function of no arguments returns an iterable of batches",
+            fix="give its arguments defaults",
+        ):
+            named = named()
+        if callable(getattr(named, "batch", None)):
+            return Own(named, spec.source)
+    if not isinstance(named, Iterable):
+        raise refuse(
+            f"data.source = {spec.source!r} is a {type(named).__name__}",
+            rule="a source is an iterable of batches, a function that returns one, or has batch(step, size)",
+            fix="yield {'inputs': ..., 'targets': ...} from a generator function",
+        )
+    return Stream(named, spec.source)

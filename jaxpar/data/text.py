@@ -1,0 +1,102 @@
+"""Text from files becomes windows of tokens."""
+
+import os
+import sysconfig
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from jaxpar.data.arrays import Examples
+from jaxpar.data.spec import Batch, Data
+from jaxpar.errors import refuse
+
+
+class Tokens(Examples):
+    """Windows of a file of tokens: `inputs` and `targets` [batch, seq], int32."""
+
+    def __init__(self, file: Path, dtype, spec: Data, seed: int, fingerprint: str):
+        if not file.stat().st_size:
+            raise refuse(f"{file} is empty", rule="packed tokens are as jaxpar wrote them", fix=f"rm {file}")
+        tokens = np.memmap(file, dtype=dtype, mode="r")
+        check_length(len(tokens), spec)
+        count = (len(tokens) - 1) // spec.seq
+        self.tokens, self.file, self.fingerprint = tokens, file, fingerprint
+        self._handle = os.open(file, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._handle)
+        super().__init__(count, spec, seed)
+
+    def _rows(self, chosen: np.ndarray) -> Batch:
+        window = np.empty((len(chosen), self.spec.seq + 1), np.int32)
+        for row, index in enumerate(chosen):
+            window[row] = self._read(int(index) * self.spec.seq)
+        return {"inputs": window[:, :-1], "targets": window[:, 1:]}
+
+    def _read(self, begin: int) -> np.ndarray:
+        """Returns `seq` + 1 tokens; read, because pages of a map, of up to 2 MiB for a row, would count as memory."""
+        count, itemsize = self.spec.seq + 1, self.tokens.dtype.itemsize
+        found = os.pread(self._handle, count * itemsize, begin * itemsize)
+        if len(found) < count * itemsize:
+            raise refuse(f"{self.file} became shorter", rule="packed tokens stay while a run reads them", fix="resume")
+        return np.frombuffer(found, self.tokens.dtype)
+
+    def where(self, step: int, size: int, row: int) -> str:
+        """Returns in words where a row of a training batch lies."""
+        return f"from token {self._chosen(step, size)[row] * self.spec.seq} of {self.file}"
+
+
+def check_length(tokens: int, spec: Data) -> None:
+    """Checks that a text is long enough.
+
+    Raises:
+      JaxparError: If it holds less than two sequences.
+    """
+    if (tokens - 1) // spec.seq < 2:
+        raise refuse(
+            f"{tokens} tokens of text, data.seq = {spec.seq}",
+            rule="the text holds at least two sequences",
+            fix=f"more text, or data.seq = {(tokens - 1) // 2}"
+            if tokens > 2
+            else "another data.path: there is no text in it",
+        )
+
+
+def stdlib_files() -> list[Path]:
+    """Returns the source files of this machine's Python, without tests and installed packages."""
+    home = Path(sysconfig.get_path("stdlib"))
+    skip = {"site-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "turtledemo"}
+    return sorted(file for file in home.rglob("*.py") if not skip.intersection(file.relative_to(home).parts))
+
+
+def text_files(spec: Data) -> list[Path]:
+    """Returns the files that `data.path` names, sorted.
+
+    Raises:
+      JaxparError: If a path names no file.
+    """
+    found: list[Path] = []
+    for text in [spec.path] if isinstance(spec.path, str) else spec.path:
+        try:
+            path = Path(text).expanduser()
+            anchor = Path(path.anchor or ".")
+            if path.is_dir():
+                some = [file for file in path.rglob(spec.pattern) if file.is_file()]
+            elif path.is_file():
+                some = [path]
+            else:
+                some = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
+        except (OSError, ValueError, RuntimeError) as error:
+            raise refuse(
+                f"data.path = {text!r}, data.pattern = {spec.pattern!r}: {error}",
+                rule="a path is a file, a folder or a glob",
+                fix='path = "corpus", pattern = "*.txt"',
+            ) from error
+        if not some:
+            of = f", data.pattern = {spec.pattern!r}" * path.is_dir()
+            raise refuse(
+                f"data.path = {text!r}{of} names no file",
+                rule="a path is a file, a folder or a glob",
+                fix="check it from where you start jaxpar",
+            )
+        found += some
+    return sorted(set(found))

@@ -1,0 +1,140 @@
+"""Tokenizers, and the tokens of a text: documents are set apart by token 0."""
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.data.corpus import Corpus, blocks, pieces
+from jaxpar.errors import refuse, users_code
+from jaxpar.files import sync
+
+END = 0  # between documents; as a byte it does not occur in text, as a bpe token it is "<end>"
+AT_ONCE = 16  # pieces that threads of the tokenizer work on at the same time; their tokens take ten times their bytes
+
+
+def byte_tokens(corpus: Corpus, read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yields the tokens of a text: its bytes, without those that set documents apart.
+
+    Args:
+      corpus: The text.
+      read: Is told how many bytes of it were packed.
+    """
+    for file in corpus.files:
+        for block in blocks(file):
+            yield block.replace(b"\0", b"")
+            read(len(block))
+        yield b"\0"
+
+
+def bpe_tokens(corpus: Corpus, tokenizer: Any, dtype: np.dtype, read: Callable[[int], None]) -> Iterator[bytes]:
+    """Yields the tokens of a text as a tokenizer makes them: of several pieces in parallel, in their order."""
+    end = np.array([END], dtype).tobytes()
+    of_files = ((file, piece) for file in corpus.files for piece in chain(pieces(file), (None,)))
+    while some := list(islice(of_files, AT_ONCE)):
+        texts = [piece for _, piece in some if piece is not None]
+        encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        yield b"".join(end if piece is None else np.array(next(encoded).ids, dtype).tobytes() for _, piece in some)
+        read(sum(len(text.encode("utf-8", "replace")) for text in texts))
+
+
+def bpe_file(folder: Path, vocab: int, digest: str) -> Path:
+    """Returns where the bpe lies that was trained on a text."""
+    return folder / f"bpe-{vocab}-{digest}.json"
+
+
+def train_bpe(corpus: Corpus, vocab: int, file: Path, read: Callable[[int], None]) -> Any:
+    """Returns a byte-level BPE trained on a text; it is on the disk then.
+
+    Args:
+      corpus: The text.
+      vocab: Tokens, at most.
+      file: Where it is saved.
+      read: Is told how many bytes were read.
+
+    Raises:
+      JaxparError: If the package `tokenizers` is missing, or the vocabulary is too small for it.
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ModuleNotFoundError as error:
+        raise refuse(
+            "data.tokenizer = 'bpe' without the package tokenizers",
+            rule="the encoding is trained by Hugging Face's tokenizers",
+            fix="pip install 'jaxpar[text]', or tokenizer = 'bytes'",
+        ) from error
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+
+    def texts() -> Iterator[str]:
+        for path in corpus.files:
+            for piece in pieces(path):
+                yield piece
+                read(len(piece))
+
+    tokenizer.train_from_iterator(texts(), trainer)
+    if tokenizer.get_vocab_size() > vocab:
+        raise refuse(f"data.vocab = {vocab}", rule="a byte-level bpe has at least 257 tokens", fix="vocab = 1024")
+    part = file.with_suffix(f".{os.getpid()}.part")
+    tokenizer.save(str(part))
+    sync(part)
+    part.replace(file)
+    sync(file.parent)
+    return tokenizer
+
+
+def load_bpe(file: Path) -> Any:
+    """Returns the tokenizer in a file of JSON, which holds words and numbers and nothing that runs.
+
+    Raises:
+      JaxparError: If it is damaged.
+    """
+    from tokenizers import Tokenizer
+
+    # the package raises a bare Exception for whatever it cannot read
+    with users_code(str(file), rule="a tokenizer is as it was saved", fix=f"rm {file}, and train anew"):
+        return Tokenizer.from_file(str(file))
+
+
+class Text:
+    """Text to tokens and back, as a run was trained.
+
+    Args:
+      folder: The run's data folder.
+      kind: bytes or bpe.
+    """
+
+    def __init__(self, folder: Path, kind: str):
+        self.bpe = None
+        if kind == "bpe":
+            files = sorted(folder.glob("bpe-*.json"))
+            if not files:
+                raise refuse(
+                    f"no tokenizer in {folder}",
+                    rule="a run keeps its tokenizer",
+                    fix="give the run folder that was trained",
+                )
+            self.bpe = load_bpe(files[-1])
+
+    @property
+    def size(self) -> int:
+        """How many tokens there are, from 0; a model may have more."""
+        return 256 if self.bpe is None else self.bpe.get_vocab_size()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text."""
+        return list(text.encode(errors="surrogateescape")) if self.bpe is None else self.bpe.encode(text).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """Returns the text of tokens; bytes that are no utf-8 are shown as the replacement character."""
+        return bytes(tokens).decode("utf-8", errors="replace") if self.bpe is None else self.bpe.decode(tokens)

@@ -1,0 +1,250 @@
+"""Whose bytes these are: an instruction of XLA's is led back to a parameter, or to a line of the user's.
+
+Four traces lead back. What a value is copied, sliced or cast from may be an argument. A
+parameter read in a step carries its path in the scope of whatever was made of it
+(`param:blocks.mlp.up`, see `Layout.use`). Every instruction has the stack of Python lines that
+made it. And an array may have the shape of an argument, or of a shard of it.
+"""
+
+import re
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxpar.hlo.provenance import Trace
+from jaxpar.hlo.text import Array, Frame, Op
+from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
+
+_HOME = Path(__file__).parent.parent
+_MACHINERY = tuple(
+    [str(_HOME / room) for room in ("sharding", "parallel", "inspector", "job")]
+    + [str(_HOME / "step" / file) for file in ("step.py", "whole.py", "gathering.py", "inspectable.py")]
+    + [str(_HOME / "models" / "remat.py")]
+    + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
+    + ["<"]
+)
+_LOSSES = str(_HOME / "step" / "losses.py")
+_SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
+_WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
+STAGE_TO_STAGE = "from stage to stage"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What an array is, as far as it can be told.
+
+    Attributes:
+      what: The path of a parameter, or the function and operation of an activation.
+      source: `file.py:12`, the innermost line that is the user's or a model's.
+      operation: The last words of the label, `bsd,dv->bsv/dot_general`.
+      backward: Whether it belongs to the backward pass.
+      parameters: The paths of the parameters it is, or is the gradient of; several where shapes are equal.
+    """
+
+    what: str
+    source: str
+    operation: str
+    backward: bool
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One array that a program is given.
+
+    Attributes:
+      path: What the user calls it.
+      role: Its cause in a table of memory: parameters, optimizer state, batch.
+      dtype: In HLO's words.
+      shape: The whole array.
+      shard: What one device holds.
+      placed: The array as the user thinks of it, `f32[embed/fsdp, mlp/tensor]`.
+      axes: The mesh axes that split it.
+      host: Whether it lives in host memory.
+      stacked: Whether its first dim counts layers.
+    """
+
+    path: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: tuple[int, ...]
+    placed: str
+    axes: tuple[str, ...] = ()
+    host: bool = False
+    stacked: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes on one device."""
+        return Array(self.dtype, self.shard).bytes
+
+
+class Causes:
+    """Leads arrays back to arguments and lines.
+
+    Args:
+      arguments: Every array the program is given.
+      parameters: How many arguments the compiled program has; fewer, if nothing reads some of them.
+      used: Path of a parameter to the shape that one device computes with, where it is neither whole
+        nor the stored shard.
+      loss: (file, function) of what computes the loss, beside jaxpar's own.
+      batch_axes: Mesh axes that split examples.
+      chunks: Pieces in which a stage of a pipeline holds its layers.
+    """
+
+    def __init__(
+        self,
+        arguments: Iterable[Argument],
+        *,
+        parameters: int = -1,
+        used: Mapping[str, Sequence[int]] | None = None,
+        loss: Iterable[tuple[str, str]] = (),
+        batch_axes: Iterable[str] = (),
+        chunks: int = 1,
+    ):
+        self.arguments = tuple(arguments)
+        self.numbered = parameters == len(self.arguments)
+        self._by_path = {argument.path: argument for argument in self.arguments}
+        self._batch_axes = set(batch_axes)
+        self._loss = set(loss)
+        self._whole: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        self._shards: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        self._stacks: dict[str, set[tuple[int, ...]]] = {}
+        for argument in self.arguments:
+            if argument.role not in ("parameters", "arguments"):
+                continue
+            whole = [argument.shape, *([tuple(used[argument.path])] if used and argument.path in used else [])]
+            if argument.stacked:
+                self._stacks[argument.path] = {tuple(shape) for shape in whole}
+            for known, shapes in ((self._whole, whole), (self._shards, [argument.shard])):
+                skip = 1 if argument.stacked else 0  # the layers of a stack are never merged with their dims
+                tails = {merged for shape in shapes for merged in _merged(shape[skip:])}
+                heads = {shape[:skip] for shape in shapes}
+                heads |= {(*split, head[0] // chunks) for head in heads if head for split in ((), (chunks,))}
+                for key in {_key(tail) for tail in tails} | {_key((*head, *tail)) for head in heads for tail in tails}:
+                    if key:
+                        known[key].append(argument.path)
+
+    def parameters_like(self, dims: Sequence[int], *, shards: bool = True) -> list[str]:
+        """Returns the parameters with these dims: whole or one layer of a stack, else as shards.
+
+        Dims of 1 do not count, nor does the order; neighbours may be merged, as XLA likes to.
+        """
+        return self._whole.get(_key(dims)) or (self._shards.get(_key(dims), []) if shards else [])
+
+    def stack_like(self, dims: Sequence[int]) -> str | None:
+        """Returns the parameters that are stacks of exactly these dims, whole or as used, or None."""
+        found = [path for path, shapes in self._stacks.items() if tuple(dims) in shapes]
+        return either(found) if found else None
+
+    def _moved(self, array: Array, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
+        """Returns the parameters that a collective may move, by shape and by axes."""
+        shards = kind not in ("all-gather", "reduce-scatter")
+        found = self.parameters_like(array.dims, shards=shards)
+        if kind == "all-gather" and "jvp(" not in label:  # of a user's own step that makes whole what it has updated
+            return found
+        if kind == "all-gather":
+            return [path for path in found if axes <= set(self._by_path[path].axes)]
+        return found if summed or {axis.lstrip("~") for axis in axes} <= self._batch_axes else []
+
+    def is_loss(self, frame: Frame) -> bool:
+        """Returns whether a line belongs to a loss function."""
+        return frame.file == _LOSSES or any(
+            frame.file == file and frame.function.split(".<locals>")[0] == function for file, function in self._loss
+        )
+
+    def scope(self, label: str) -> str | None:
+        """Returns the path of the parameter in whose scope an operation stands, where it is one."""
+        found = set(_SCOPED.findall(label))
+        return found.pop().replace(".", "/") if len(found) == 1 else None
+
+    def of(
+        self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array], *, kind: str, axes: Iterable[str]
+    ) -> Cause:
+        """Returns what an instruction works on.
+
+        Args:
+          trace: Of the program.
+          op: The instruction.
+          operand: What it works on: of several, one.
+          arrays: Shapes by which a parameter may be known.
+          kind: Of the collective.
+          axes: That it runs over. A parameter is gathered over what splits it; its gradient is summed
+            over what splits examples.
+        """
+        maker = trace.maker(operand.name) or op
+        label = trace.label(op)
+        backward = is_backward(maker.label) or is_backward(label)
+        frame = users_frame(trace.module.stack(maker) or trace.module.stack(op))
+        source = f"{Path(frame.file).name}:{frame.line}" if frame else ""
+        operation = shorten(maker.label)
+        if MESSAGE in label:
+            sent = users_frame(trace.module.stack(op))
+            where = f"{Path(sent.file).name}:{sent.line}" if sent else ""
+            return Cause(STAGE_TO_STAGE, where, shorten(label), False, ())
+        number = trace.given(operand.name)
+        if number is not None and self.numbered and (kind == "all-gather" or not backward):
+            argument = self.arguments[number]
+            if argument.role in ("parameters", "arguments"):
+                return Cause(argument.path, source, operation, False, (argument.path,))
+        if scoped := self.scope(maker.label):
+            return Cause(scoped, source, operation, backward, (scoped,))
+        summed = GRADIENT in label or GRADIENT in maker.label
+        alike = next(
+            (found for array in arrays if (found := self._moved(array, kind, set(axes), maker.label, summed=summed))),
+            [],
+        )
+        if alike:
+            return Cause(either(alike), source, operation, backward, tuple(alike))
+        if summed and any(array.dims for array in arrays):  # in a shape of its own, as after another sum
+            return Cause("parameters", source, operation, True, ("parameters",))
+        where = f"{frame.function.split('.<locals>')[0]}: " if frame and frame.function else ""
+        return Cause(f"{where}{operation}", source, operation, backward, ())
+
+
+def either(names: Sequence[str]) -> str:
+    """Returns `a or b or 3 more`."""
+    return " or ".join(names[:2]) + (f" or {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def is_backward(label: str) -> bool:
+    """Returns whether an operation was made in a backward pass, or adds up what it makes; recomputation left out."""
+    return ("transpose(" in label or GRADIENT in label) and AGAIN not in label
+
+
+def is_recomputed(label: str) -> bool:
+    """Returns whether an operation of the forward pass is run again in the backward pass."""
+    return AGAIN in label
+
+
+def shorten(label: str) -> str:
+    """Returns the end of a label, without the wrappers that JAX puts around everything.
+
+    >>> shorten("jit(f)/while/body/transpose(jvp(Block))/bsd,df->bsf/dot_general")
+    'bsd,df->bsf/dot_general'
+    """
+    words = [word for word in re.split(r"/(?![^(]*\))", label) if not word.startswith(_WRAPPERS)]
+    words = [re.sub(r"^(?:transpose|jvp|vmap|\()+|\)+$", "", word) for word in words]
+    end = "/".join([word for word in words if word][-2:]) or label
+    parts = end.split(":")  # XLA writes what it combined as a:b:c
+    return parts[0] if len(parts) == 1 else f"{parts[0]} and {len(parts) - 1} more"
+
+
+def users_frame(stack: Sequence[Frame]) -> Frame | None:
+    """Returns the innermost line that is neither a library's nor the machinery of a step."""
+    return next((frame for frame in stack if not frame.file.startswith(_MACHINERY)), stack[0] if stack else None)
+
+
+def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns a shape with every choice of neighbouring dims made one."""
+    if len(shape) < 2 or len(shape) > 6:
+        return [tuple(shape)]
+    rest = _merged(shape[1:])
+    return [(shape[0], *each) for each in rest] + [(shape[0] * each[0], *each[1:]) for each in rest]
+
+
+def _key(dims: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(dim for dim in dims if dim != 1))

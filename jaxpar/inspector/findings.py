@@ -1,0 +1,239 @@
+"""What should not be: the ledger read by someone who has seen such programs before."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from jaxpar.hlo.attribution import Argument, shorten
+from jaxpar.hlo.text import BITS
+from jaxpar.inspector.flop import Flop
+from jaxpar.inspector.subject import Subject
+from jaxpar.mesh.collective import Collective
+from jaxpar.units import show_bytes, show_count
+
+NOTABLE = 0.01  # share of a step's wire bytes below which one collective is not worth a flag
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One thing that should not be.
+
+    Attributes:
+      kind: `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`, `rematerialized`,
+        `squeezed`, `unknown`.
+      text: What was found, where.
+      fix: What to change.
+      bytes: On the wire of each device in a step, where that can be said.
+    """
+
+    kind: str
+    text: str
+    fix: str
+    bytes: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}\n    fix: {self.fix}"
+
+
+def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said: Sequence[str]) -> list[Flag]:
+    """Returns everything that should not be, the most bytes first."""
+    sizes = dict(subject.mesh.shape)
+    total = sum(entry.step_wire for entry in ledger) or 1.0
+    notable = [entry for entry in ledger if entry.step_wire >= NOTABLE * total]
+    given = {argument.path: argument for argument in subject.arguments}
+    found = [
+        *_replicates(notable, subject.batch_axes),
+        *_unsharded(ledger, given, set(subject.batch_axes) - set(subject.whole), total),
+        *_per_microbatch(ledger, given, subject.batch_axes, sizes, total, often=_reductions(subject)),
+        *_wide(notable, _asked_for_16_bits(subject, flop)),
+        *_idle(ledger, sizes, {axis for argument in subject.arguments for axis in argument.axes}),
+        *_rematerialized(said),
+        *_squeezed(flop),
+        *_unknown(ledger, flop),
+    ]
+    return sorted(found, key=lambda flag: -flag.bytes)
+
+
+def _asked_for_16_bits(subject: Subject, flop: Flop) -> bool:
+    low = sum(count for dtype, count in flop.by_dtype.items() if BITS.get(dtype, 32) <= 16)
+    return subject.precision == "bf16" or (flop.total > 0 and low >= 0.9 * flop.total)
+
+
+def _bare(entry: Collective) -> set[str]:
+    return {axis.lstrip("~") for axis in entry.axes}
+
+
+def _replicates(ledger: Sequence[Collective], batch_axes: Sequence[str]) -> list[Flag]:
+    return [
+        Flag(
+            "replicates",
+            f"all-gather over {entry.axis} of {show_bytes(entry.payload)} at {entry.source or 'an unknown line'} "
+            f"({entry.cause}), {_times(entry)}: {entry.axis} splits "
+            "the examples, so afterwards every device holds all of them",
+            f"a sharding constraint there, or after it, that keeps {entry.axis} on the batch dim, or none",
+            entry.step_wire,
+        )
+        for entry in ledger
+        if entry.kind in ("all-gather", "all-to-all") and not entry.parameter and _bare(entry) & set(batch_axes)
+    ]
+
+
+def _unsharded(
+    ledger: Sequence[Collective], given: dict[str, Argument], batch_axes: Set[str], total: float
+) -> list[Flag]:
+    found = []
+    for entry in ledger:
+        names = _names(entry, given)
+        axes = [a for a in _bare(entry) & batch_axes if names and all(a in given[name].axes for name in names)]
+        if entry.kind == "all-reduce" and entry.backward and axes and entry.step_wire >= NOTABLE * total:
+            found.append(
+                Flag(
+                    "unsharded gradient",
+                    f"all-reduce over {entry.axis} of the gradient of {entry.cause}, {show_bytes(entry.payload)}, "
+                    f"{_times(entry)}: {axes[0]} splits the parameter, so a reduce-scatter of half the bytes would do",
+                    "constrain the gradient to the parameter's sharding where it is made and where it is added up",
+                    entry.step_wire / 2,
+                )
+            )
+    return found
+
+
+def _per_microbatch(
+    ledger: Sequence[Collective],
+    given: dict[str, Argument],
+    batch_axes: Sequence[str],
+    sizes: dict[str, int],
+    total: float,
+    *,
+    often: int,
+) -> list[Flag]:
+    """Compares what is reduced of each parameter in a step with the size of its gradient, `often` times."""
+    reduced: dict[tuple, list[Collective]] = defaultdict(list)
+    for entry in ledger:
+        if (
+            entry.kind in ("all-reduce", "reduce-scatter")
+            and entry.parameter
+            and entry.loop
+            and _bare(entry) & set(batch_axes)
+        ):
+            names = _names(entry, given)
+            if names:
+                reduced[names, entry.kind, entry.axes].append(entry)
+    flagged: list[tuple[float, Collective]] = []
+    for (names, *_), entries in reduced.items():
+        elements = 0
+        for name in names:
+            size = 1
+            for dim in given[name].shape:
+                size *= dim
+            for axis in set(given[name].axes) - set(batch_axes):
+                size //= sizes[axis]
+            elements += size
+        moved = sum(entry.step_payload * 8 // BITS[entry.dtype] for entry in entries)
+        ratio = moved / max(elements, 1)
+        if ratio >= 1.9 * often:
+            flagged += [(ratio, entry) for entry in entries]
+    wire = sum(entry.step_wire * (1 - often / ratio) for ratio, entry in flagged)
+    if not flagged or wire < NOTABLE * total:
+        return []
+    ratio, largest = max(flagged, key=lambda pair: pair[1].step_wire)
+    return [
+        Flag(
+            "per microbatch",
+            f"{largest.kind} over {largest.axis} of the gradient of {largest.cause} at {largest.source}, "
+            f"{_times(largest)}, and {len(flagged) - 1} more: gradients are reduced {ratio:.3g} times in a step",
+            "reduce once, after the loop: it saves these bytes and costs an unreduced accumulator on each device",
+            wire,
+        )
+    ]
+
+
+def _reductions(subject: Subject) -> int:
+    """Returns how often a step must reduce a gradient: once; in every tick, where weights change between ticks."""
+    return subject.schedule.ticks if subject.schedule and subject.updates > 1 else 1
+
+
+def _wide(ledger: Sequence[Collective], low: bool) -> list[Flag]:
+    """Finds what travels in 32 bits and is neither a gradient nor handed from its stage to the others as stored."""
+    return [
+        Flag(
+            "wide wire",
+            f"{entry.kind} over {entry.axis} of {entry.dtype}, {show_bytes(entry.payload)}, {_times(entry)}, "
+            f"at {entry.source or 'an unknown line'} ({entry.cause}): products are in 16 bits",
+            "cast before the collective: astype(bfloat16), then the constraint that moves it",
+            entry.step_wire / 2,
+        )
+        for entry in ledger
+        if low
+        and entry.dtype in ("f32", "f64")
+        and not (entry.parameter and (entry.backward or (entry.kind, entry.axes) == ("all-reduce", ("pipe",))))
+    ]
+
+
+def _idle(ledger: Sequence[Collective], sizes: dict[str, int], splits: set[str]) -> list[Flag]:
+    used = {axis for entry in ledger for axis in _bare(entry)}
+    return [
+        Flag(
+            "idle axis",
+            f"{axis}={size} never communicates: "
+            + (
+                "what it splits stays apart" if axis in splits else "it splits nothing, so its devices do the same work"
+            ),
+            f"{axis}=1 and another axis larger, or a sharding that names {axis}",
+        )
+        for axis, size in sizes.items()
+        if size > 1 and axis not in used
+    ]
+
+
+def _rematerialized(said: Sequence[str]) -> list[Flag]:
+    found: dict[str, Flag] = {}
+    for line in said:
+        what = re.search(r"HLO operation:? %?(\S+) = (\w+\[[\d,]*\])", line)
+        name = re.search(r'op_name="([^"]*)"', line)
+        label = f" ({shorten(name[1])})" if name else ""
+        text = f"{what[2]} of {what[1]}{label}" if what else line.split("] ", 1)[-1][:200]
+        found[text] = Flag(
+            "rematerialized",
+            f"XLA replicates a whole array to reshard it: {text}",
+            "a sharding constraint between the two shardings that it names",
+        )
+    return list(found.values())
+
+
+def _squeezed(flop: Flop) -> list[Flag]:
+    if not flop.squeezed or flop.squeezed < NOTABLE * flop.total:
+        return []
+    return [
+        Flag(
+            "squeezed",
+            f"XLA computes {show_count(flop.squeezed)} FLOP ({flop.squeezed / flop.total:.1%}) again of its own "
+            "accord, as the program takes more memory than it may",
+            "what takes less: train.remat, more microbatches, another layout; `jaxpar plan` weighs them",
+        )
+    ]
+
+
+def _unknown(ledger: Sequence[Collective], flop: Flop) -> list[Flag]:
+    open_ended = [entry for entry in ledger if entry.times is None]
+    if not open_ended and not flop.unknown:
+        return []
+    return [
+        Flag(
+            "unknown",
+            f"{len(open_ended)} collectives{' and FLOP' * flop.unknown} stand in a loop that turns as often as the "
+            "data says: they are counted once",
+            "lax.scan or fori_loop with a fixed length, where one is meant",
+        )
+    ]
+
+
+def _names(entry: Collective, given: dict[str, Argument]) -> tuple[str, ...]:
+    return tuple(name for name in entry.parameters if name in given)
+
+
+def _times(entry: Collective) -> str:
+    if entry.times is None:
+        return "unknown times a step"
+    return "once a step" if entry.times == 1 else f"{entry.times} times a step"

@@ -1,0 +1,231 @@
+"""The report as one HTML file, or as part of a notebook; what it says comes from users, and `tag` escapes it."""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+
+from jaxpar.hlo.attribution import Argument
+from jaxpar.html.bars import memory_bar
+from jaxpar.html.frame import document, in_ascii, style, tile
+from jaxpar.html.markup import HOW, Markup, badge, heading, join, swatch, table, tag
+from jaxpar.inspector.facts import Facts
+from jaxpar.inspector.findings import Flag
+from jaxpar.inspector.memory import CAUSES, Share
+from jaxpar.inspector.pages.collectives import collectives
+from jaxpar.inspector.pages.mesh_svg import kind_class, labelled_axes, mesh, nodes_of_axes, shaded_axes
+from jaxpar.inspector.pages.pipeline import section
+from jaxpar.inspector.pages.timeline_svg import TURNS, timeline, undrawn
+from jaxpar.inspector.timeline import Timeline
+from jaxpar.mesh.collective import KINDS
+from jaxpar.units import show_bytes, show_count, show_seconds
+
+
+def fragment(report: Facts) -> str:
+    """Returns the report as HTML for a notebook: sections are folded, styles touch nothing else."""
+    folded = [
+        tag("details", tag("summary", title), body, cls="jx-section", open="" if title == "Memory" else None)
+        for title, body in _sections(report)
+    ]
+    top = [tag("div", report.title, cls="jx-title"), *_top(report)]
+    return in_ascii(tag("div", tag("style", Markup(style())), *top, *folded, _legend(report), cls="jaxpar jx-fragment"))
+
+
+def page(report: Facts) -> str:
+    """Returns the report as a page."""
+    sections = [tag("section", tag("h2", title), body) for title, body in _sections(report)]
+    return document(report.title, *_top(report), *sections, _legend(report))
+
+
+def _top(report: Facts) -> list[Markup]:
+    return [_where(report), _verdict(report), _numbers(report), *_flags(report.flags)]
+
+
+def _sections(report: Facts) -> list[tuple[str, Markup]]:
+    """Returns (title, body) of everything below the flags."""
+    made: list[tuple[str, Callable[[Facts], Markup]]] = [
+        ("Memory", _memory),
+        ("Mesh", _mesh),
+        ("Pipeline", lambda report: section(report.schedule, report.ledger) if report.schedule else Markup()),
+        ("Collectives", collectives),
+        ("Timeline", _timeline),
+        ("Arrays", _arguments),
+        ("Notes", _notes),
+    ]
+    return [(title, body) for title, make in made if (body := make(report))]
+
+
+def _where(report: Facts) -> Markup:
+    axes = " × ".join(f"{axis} {size}" for axis, size in report.sizes.items() if size > 1) or "one device"
+    nodes = -(-report.count // report.per_node)
+    words = [report.devices, axes]
+    if report.chip and nodes > 1:
+        words.append(f"{nodes} nodes of {report.per_node}")
+    words.append(f"compiled in {show_seconds(report.seconds)}")
+    words += [f"{name} {version}" for name, version in report.versions.items()]
+    return tag("p", " · ".join(words), cls="jx-where")
+
+
+def _verdict(report: Facts) -> Markup:
+    need = show_bytes(report.total)
+    if report.capacity is None or report.chip is None:
+        why = "simulated devices have" if report.devices.endswith(" cpu") else "no sheet of this chip, so"
+        look, words, more = "none", "No capacity", f"{need} per device; {why} neither a capacity nor a time"
+    else:
+        look, words = ("fits", "Fits") if report.fits else ("over", "Does not fit")
+        more = f"{need} per device; {report.room}"
+        if not report.fits:
+            more += f", {show_bytes(report.total - report.capacity)} less than it needs"
+    count = len(report.flags)
+    flags = tag("span", f"{count} flag{'s' * (count != 1)}" if count else "no flags",
+                cls="jx-count jx-warn" if count else "jx-count")  # fmt: skip
+    return tag("div", tag("strong", words), tag("span", more), flags, cls=f"jx-verdict jx-{look}")
+
+
+def _numbers(report: Facts) -> Markup:
+    """Returns the headline numbers, each with what it is."""
+    flop, wire = report.flop, sum(entry.step_wire for entry in report.ledger)
+    least = "≥ " if any(entry.times is None for entry in report.ledger) else ""
+    room = (
+        f"{report.total / report.capacity:.1%} of what a program may take"
+        if report.capacity
+        else "given, made, and temporary"
+    )
+    work = [f"{flop.recomputed / flop.total:.1%} recomputation"] if flop.total and flop.recomputed else []
+    if report.model_flop:
+        own = report.model_flop / report.count
+        part = f", {own / flop.total:.1%} of what is computed" if flop.total else ""
+        work.append(f"the model's own: {show_count(own)}{part} (exact)")
+    count = len(report.ledger)
+    tiles = [
+        ("Memory per device", show_bytes(report.total), room, "compiled"),
+        ("On the wire", least + show_bytes(wire),
+         f"sent by each device in a step; {count} collective{'s' * (count != 1)} in the ledger", "compiled"),
+        ("FLOP per step", ("≥ " if flop.unknown else "") + show_count(flop.total),
+         "; ".join(["per device", *work]), "compiled"),
+    ]  # fmt: skip
+    time = _time(report)
+    if time:
+        step = ("≥ " if time.unknown else "") + show_seconds(time.seconds)
+        waiting = f"{show_seconds(sum(time.exposed.values()))} of it waiting for collectives"
+        tiles.append(("Time of a step", step, waiting, "modelled"))
+        if report.mfu is not None:
+            share = f"{report.mfu:.1%}" if report.mfu >= 0.001 else "< 0.1%"
+            tiles.append(("MFU", share, "of the chips' bfloat16 peak", "modelled"))
+    return tag("div", *[tile(*each) for each in tiles], cls="jx-tiles")
+
+
+def _time(report: Facts) -> Timeline | None:
+    """Returns the modelled step if there is one that has a length."""
+    time = report.timeline if report.chip else None
+    return time if time and isfinite(time.seconds) and time.seconds > 0 else None
+
+
+def _flags(flags: Sequence[Flag]) -> list[Markup]:
+    if not flags:
+        return []
+    cards = [
+        tag(
+            "li",
+            tag("strong", flag.kind),
+            *([tag("span", f"{show_bytes(flag.bytes)} on the wire", cls="jx-cost")] if flag.bytes else []),
+            tag("p", flag.text),
+            tag("p", tag("b", "Fix: "), flag.fix, cls="jx-fix"),
+        )
+        for flag in flags
+    ]
+    return [tag("ul", *cards, cls="jx-flags", aria_label="Flags")]
+
+
+def _memory(report: Facts) -> Markup:
+    parts, rows = [], []
+    for share in report.memory:
+        colour = f"jx-c{CAUSES.index(share.cause)}" if share.cause in CAUSES else "jx-other"
+        part = f"{share.bytes / max(report.total, 1):.1%}"
+        parts.append((colour, f"{share.cause}: {show_bytes(share.bytes)}, {part}", share.bytes))
+        rows.append((swatch(colour, share.cause), show_bytes(share.bytes), part, badge(share.how), _largest(share)))
+    rows.append((tag("b", "total"), tag("b", show_bytes(report.total)), "", "", ""))
+    head = ("cause", "bytes", "share", "how", "largest arrays")
+    return join(
+        [
+            memory_bar(parts, report.total, report.capacity),
+            table("Memory by cause", head, rows, "tnntw"),
+            _knobs(report),
+        ]
+    )
+
+
+def _knobs(report: Facts) -> Markup:
+    if not report.knobs:
+        return Markup()
+    short = max(report.total - report.capacity, 0) if report.capacity else 0
+    rows = [(change, show_bytes(freed), "enough alone" if 0 < short <= freed else "") for change, freed in report.knobs]
+    need = f" {show_bytes(short)} must go." if short else ""
+    return join([heading(f"What would free memory.{need} ", badge("compiled")),
+                 table("What would free memory", ("change", "frees", ""), rows, "wnt")])  # fmt: skip
+
+
+def _largest(share: Share) -> Markup:
+    lines = [join([what, " ", tag("span", show_bytes(size), cls="jx-small")]) for what, size in share.largest]
+    if len(lines) < 2:
+        return join(lines)
+    more = tag("span", f", and {len(lines) - 1} more", cls="jx-small")
+    return tag("details", tag("summary", lines[0], more), tag("ul", *[tag("li", line) for line in lines[1:]]))
+
+
+def _mesh(report: Facts) -> Markup:
+    named = report.chip is not None or report.count > report.per_node
+    nodes = nodes_of_axes(report.sizes, report.per_node)
+    looks = dict(zip(shaded_axes(report.sizes), ("shade of a cell", "bar below it"), strict=False))
+    axes = []
+    for axis in (axis for axis, size in report.sizes.items() if size > 1):
+        words = [f"over {nodes[axis]} nodes" if nodes[axis] > 1 else "within a node"] if named else []
+        words += [looks[axis]] if axis in looks else []
+        axes.append(tag("li", tag("b", f"{axis} {report.sizes[axis]}"), f" {', '.join(words)}"))
+    labels = "·".join(labelled_axes(report.sizes))
+    key = [tag("li", "numbers: ", tag("b", labels))] if labels else []
+    return join([tag("ul", *axes, *key, cls="jx-key"), mesh(report.sizes, report.per_node, named=named)])
+
+
+def _timeline(report: Facts) -> Markup:
+    time = _time(report)
+    if not time:
+        return Markup()
+    kinds = {entry.kind for entry in report.ledger}
+    names = [("jx-dot", "matrix products"), ("jx-op", "other kernels"),
+             *[(kind_class(kind), kind) for kind in KINDS if kind in kinds]]  # fmt: skip
+    if any(TURNS.fullmatch(event.name) for event in time.events):
+        names.append(("jx-turns", "+n×: n more turns of a loop, as one block"))
+    if undrawn(time):
+        names.append(("jx-hidden", "not drawn, and squeezed"))
+    legend = tag("ul", *[tag("li", swatch(colour, name)) for colour, name in names], cls="jx-key")
+    waiting = show_seconds(sum(time.exposed.values()))
+    words = f"A step of {show_seconds(time.seconds)}: {show_seconds(time.compute)} of kernels and {waiting} waiting. "
+    words += "A loop counts once: how often it turns is not known. " if time.unknown else ""
+    return join([tag("p", words, badge("modelled")), legend, timeline(time)])
+
+
+def _arguments(report: Facts) -> Markup:
+    if not report.arguments:
+        return Markup()
+    head = ("path", "placed as", "shape", "on one device", "bytes", "role")
+    rows = table("Arrays", head, [_argument(each) for each in report.arguments], "wwttnt")
+    size = show_bytes(sum(each.bytes for each in report.arguments if not each.host))
+    count = len(report.arguments)
+    words = join([f"{count} array{'s' * (count != 1)}, {size} on each device ", badge("exact")])
+    if count <= 12:
+        return join([tag("p", words), rows])
+    return tag("details", tag("summary", words), rows)
+
+
+def _argument(argument: Argument) -> tuple[str, ...]:
+    shapes = ("×".join(map(str, shape)) or "scalar" for shape in (argument.shape, argument.shard))
+    role = argument.role + (", in host memory" if argument.host else "")
+    return (argument.path, argument.placed, *shapes, show_bytes(argument.bytes), role)
+
+
+def _notes(report: Facts) -> Markup:
+    return tag("ul", *[tag("li", note) for note in report.notes]) if report.notes else Markup()
+
+
+def _legend(report: Facts) -> Markup:
+    known = [how for how in HOW if how != "modelled" or _time(report)]
+    return tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")

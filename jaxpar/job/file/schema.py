@@ -1,0 +1,187 @@
+"""What a job consists of: each table of its file is a dataclass of the room it belongs to.
+
+A table within another is a dataclass among that one's fields; what the keys mean is read off the
+docstring, so it is written once.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_type_hints
+
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.data.spec import Data
+from jaxpar.errors import refuse, within
+from jaxpar.mesh.target import parse_target
+from jaxpar.optim.chain import Optimizer
+from jaxpar.parallel.declare import Parallel
+from jaxpar.train.faults import Faults
+from jaxpar.train.metrics import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTable:
+    """Where a run lives.
+
+    Attributes:
+      dir: The run folder; "" means runs/ and the name of the job file.
+      resume: auto goes on from the latest checkpoint if there is one; never starts anew and
+        refuses a folder that has checkpoints; must refuses a folder that has none.
+      changed: Keys such as "optimizer.learning_rate" that may have another value than the run was trained
+        with: what changes the next loss, or which examples are held out, is refused without this word.
+      timeout: Seconds without a sign of life from another process, or in which it keeps the others
+        waiting, after which the run ends and says so. Compiling, evaluating, saving and the start may take ten
+        times as long; and whatever took a process long before may take twice that on top of it.
+    """
+
+    dir: str = ""
+    resume: Literal["auto", "never", "must"] = "auto"
+    changed: tuple[str, ...] = ()
+    timeout: float = 30.0
+
+    def __post_init__(self):
+        within(self, "run", {"timeout": (1.0, 86400.0)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshTable:
+    """Which devices a job uses.
+
+    Attributes:
+      simulate: So many simulated devices on the processor; 0 means the real ones.
+      devices: So many real devices, the first ones; 0 means all. `jaxpar check` believes it
+        on a machine that has fewer.
+      target: The GPUs the job is meant for, CHIP:NODESxGPUS such as h100:16x8; `jaxpar inspect`
+        compiles for them, there or not.
+    """
+
+    simulate: int = 0
+    devices: int = 0
+    target: str = ""
+
+    @property
+    def declared(self) -> bool:
+        """Whether the devices are said, so that they need not be there to be counted."""
+        return any((self.simulate, self.devices, self.target))
+
+    def __post_init__(self):
+        if self.target and (meant := parse_target(self.target).devices) != (self.devices or meant):
+            raise refuse(
+                f"mesh.target = {self.target!r} and mesh.devices = {self.devices}",
+                rule="the GPUs of the target are the devices of the job",
+                fix=f"mesh.devices = {meant}, or leave it out",
+            )
+        within(self, "mesh", {"simulate": (0, 2**16), "devices": (0, 2**31 - 1)})
+        if self.simulate and self.devices:
+            raise refuse(
+                f"mesh.simulate = {self.simulate} and mesh.devices = {self.devices}",
+                rule="devices are simulated or real",
+                fix="leave one out",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTable:
+    """How long, on how much at once, and in which numbers.
+
+    Attributes:
+      steps: Updates of the whole run.
+      global_batch: Examples per step, over all devices and microbatches.
+      accumulate: Microbatches per step.
+      seed: Of the parameters, of dropout and of the order of examples.
+      loss: next_token, classify, or "package.module:function" of (model, batch).
+      precision: fp32, or bf16: products in bfloat16, parameters and optimizer in float32.
+      remat: What the backward pass keeps: none (all), dots, all_dots or full (least).
+      offload: Keep the optimizer state in host memory between steps.
+      eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
+      eval_batches: Most batches per evaluation; 0 takes all that are held out.
+    """
+
+    steps: int = 100
+    global_batch: int = 32
+    accumulate: int = 1
+    seed: int = 0
+    loss: str = "next_token"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    remat: Literal["none", "dots", "all_dots", "full"] = "none"
+    offload: bool = False
+    eval_every: int = 0
+    eval_batches: int = 0
+
+    def __post_init__(self):
+        most = 2**31 - 1  # the step is an int32; a seed has 32 bits
+        lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
+        within(self, "train", {key: (low, most) for key, low in lows.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A training job, as its file declares it.
+
+    Attributes:
+      run: Where it lives.
+      mesh: Which devices.
+      parallel: How they are used.
+      model: `name` (decoder, vit, resnet, mlp or "package.module:Object") and its settings.
+      data: What to train on.
+      optimizer: How gradients become updates.
+      train: How long, on how much at once.
+      checkpoint: When the state is saved.
+      faults: What is done about numbers that go wrong.
+      metrics: What is written down.
+      allow_import: Whether the Python objects it names may come from anywhere, and not only from the working
+        directory's own modules; no key of a file, but said by who loads it.
+    """
+
+    run: RunTable = field(default_factory=RunTable)
+    mesh: MeshTable = field(default_factory=MeshTable)
+    parallel: Parallel = field(default_factory=Parallel)
+    model: dict[str, Any] = field(default_factory=lambda: {"name": "decoder"})
+    data: Data = field(default_factory=Data)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    train: TrainTable = field(default_factory=TrainTable)
+    checkpoint: Checkpoints = field(default_factory=Checkpoints)
+    faults: Faults = field(default_factory=Faults)
+    metrics: Metrics = field(default_factory=Metrics)
+    allow_import: bool = False
+
+
+def inner_tables(cls: type) -> dict[str, type]:
+    """Returns the fields of a dataclass that are tables themselves."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])}
+
+
+def walk(cls: type, section: str) -> Iterator[tuple[str, type]]:
+    yield section, cls
+    for key, inner in inner_tables(cls).items():
+        yield from walk(inner, f"{section}.{key}")
+
+
+SECTIONS = tuple(f.name for f in dataclasses.fields(Job) if f.name != "allow_import")
+TABLES: dict[str, type] = {
+    name: table for section, cls in inner_tables(Job).items() for name, table in walk(cls, section)
+}
+
+
+def default(cls: type, key: str) -> Any:
+    """Returns the default value of a dataclass's field."""
+    made = next(f for f in dataclasses.fields(cls) if f.name == key)
+    return made.default if made.default is not dataclasses.MISSING else made.default_factory()  # pyright: ignore
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """Returns what each field of a dataclass means, from the Attributes of its docstring."""
+    text = (cls.__doc__ or "").partition("Attributes:\n")[2]
+    found: dict[str, str] = {}
+    indent, key = None, None
+    for line in text.splitlines():
+        if not line.strip():
+            break
+        indent = indent if indent is not None else len(line) - len(line.lstrip())
+        if len(line) - len(line.lstrip()) == indent:
+            key, _, meaning = line.strip().partition(": ")
+            found[key] = meaning
+        elif key:
+            found[key] += " " + line.strip()
+    return found

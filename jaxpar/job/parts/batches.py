@@ -1,0 +1,50 @@
+"""The batches that a job trains on: their source, and their shapes before any is made."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.data import sources as data
+from jaxpar.data.spec import Source
+from jaxpar.errors import refuse
+from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.schema import Job
+
+
+def open_source(job: Job) -> Source:
+    """Returns the source of a job's batches."""
+    named = None
+    if ":" in job.data.source:
+        named = import_object(job.data.source, "data.source", allowed=job.allow_import)
+    return data.open_source(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
+
+
+def check_evaluated(job: Job, source: Source | None) -> None:
+    """Refuses evaluations that a job asks for, of a source (or none) that holds no example out."""
+    keys = {"train.eval_every": job.train.eval_every, "checkpoint.keep_best": job.checkpoint.keep_best}
+    asked = [f"{key} = {value}" for key, value in keys.items() if value]
+    if not asked or (source is not None and source.evaluation(0, job.train.global_batch)):
+        return
+    own = ":" in job.data.source
+    fix = "evaluation(index, size) in it, beside batch(step, size)" if own else "data.held_out = 0.1, or more examples"
+    raise refuse(
+        f"{' and '.join(asked)}, and data.source = {job.data.source!r} holds no example out",
+        rule="a run is evaluated on examples that are held out",
+        fix=f"{fix}; or {' and '.join(f'{key} = 0' for key, value in keys.items() if value)}",
+    )
+
+
+def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the shapes of a batch, without packing any text."""
+    size = job.train.global_batch
+    if job.data.is_text:
+        tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)
+        return {"inputs": tokens, "targets": tokens}
+    try:
+        batch = open_source(job).batch(0, size)
+    except MemoryError as error:
+        raise refuse(
+            f"train.global_batch = {size}", rule="a batch fits into memory", fix="global_batch = 32"
+        ) from error
+    return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}

@@ -1,0 +1,170 @@
+"""The model and the loss that a job names: jaxpar's, or the user's own objects."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.data.validate import Sound
+from jaxpar.errors import JaxparError, Problem, few, nearest, refuse, users_code
+from jaxpar.job.file.import_object import import_object
+from jaxpar.job.file.parse import validated
+from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import abstract_batch, open_source
+from jaxpar.models import decoder, mlp, resnet, vit
+from jaxpar.sharding import linen_model
+from jaxpar.sharding.names import Blueprint
+from jaxpar.step import losses
+
+MODELS: dict[str, tuple[Callable, type]] = {
+    "decoder": (decoder.Decoder, decoder.DecoderSettings),
+    "vit": (vit.ViT, vit.ViTSettings),
+    "resnet": (resnet.ResNet, resnet.ResNetSettings),
+    "mlp": (mlp.MLP, mlp.MLPSettings),
+}
+LOSSES = {"next_token": losses.next_token, "classify": losses.classify}
+COUNTED = {"next_token": "tokens", "classify": "examples"}  # what their counts are of
+
+
+def resolve_loss(job: Job) -> Callable:
+    """Returns the loss function a job names."""
+    name = job.train.loss
+    if name in LOSSES:
+        return LOSSES[name]
+    if ":" not in name:
+        known = f'a loss is {" or ".join(LOSSES)}, or "package.module:function"'
+        raise refuse(f"train.loss = {name!r}", rule=known, fix=nearest(name, LOSSES))
+    return _own(job, "train.loss", name, rule="a loss is a function of (model, batch)", fix="name a function")
+
+
+def _own(job: Job, key: str, name: str, *, rule: str, fix: str) -> Callable:
+    """Returns the user's own object that a key names, if it can be called."""
+    target = import_object(name, key, allowed=job.allow_import)
+    if not callable(target):
+        raise refuse(f"{key} = {name!r} is a {type(target).__name__}", rule=rule, fix=fix)
+    return target
+
+
+def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
+    """Returns the model a job names, with its settings."""
+    settings = {key: value for key, value in job.model.items() if key != "name"}
+    name = job.model["name"]
+    if name in MODELS:
+        return _ours(job, settings)
+    if ":" not in name:
+        known = f'a model is {", ".join(MODELS)}, or "package.module:Object"'
+        raise refuse(f"model.name = {name!r}", rule=known, fix=nearest(name, MODELS))
+    from flax import linen as nn
+
+    target: Any = _own(job, "model.name", name, rule="a model is a class or a function", fix="name a class")
+    if inspect.isclass(target) and issubclass(target, nn.Module):
+        return _linen(job, target, settings, loss)
+    if inspect.isclass(target) or inspect.isfunction(target):
+        _check_settings(name, target, settings)
+    return partial(target, **settings) if settings else target
+
+
+def _ours(job: Job, settings: dict[str, Any]) -> Callable:
+    cls, spec = MODELS[job.model["name"]]
+    keys = {field.name for field in dataclasses.fields(spec)}
+    if job.data.is_text and "vocab" in keys:
+        settings = {"vocab": job.data.tokens, "seq": job.data.seq, **settings}
+    made, problems = validated(spec, settings, "model")
+    if problems:
+        raise JaxparError(*problems)
+    if job.data.is_text and "vocab" in keys:
+        _check_text(job, made)
+    if not job.data.is_text and "classes" in keys:
+        _check_labels(job, made)
+    return partial(cls, made)
+
+
+def _linen(job: Job, target: Any, settings: dict[str, Any], loss: Callable) -> Blueprint:
+    fields = ", ".join(key for key in target.__dataclass_fields__ if key not in ("parent", "name"))
+    with users_code(job.model["name"], rule="keys of [model] are the module's fields", fix=f"its fields: {fields}"):
+        module = target(**settings)
+    batch = abstract_batch(job)
+
+    def call(model):
+        return loss(model, {key: jnp.zeros(leaf.shape, leaf.dtype) for key, leaf in batch.items()})
+
+    return linen_model.blueprint(module, call, name=target.__name__)
+
+
+def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> None:
+    keys = inspect.signature(target.__init__ if inspect.isclass(target) else target).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in keys.values()):
+        return
+    own = [key for key in keys if key not in ("self", "rngs")]
+    if unknown := [key for key in settings if key not in own]:
+        rule = f"{name} takes {', '.join(own) or 'no settings'}"
+        usual = "leave it out"
+        raise JaxparError(
+            *few(unknown, lambda key: Problem(f"unknown key model.{key}", rule, nearest(key, own) if own else usual))
+        )
+
+
+def _check_text(job: Job, settings: Any) -> None:
+    problems = []
+    if settings.vocab < job.data.tokens:
+        problems.append(
+            Problem(
+                f"model.vocab = {settings.vocab}, the {job.data.tokenizer} tokenizer has {job.data.tokens} tokens",
+                "the model has a row for every token",
+                f"model.vocab = {job.data.tokens}, or leave it out",
+            )
+        )
+    if settings.position == "learned" and settings.seq < job.data.seq:
+        problems.append(
+            Problem(
+                f"model.seq = {settings.seq}, data.seq = {job.data.seq}",
+                "learned positions reach to the end of a sequence",
+                f"model.seq = {job.data.seq}, or leave it out",
+            )
+        )
+    if problems:
+        raise JaxparError(*problems)
+
+
+def _check_labels(job: Job, settings: Any) -> None:
+    held = getattr(open_source(job), "arrays", {})
+    labels = held.get("labels")
+    if labels is not None and labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < settings.classes:
+        raise refuse(
+            f"model.classes = {settings.classes}, labels are {labels.min()}..{labels.max()}",
+            rule="a label is within 0..classes-1",
+            fix=f"model.classes = {labels.max() + 1}"
+            if labels.min() >= 0
+            else "labels from 0, and a mask for rows that do not count",
+        )
+
+
+def accepting(job: Job, name: str, batch: Mapping[str, jax.ShapeDtypeStruct]) -> AbstractContextManager[None]:
+    """Returns a context in which a model and a loss that do not take a batch are refused with one message."""
+    shapes = ", ".join(f"{key} {leaf.dtype}{list(leaf.shape)}" for key, leaf in batch.items())
+    return users_code(
+        f"{name} with loss {job.train.loss} on {shapes}",
+        rule="model and loss accept the batches of the data",
+        fix="model.name, train.loss and data.source that belong together, or the line of the model that this names",
+    )
+
+
+def sound(job: Job) -> Sound:
+    """Returns what is known of a good batch of a job: ids that the model has, and the arrays of the user's own."""
+    like = abstract_batch(job) if ":" in job.data.source else {}
+    if job.model["name"] not in MODELS:
+        return Sound(like=like)
+    spec = MODELS[job.model["name"]][1]
+    usual = {"vocab": job.data.tokens} if job.data.is_text else {}
+    settings = {field.name: usual.get(field.name, field.default) for field in dataclasses.fields(spec)} | job.model
+    below = {"inputs": settings.get("vocab")}
+    if job.train.loss == "next_token":
+        below["targets"] = settings.get("vocab")
+    if job.train.loss == "classify":
+        below["labels"] = settings.get("classes")
+    return Sound(below={name: count for name, count in below.items() if isinstance(count, int)}, like=like)

@@ -1,0 +1,84 @@
+"""What the dynamic program minimises: the seconds of a minibatch, or the memory of the fullest device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from jaxpar.partition.chain import Chain
+from jaxpar.partition.objective import Objective, sends
+from jaxpar.partition.topology import Level, devices
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What both kinds of costs need."""
+
+    chain: Chain
+    tree: Sequence[Level]
+    objective: Objective
+
+    def spans(self, numbers: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Returns the sum of layers i to j. Shape [layers, layers]; 0 where j < i."""
+        return np.cumsum(np.triu(np.tile(numbers, (len(numbers), 1))), axis=1) * self.there
+
+    @cached_property
+    def there(self) -> np.ndarray:
+        """Whether i <= j."""
+        return np.triu(np.ones((len(self.chain.names),) * 2, bool))
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """Bytes of one version of layers i to j."""
+        return self.spans(np.add(self.chain.parameters, self.chain.activations))
+
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Bytes of weights of layers i to j."""
+        return self.spans(self.chain.parameters)
+
+
+class Seconds(Sums):
+    """The time of a minibatch, infinite where memory does not suffice."""
+
+    @property
+    def behind_matters(self) -> bool:
+        """Whether the limit can be reached at all."""
+        return devices(self.tree) * self.held[0, -1] > self.objective.memory
+
+    def device(self, behind: int) -> np.ndarray:
+        """Returns the seconds of layers i to j; inf where their versions are more than fit."""
+        fits = (1 + behind) * self.held <= self.objective.memory
+        return np.where(self.there & fits, self.spans(self.chain.seconds), inf)
+
+    def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:
+        """Returns the seconds per minibatch, agreeing on the weights included."""
+        agree = self.objective.agree(self.weights, replicas, self.tree[level - 1].link)
+        return self.objective.together(inner, agree) / replicas
+
+    def sent(self, level: int) -> np.ndarray:
+        """Returns the seconds to send activations on and gradients back."""
+        return sends(np.array(self.chain.crossing), self.tree[level - 1].link)
+
+
+class Bytes(Sums):
+    """The memory of the fullest device."""
+
+    @property
+    def behind_matters(self) -> bool:
+        """Yes."""
+        return True
+
+    def device(self, behind: int) -> np.ndarray:
+        """Returns the bytes of layers i to j."""
+        return np.where(self.there, (1 + behind) * self.held, inf)
+
+    def replicated(self, inner: np.ndarray, level: int, replicas: int) -> np.ndarray:
+        """Returns the same: each replica needs as much."""
+        return inner
+
+    def sent(self, level: int) -> np.ndarray:
+        """Returns 0 for each cut."""
+        return np.zeros(len(self.chain.names))

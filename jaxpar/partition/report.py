@@ -1,0 +1,136 @@
+"""What the partitioner answers: the plan, what limits it, and why not a simpler one."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import inf, isfinite
+from typing import Any
+
+from jaxpar.partition.objective import Objective
+from jaxpar.partition.stages import Part, Stage, name
+from jaxpar.partition.topology import Level, devices
+from jaxpar.units import show_bytes, show_seconds
+
+HEADINGS = (
+    *("stage", "layers", "replicas", "computes", "agrees", "sends"),
+    *("depth", "versions", "memory", "limited by"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Partition:
+    """A plan. All seconds are per minibatch, modelled.
+
+    Attributes:
+      parts: Its tree.
+      stages: In their order.
+      tree: The levels of the topology, innermost first.
+      objective: What it is best by.
+      least: What the fastest plan of any number of stages takes.
+      fewer: What the fastest plan of 1, 2, ... stages takes, up to as many as this one has; inf where
+        none fits, if memory was what decided.
+      data_parallel: What it takes if every device has all layers, whether they fit or not.
+      ruled_out: Which plan would have been taken if it fitted in memory, and what it lacks; "" if this one.
+    """
+
+    parts: tuple[Part, ...]
+    stages: tuple[Stage, ...]
+    tree: tuple[Level, ...]
+    objective: Objective
+    least: float
+    fewer: tuple[float, ...]
+    data_parallel: float
+    ruled_out: str = ""
+
+    @property
+    def name(self) -> str:
+        """Replicas of each stage: 15-1, or 3(4)-1(2-1-1) on several levels."""
+        return name(self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """What it takes."""
+        return max(stage.takes for stage in self.stages)
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast it is as data parallelism."""
+        return self.data_parallel / self.seconds
+
+    @property
+    def noam(self) -> int:
+        """Minibatches in flight per replica of the first stage: ceil(devices / its replicas)."""
+        return -(-devices(self.tree) // self.stages[0].replicas)
+
+    @property
+    def limit(self) -> str:
+        """What would have to be faster for all to be."""
+        number = max(range(len(self.stages)), key=lambda at: self.stages[at].takes)
+        stage = self.stages[number]
+        if stage.limit == "sends":
+            return f"what stage {number} sends to stage {number + 1}: {show_seconds(stage.sends)}"
+        took, of = show_seconds(stage.terms[stage.limit]), show_seconds(stage.seconds)
+        return f"stage {number}, which {stage.limit}: {took}" + (f" of {of}" if of != took else "")
+
+    @property
+    def why(self) -> str:
+        """Why it has as many stages as it has."""
+        most = len(self.stages)
+        simpler = [
+            f"{count} would take {_more(self.fewer[count - 1], self.least)}" for count in sorted({1, most - 1} - {0})
+        ]
+        gain = f"; more of them could take {1 - self.least / self.seconds:.1%} less"
+        return (
+            f"{most} stage{'s' * (most > 1)}: the fewest that are within {self.objective.margin:.3g} of the least, "
+            + "; ".join([show_seconds(self.least), *(simpler if most > 1 else [])])
+            + (gain if self.seconds > self.least * (1 + 1e-9) else "")
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON has it; seconds per minibatch, and bytes."""
+        stages = [
+            asdict(stage) | {"takes": stage.takes, "limit": stage.limit, "memory": stage.memory}
+            for stage in self.stages
+        ]
+        own = {key: getattr(self, key) for key in ("name", "seconds", "data_parallel", "speedup", "noam", "limit")}
+        said = {"why": self.why, "ruled_out": self.ruled_out, "how": "modelled"}
+        levels = [{"size": level.size, **asdict(level.link)} for level in self.tree]
+        objective = {key: value if value != inf else None for key, value in asdict(self.objective).items()}
+        return own | {"stages": stages, "levels": levels, "objective": objective} | said
+
+    def __str__(self) -> str:
+        many = " x ".join(f"{level.size} at {level.link.bandwidth / 1e9:.4g} GB/s" for level in self.tree)
+        rows = [
+            ("stage", "layers", "replicas", "computes", "agrees", "sends", "depth", "versions", "memory", "limited by")
+        ]
+        rows += [_row(number, stage) for number, stage in enumerate(self.stages)]
+        memory = f", {show_bytes(self.objective.memory)} per device" if isfinite(self.objective.memory) else ""
+        lines = [
+            f"{self.name} on {many}: {show_seconds(self.seconds)} a minibatch, {self.speedup:.2f} x as fast as data "
+            f"parallel ({show_seconds(self.data_parallel)}); modelled",
+            *_table(rows),
+            f"limited by {self.limit}; NOAM {self.noam}: minibatches in flight per replica of stage 0",
+            self.why,
+            *([f"memory: {self.ruled_out}"] if self.ruled_out else []),
+            f"objective: coefficient {self.objective.coefficient}, overlap {self.objective.overlap:g}{memory}",
+        ]
+        return "\n  ".join(lines)
+
+
+def _more(took: float, least: float) -> str:
+    return f"{took / least - 1:.1%} more" if isfinite(took) else "more memory than there is"
+
+
+def _row(number: int, stage: Stage) -> tuple[str, ...]:
+    names = stage.layers[0] if len(stage.layers) == 1 else f"{stage.layers[0]}..{stage.layers[-1]}"
+    agrees = " + ".join(show_seconds(seconds) for seconds in stage.agrees if seconds) or "-"
+    return (
+        *(str(number), names, str(stage.replicas), show_seconds(stage.computes), agrees),
+        *(show_seconds(stage.sends) if stage.sends else "-", str(stage.depth), str(stage.versions)),
+        show_bytes(stage.memory),
+        stage.limit.replace(" on its weights", ""),
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,103 @@
+"""Devices as a symmetric tree: GPUs in a server, servers in a cluster, innermost level first.
+
+((8, 12e9), (4, Link(latency=2e-5, bandwidth=1.25e9)))      4 servers, each of 8 GPUs
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import isfinite, prod
+
+from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.mesh.links import Link
+from jaxpar.units import parse_rate
+
+Topology = Sequence[tuple[int, Link | float]]
+EXAMPLE = "((8, 12e9), (4, 1.25e9)): 4 servers of 8 GPUs, 1.25e9 bytes/s (10 Gb/s) between servers"
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of the tree.
+
+    Attributes:
+      size: Parts: GPUs of a server, servers of a cluster.
+      link: Between any two of the parts, one way, for each of them.
+    """
+
+    size: int
+    link: Link
+
+
+def levels(topology: Topology) -> tuple[Level, ...]:
+    """Returns the levels of a topology, innermost first, each with a Link; a bandwidth alone has no latency.
+
+    Raises:
+      JaxparError: With everything that is wrong: a level whose parts differ, a bandwidth that is no positive number.
+    """
+    if not isinstance(topology, tuple | list) or not topology:
+        raise refuse(f"topology {topology!r}", rule="a level is (size, bandwidth), one at least", fix=EXAMPLE)
+    found, problems = [], []
+    for number, level in enumerate(topology, 1):
+        if not isinstance(level, tuple | list) or len(level) != 2:
+            problems.append(Problem(f"level {number} is {level!r}", "a level is (size, bandwidth or Link)", EXAMPLE))
+            continue
+        size, link = level
+        wrong = _of_size(number, size) + _of_link(number, link)
+        problems += wrong
+        if not wrong:
+            found.append(Level(size, link if isinstance(link, Link) else Link(latency=0.0, bandwidth=float(link))))
+    if problems:
+        raise JaxparError(*problems)
+    return tuple(found)
+
+
+def parse(words: Iterable[str]) -> Topology:
+    """Returns the topology that words such as `4@12GB/s`, innermost level first, say.
+
+    Raises:
+      JaxparError: With every word that says none.
+
+    >>> parse(["8@12GB/s", "4@10Gb/s"])
+    ((8, 12000000000.0), (4, 1250000000.0))
+    """
+    found, problems = [], []
+    for word in words:
+        size, _, rate = word.partition("@")
+        try:
+            if not size.isdecimal() or not rate:
+                rule = "a level is SIZE@BANDWIDTH: its parts, and bytes or bits per second of each, one way"
+                raise refuse(f"level {word!r}", rule=rule, fix="8@12GB/s 4@10Gb/s: 4 servers of 8 GPUs")
+            found.append((int(size), parse_rate(rate)))
+        except JaxparError as error:
+            problems += error.problems
+    if problems:
+        raise JaxparError(*problems)
+    return tuple(found)
+
+
+def devices(tree: Sequence[Level]) -> int:
+    """Returns how many devices the levels have.
+
+    >>> devices(levels(((8, 12e9), (4, 1.25e9))))
+    32
+    """
+    return prod(level.size for level in tree)
+
+
+def _of_size(number: int, size: object) -> list[Problem]:
+    if isinstance(size, tuple | list):
+        rule = "a topology is symmetric: at each level all parts are alike, and their number is one number"
+        least = min((each for each in size if type(each) is int and each > 0), default=1)
+        return [Problem(f"level {number} has parts of sizes {size!r}", rule, f"({least}, ...): what all of them have")]
+    if type(size) is not int or size < 1:
+        return [Problem(f"level {number} has size {size!r}", "a size is a whole number, 1 at least", EXAMPLE)]
+    return []
+
+
+def _of_link(number: int, link: object) -> list[Problem]:
+    if isinstance(link, Link):
+        return []
+    if isinstance(link, bool) or not isinstance(link, int | float) or not isfinite(link) or not 1 <= link <= 1e18:
+        rule = "a bandwidth is bytes per second of one part, one way, at least 1"
+        return [Problem(f"level {number} has bandwidth {link!r}", rule, "1.25e9 for 10 Gb/s; or a Link")]
+    return []

@@ -1,0 +1,77 @@
+"""What the schedules of the library cost for the same numbers, side by side."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxpar.errors import JaxparError
+from jaxpar.pipeline.draw.svg import printable
+from jaxpar.pipeline.tables import library
+from jaxpar.pipeline.tables.price import Price, Times, price
+from jaxpar.pipeline.tables.schedule import Schedule
+
+HEAD = ("schedule", "chunks", "ticks", "ideal", "barrier", "slots", "kept", "messages")
+NOTE = """\
+ideal, barrier: idle share of a run in which every op starts as soon as it can, and of one that waits after every tick
+slots, kept: activations on the fullest stage, counted by chunk, and in microbatches of a whole stage"""
+
+
+def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
+    """Returns what of a schedule is compared, and what makes it the one it is."""
+    return {
+        "name": schedule.name,
+        "stages": schedule.stages,
+        "microbatches": schedule.microbatches,
+        "chunks": schedule.chunks,
+        "ticks": schedule.ticks,
+        "time": {"ideal": cost.asynchronous, "barrier": cost.barrier},
+        "bubble": {"ideal": cost.asynchronous_bubble, "barrier": cost.barrier_bubble},
+        "slots": max(schedule.peak),
+        "kept": max(schedule.peak) / schedule.chunks,
+        "messages": schedule.messages,
+    }
+
+
+def compare(times: Times, *, stages: int, microbatches: int, chunks: int | None = None) -> list[dict[str, Any]]:
+    """Returns a row for every schedule of the library: what it costs, or why it cannot be made.
+
+    Args:
+      times: How long each op and each message takes, in any one unit.
+      stages: Size of the axis `pipe`.
+      microbatches: Pieces of the batch that go through one after the other.
+      chunks: Parts of the model on each stage, for those that take as many; None, and the others: their own.
+    """
+    rows = []
+    for name, kind in library.LIBRARY.items():
+        fit = chunks if chunks in kind.chunks else None
+        try:
+            made = library.schedule(name, stages=stages, microbatches=microbatches, chunks=fit)
+        except JaxparError as error:
+            rows.append({"name": name, "cannot": error.problems[0].rule})
+        else:
+            rows.append(row(made, price(made, times)))
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns rows as text, with what the columns mean."""
+    lines = [HEAD, *(_cells(each) for each in rows)]
+    widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(HEAD))]
+    shown = [
+        f"{line[0]:<{widths[0]}}  "
+        + (
+            "  ".join(f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+            if len(line) == len(HEAD)
+            else f"cannot: {each['cannot']}"
+        )
+        for line, each in zip(lines, [{}, *rows], strict=True)
+    ]
+    return "\n".join([*shown, NOTE])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    name = printable(row["name"])
+    if "cannot" in row:
+        return (name,)
+    shares = (f"{row['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
+    counts = (str(row["slots"]), f"{row['kept']:.3g}", str(row["messages"]))
+    return (name, str(row["chunks"]), str(row["ticks"]), *shares, *counts)

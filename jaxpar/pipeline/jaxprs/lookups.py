@@ -1,0 +1,87 @@
+"""Lookups by index inside a pipeline, where sequences are in pieces, and tables too.
+
+    table [vocab / tensor, embed], ids [batch, seq / context]
+        ids gathered ─► each device looks up what it has ─► summed over tensor ─► [batch, seq, embed] ─► seq / context
+
+XLA (0.10 to 0.12) ends the process where it partitions a gather whose table is split over one axis and whose indices
+are split over another, while a third, `pipe`, is manual. So indices and results are made whole around each gather and
+scatter, whoever wrote it; the table stays in pieces. JAX differentiates the constraints with the lookup: the scatter
+that is a gather's gradient stands between the same two.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # pyright: ignore[reportPrivateImportUsage]
+
+from jaxpar.errors import refuse
+from jaxpar.pipeline.jaxprs.dataflow import Env, primitives
+
+Whole = Callable[[jax.Array], jax.Array]
+
+
+def whole_lookups(function: Callable, whole: Whole) -> Callable:
+    """Returns a function that computes the same, with `whole` around the indices and results of all its lookups.
+
+    Args:
+      function: Of pytrees of arrays.
+      whole: Returns an array with another sharding.
+
+    Raises:
+      JaxparError: At a call, if a function with a gradient of its own looks something up.
+    """
+
+    def run(*args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        structures: list = []
+
+        def flat(*leaves):
+            out, structure = jax.tree.flatten(function(*jax.tree.unflatten(tree, leaves)))
+            structures.append(structure)
+            return out
+
+        closed = jax.make_jaxpr(flat)(*leaves)
+        return jax.tree.unflatten(structures[-1], _run(closed.jaxpr, closed.consts, leaves, whole))
+
+    return run
+
+
+def _run(jaxpr: Jaxpr, consts: Sequence, args: Sequence, whole: Whole) -> list:
+    env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        if _looks_up(eqn.primitive.name):
+            _, *indices = eqn.invars  # and what a scatter writes
+            around = {var: env[var] for var in indices if not isinstance(var, Literal)}
+            env.update({var: whole(value) for var, value in around.items()})
+            env.run(eqn)
+            env.update({var: whole(env[var]) for var in eqn.outvars} | around)
+        else:
+            env.run(_inside(eqn, whole))
+    return [env[var] for var in jaxpr.outvars]
+
+
+def _looks_up(name: str) -> bool:
+    return name == "gather" or name.startswith("scatter")
+
+
+def _inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
+    """Returns an equation with the lookups of its loops, branches and calls changed."""
+    if not any(map(_looks_up, primitives([eqn]))):
+        return eqn
+    if eqn.primitive.name.startswith("custom_"):
+        raise refuse(
+            f"a lookup by index inside a function with a gradient of its own ({eqn.primitive.name})",
+            rule="in a pipeline whose sequences and tables are both in pieces, jaxpar places indices and results of "
+            "lookups, and sees none in a gradient that is written by hand",
+            fix="the lookup outside of that function; or context=1",
+        )
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, ClosedJaxpr):
+            return jax.make_jaxpr(lambda *args: _run(value.jaxpr, value.consts, args, whole))(*value.in_avals)
+        if isinstance(value, Jaxpr):
+            return changed(ClosedJaxpr(value, ())).jaxpr
+        return tuple(map(changed, value)) if type(value) is tuple else value
+
+    return eqn.replace(params={name: changed(value) for name, value in eqn.params.items()})

@@ -1,0 +1,113 @@
+"""Parameters as shards inside a table: whole only where a layer reads them, and their gradients shards again at once.
+
+    shard ─► cast ─► all-gather ─► the layer ─► backward: float32 ─► reduce-scatter ─► gradient of the shard
+                     in the dtype of matmuls                        in float32
+
+A device holds one whole layer. What a layer reads is gathered anew for its backward, whatever else is kept for it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+from jax.sharding import PartitionSpec
+
+from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, parts, primitives
+from jaxpar.pipeline.run.sum_shards import beside, scattered
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """How one parameter is made whole.
+
+    Attributes:
+      axis: A mesh axis that is manual, and whose devices have other rows of the batch.
+      dim: The dim of the parameter that it cuts.
+      dtype: Of the whole parameter.
+      stored: Dtype of the shard, and of its gradient.
+      others: Axes that are XLA's and are made manual for the gather; none leaves it to XLA.
+      spec: What these split.
+    """
+
+    axis: str
+    dim: int
+    dtype: Any
+    stored: Any
+    others: tuple[str, ...]
+    spec: PartitionSpec
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gathered(shard: jax.Array, how: Gather) -> jax.Array:
+    """Returns a parameter as a layer reads it; its gradient is summed over the axis in float32, and a shard."""
+    whole = partial(jax.lax.all_gather, axis_name=how.axis, axis=how.dim, tiled=True)
+    return beside(whole, how.others, how.spec)(shard.astype(how.dtype))
+
+
+def _forward(shard: jax.Array, how: Gather):
+    return gathered(shard, how), None
+
+
+def _backward(how: Gather, _, gradient: jax.Array):
+    scatter = partial(scattered, axis=how.axis, dim=how.dim)
+    return (beside(scatter, how.others, how.spec)(gradient).astype(how.stored),)
+
+
+gathered.defvjp(_forward, _backward)
+
+
+def gathered_again(stage: Callable) -> Callable:
+    """Returns a function whose backward keeps all that it reads but parameters, which it gathers again.
+
+    In a scan over layers one by one, else each before it is read. A function that says itself what is kept, by
+    `jax.checkpoint` anywhere inside of it, is left alone: inside of another's that would not count. It keeps results of
+    matmuls at most, and a gathered parameter is none.
+    """
+
+    def run(*args: Any) -> Any:
+        traced = Traced(stage, *args)
+        if primitives(traced.closed.jaxpr.eqns).intersection(REMAT):
+            return traced(*args)
+        jaxpr = traced.flat.jaxpr
+        loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _gathers(eqn.params)]
+        if not loops:
+            return jax.checkpoint(traced, policy=_kept)(*args)
+        env = Env(jaxpr, traced.flat.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+        for eqn in jaxpr.eqns:
+            if any(eqn is loop for loop in loops):
+                out = _one_by_one(Scan(eqn), [env[var] for var in eqn.invars])
+                env.update(zip(eqn.outvars, out, strict=True))
+            else:
+                env.run(eqn)
+        return jax.tree.unflatten(traced.outputs, [env[var] for var in jaxpr.outvars])
+
+    return run
+
+
+def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Runs a scan each of whose steps gathers its parameters again."""
+    fixed, first, xs = parts(values, [scan.consts, scan.carry, scan.xs])
+    body = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
+
+    @partial(jax.checkpoint, policy=_kept, prevent_cse=False)
+    def step(carry, xs):
+        out = body(*fixed, *carry, *xs)
+        return out[: scan.carry], out[scan.carry :]
+
+    last, ys = jax.lax.scan(step, first, xs, length=scan.length, reverse=scan.reverse)
+    return [*last, *ys]
+
+
+_MOVES = ("reshape", "squeeze", "transpose")  # what a layer may do to a parameter first; of no more bytes than it
+
+
+def _kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Returns whether a result is kept: not those of `gathered`, which is one call."""
+    return primitive.name not in _MOVES and not _gathers(params)
+
+
+def _gathers(params: Mapping[str, Any]) -> bool:
+    return any("all_gather" in primitives(jaxpr.eqns) for jaxpr in jaxprs_in_params(params))

@@ -1,0 +1,131 @@
+"""A model as a stage of a pipeline runs it: traced once, in pieces.
+
+embed ──► layers of part 0, 1, ... ──► head and loss
+forward and backward apart: see `halves`
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpar.errors import refuse
+from jaxpar.pipeline.jaxprs.dataflow import Traced
+from jaxpar.pipeline.jaxprs.split_backward import Halves, halves
+from jaxpar.pipeline.tables.schedule import Schedule
+
+Tree = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model in the three pieces that a pipeline runs apart. All are pure functions.
+
+    Attributes:
+      name: For messages.
+      layers: Layers of each stage where they differ; its arrays then hold as many as the fullest stage has.
+      embed: (shared, known) to (x, per_layer): what flows into the first layer, and what each layer has of its own.
+      stage: (layers, known, per_layer, x, salt) to y: consecutive layers. `layers` and `per_layer` have a leading dim
+        of layers; the salt, an int32, is another for each piece of the stack, and random keys in `known` differ by it.
+      head: (shared, known, y) to name -> (sum, count); the entry `loss` is minimized.
+    """
+
+    name: str
+    embed: Callable
+    stage: Callable
+    head: Callable
+    layers: tuple[int, ...] = ()
+
+
+class Pieces:
+    """The pieces of a model, traced for the shapes of one stage.
+
+    Attributes:
+      depth: Layers of a chunk, of the fullest stage's where they differ.
+      layers: Layers of each part.
+      starts: First layer of each part.
+      x: What flows from part to part, as shapes.
+      embed: (shared, known) to (x, per_layer).
+      stage: (chunk, (known, per_layer, layers that count, part), x) to y.
+      halves: Its forward and backward; not there for an evaluation.
+      head: (shared, known, y, scale) to (sums, gradients of shared, of y), scale times those of the loss; no gradients
+        for an evaluation.
+      embed_back: (shared, known, g) to gradients of shared; not there for an evaluation.
+      sums: What `head` counts, as shapes.
+    """
+
+    def __init__(self, model: Model, schedule: Schedule, shared, chunks, known, *, forward_only: bool):
+        one, chunk = one_of(known), one_of(chunks)
+        self.depth = max(leaf.shape[0] for leaf in jax.tree.leaves(chunk))
+        self.embed = Traced(lambda shared, known: model.embed(shared, known), shared, one)
+        self.x, per_layer = self.embed.shapes
+        mine = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.depth, *leaf.shape[1:]), leaf.dtype), per_layer)
+        self.layers = np.array(model.layers or [self.depth] * schedule.parts, np.int32)
+        self.starts = np.cumsum([0, *self.layers[:-1]], dtype=np.int32)
+        fewest = int(min(self.layers))
+
+        def stage(chunk, known, x):
+            known, mine, count, part = known
+            some = lambda first, last: jax.tree.map(lambda leaf: leaf[first:last], (chunk, mine))  # noqa: E731
+            layers, each = (chunk, mine) if fewest == self.depth else some(0, fewest)
+            salt = part * (self.depth + 1)
+            x = model.stage(layers, known, each, x, salt)
+            for extra in range(fewest, self.depth):  # run everywhere, and left out where a stage has fewer
+                layers, each = some(extra, extra + 1)
+                y = model.stage(layers, known, each, x, salt + extra)
+                x = jax.tree.map(lambda a, b, n=extra: jnp.where(count > n, a, b), y, x)
+            return x
+
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        self.stage = Traced(stage, chunk, (one, mine, count, count), self.x)
+        _check_shapes(model.name, self.x, self.stage.shapes)
+        if not forward_only:
+            self.halves: Halves = halves(self.stage, chunk, (one, mine, count, count), self.x, split=schedule.split)
+
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def total(shared, known, y):
+            sums = model.head(shared, known, y)
+            return sums["loss"][0], sums
+
+        def head(shared, known, y, scale):
+            _, pull, sums = jax.vjp(lambda shared, y: total(shared, known, y), shared, y, has_aux=True)
+            dshared, dy = pull(scale)
+            return sums, dshared, dy
+
+        def embed_back(shared, known, g):
+            _, pull = jax.vjp(lambda shared: model.embed(shared, known)[0], shared)
+            return pull(g)[0]
+
+        if forward_only:
+            self.head = Traced(lambda *args: (total(*args[:3])[1], None, None), shared, one, self.x, scale)
+        else:
+            self.head = Traced(head, shared, one, self.x, scale)
+            self.embed_back = Traced(embed_back, shared, one, self.x)
+        self.sums = self.head.shapes[0]
+
+
+def one_of(tree: Tree) -> Tree:
+    """Returns what stands at one index of the leading dim, as shapes."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def _check_shapes(name: str, x: Tree, y: Tree) -> None:
+    show = lambda tree: ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in jax.tree.leaves(tree))  # noqa: E731
+    whole = [leaf for leaf in jax.tree.leaves(x) if not jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if whole:
+        raise refuse(
+            f"the layers of {name} take {show(whole)}",
+            rule="what flows through the layers of a pipeline has a gradient, so it is floating point",
+            fix="a floating-point array, or what is the same for all layers read from the batch",
+        )
+    same = jax.tree.structure(x) == jax.tree.structure(y)
+    if not same or [(a.shape, a.dtype) for a in jax.tree.leaves(x)] != [(b.shape, b.dtype) for b in jax.tree.leaves(y)]:
+        raise refuse(
+            f"the layers of {name} take {show(x)} and return {show(y)}",
+            rule="a stage gets what the one before returns, so layers keep structure, shape and dtype",
+            fix="what changes the shape belongs before or after pipelined(layers, x)",
+        )

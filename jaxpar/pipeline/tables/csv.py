@@ -1,0 +1,101 @@
+"""Tables as text, so that users bring their own.
+
+    1f1b,stages=2,microbatches=2,chunks=1,placement=ring
+    F0,F1,.,B0,.,B1
+    .,F0,B0,F1,B1,.
+
+After the header one line per stage, one cell per tick; F0 forward, B0 backward, W0 weights of microbatch 0, F0'1 the
+same of chunk 1, and . or nothing where the stage idles. Read like any CSV: a name with a comma is in quotes.
+"""
+
+import csv
+import io
+import re
+
+from jaxpar.errors import refuse
+from jaxpar.pipeline.tables.schedule import OPS, Cell, Schedule
+
+NUMBER = "([0-9]{1,9})"
+HEAD = re.compile(f"stages={NUMBER},microbatches={NUMBER},chunks={NUMBER},placement=(ring|v)")
+CELL = re.compile(f"([{''.join(OPS)}]){NUMBER}(?:'{NUMBER})?")
+HEADER = "1f1b,stages=2,microbatches=4,chunks=1,placement=ring"
+
+
+def to_csv(schedule: Schedule) -> str:
+    """Returns the text of a table."""
+    name = schedule.name
+    if re.search('[",\r\n]', name):
+        name = '"' + name.replace('"', '""') + '"'
+    cut = schedule.cut
+    head = f"stages={cut.stages},microbatches={cut.microbatches},chunks={cut.chunks},placement={cut.placement}"
+    lines = [",".join(str(row[stage] or ".") for row in schedule.cells) for stage in range(schedule.stages)]
+    return "\n".join([f"{name},{head}", *lines, ""])
+
+
+def from_csv(text: str) -> Schedule:
+    """Returns the table of a text.
+
+    Raises:
+      JaxparError: With line and cell of what cannot be read, or tick and stage of what cannot be run.
+    """
+    lines = _lines(text)
+    number, first = lines[0] if lines else (1, [])
+    head = HEAD.fullmatch(",".join(field.strip() for field in first[1:]))
+    if not head:
+        raise refuse(
+            f"line {number}: {_short(','.join(first))}",
+            rule="the first line is a header: a name, and how the model and the batch are cut",
+            fix=HEADER,
+        )
+    stages, microbatches, chunks = (int(number) for number in head.groups()[:3])
+    if len(lines) - 1 != stages or not stages:
+        raise refuse(
+            f"{len(lines) - 1} lines after the header, which says stages={stages}",
+            rule="one line for every stage",
+            fix=f"stages={max(len(lines) - 1, 1)}",
+        )
+    ticks = len(lines[1][1])
+    for number, cells in lines[1:]:
+        if len(cells) != ticks:
+            raise refuse(
+                f"line {number} has {len(cells)} cells, line {lines[1][0]} has {ticks}",
+                rule="every stage has one cell for every tick",
+                fix="a . where the stage idles",
+            )
+    columns = [[_cell(cell, f"line {n}, cell {at}") for at, cell in enumerate(cells, 1)] for n, cells in lines[1:]]
+    return Schedule(
+        name=first[0],
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
+        placement="v" if head[4] == "v" else "ring",
+        cells=tuple(zip(*columns, strict=True)),
+    )
+
+
+def _lines(text: str) -> list[tuple[int, list[str]]]:
+    """Returns the lines that have cells, with their numbers."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        return [(reader.line_num, cells) for cells in reader if cells]
+    except csv.Error as error:
+        raise refuse(f"line {reader.line_num}: {error}", rule="a schedule is written as CSV", fix=HEADER) from error
+
+
+def _cell(text: str, where: str) -> Cell | None:
+    """Returns what a cell says."""
+    if text.strip() in ("", "."):
+        return None
+    match = CELL.fullmatch(text.strip())
+    if not match:
+        raise refuse(
+            f"{where}: {_short(text)}",
+            rule="a cell is F, B or W, a microbatch, and for a later chunk ' and its number",
+            fix="F0, B3'1, or . where the stage idles",
+        )
+    return Cell(match[1], int(match[2]), int(match[3] or 0))
+
+
+def _short(text: str) -> str:
+    """Returns what was written, quoted, and not more of it than fits a line."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")

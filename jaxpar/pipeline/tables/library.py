@@ -1,0 +1,178 @@
+"""The schedules that have a name, each a short generator with its source and its closed forms.
+
+    schedule("interleaved_phased", stages=4, microbatches=8)      chunks=2 unless said otherwise
+
+P stages, M microbatches, v chunks per stage, d the stage from 0. Closed forms count ticks, in which an F, a B or a W of
+one chunk takes one tick each. Whoever waits at a barrier after every tick wants a phased table: in it no stage waits
+for another's longer op.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from jaxpar.errors import nearest, refuse
+from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.pipeline.tables.synchronous import gpipe, interleaved, looped_bfs, one_f_one_b, phased, warm
+from jaxpar.pipeline.tables.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
+
+ANY = range(2, 1025)  # chunks: more than one
+MOST = 1_000_000  # cells in a table: seconds to make; larger ones are slips of the hand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A family of schedules.
+
+    Attributes:
+      about: What it is, in a line.
+      source: Where it was published.
+      make: (stages, microbatches, chunks) to the table.
+      ticks: (stages, microbatches, chunks) to the rows of the table, as published (but see `dualpipe_v`).
+      peak: (stages, microbatches, chunks, stage) to `Schedule.peak[stage]`, as published.
+      chunks: The numbers of chunks it takes.
+      least: stages to the fewest microbatches it takes.
+      whole: Whether the stages must divide the microbatches.
+    """
+
+    about: str
+    source: str
+    make: Callable[[int, int, int], Schedule]
+    ticks: Callable[[int, int, int], int]
+    peak: Callable[[int, int, int, int], int]
+    chunks: range = range(1, 2)
+    least: Callable[[int], int] = lambda stages: 1
+    whole: bool = False
+
+
+def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """Returns a schedule of the library.
+
+    Args:
+      name: One of `LIBRARY`.
+      stages: Size of the axis `pipe`.
+      microbatches: Pieces of the batch that go through one after the other.
+      chunks: Parts of the model on each stage; None is 2 where the schedule takes that, else 1.
+
+    Raises:
+      JaxparError: If there is no such schedule, or it does not take these numbers.
+    """
+    if name not in LIBRARY:
+        raise refuse(f"schedule {name!r}", rule="a schedule of the library", fix=nearest(name, LIBRARY))
+    kind = LIBRARY[name]
+    if chunks is None:
+        chunks = 2 if 2 in kind.chunks else 1
+    for key, number in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+        if type(number) is not int or number < 1:
+            raise refuse(f"{name} with {key}={number!r}", rule=f"{key} is a positive whole number", fix=f"{key}=4")
+    if chunks not in kind.chunks:
+        low, high = kind.chunks.start, kind.chunks.stop - 1
+        raise refuse(
+            f"{name} with chunks={chunks}",
+            rule=f"{name} has {low if low == high else f'{low}..{high}'} chunk{'s' * (high > 1)} per stage",
+            fix=f"chunks={min(max(chunks, low), high)}" + ', or "interleaved" for more' * (high == 1),
+        )
+    least = kind.least(stages)
+    if microbatches < least:
+        raise refuse(
+            f"{name} with microbatches={microbatches} on stages={stages}",
+            rule=f"{name} takes at least {least} microbatches on {stages} stages",
+            fix=f'microbatches={least}, or "1f1b", which takes any number',
+        )
+    if kind.whole and microbatches % stages:
+        raise refuse(
+            f"{name} with microbatches={microbatches} on stages={stages}",
+            rule="microbatches go through the chunks in groups of `stages`: microbatches is a multiple of it",
+            fix=f"microbatches={-(-microbatches // stages) * stages}",
+        )
+    cells = kind.ticks(stages, microbatches, chunks) * stages
+    if cells > MOST:
+        raise refuse(
+            f"{name} with stages={stages}, microbatches={microbatches}, chunks={chunks} has {cells} cells",
+            rule=f"a table has at most {MOST} cells",
+            fix="fewer microbatches or stages",
+        )
+    return kind.make(stages, microbatches, chunks)
+
+
+LIBRARY: Mapping[str, Kind] = {
+    "gpipe": Kind(
+        about="all forwards, then all backwards",
+        source="Huang et al. 2018, arXiv:1811.06965",
+        make=gpipe,
+        ticks=lambda P, M, v: 2 * (M + P - 1),
+        peak=lambda P, M, v, d: M,
+    ),
+    "1f1b": Kind(
+        about="each stage alternates as soon as it can: fewest activations kept",
+        source="PipeDream-Flush: Narayanan et al. 2020, arXiv:2006.09503",
+        make=one_f_one_b,
+        ticks=lambda P, M, v: 2 * (M + P - 1),
+        peak=lambda P, M, v, d: min(M, P - d),
+    ),
+    "1f1b_phased": Kind(
+        about="1f1b that starts forwards early enough for all stages to go forward, or backward, together",
+        source="eager 1F1B: Zhuang et al. 2022, arXiv:2211.05322",
+        make=lambda P, M, v: phased("1f1b_phased", P, M, 1),
+        ticks=lambda P, M, v: 2 * (M + P - 1),
+        peak=lambda P, M, v, d: min(M, warm(P, 1, d)),
+    ),
+    "interleaved": Kind(
+        about="1f1b over several chunks per stage: the bubble is 1/chunks, messages are chunks times as many",
+        source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
+        make=interleaved,
+        ticks=lambda P, M, v: 2 * (M * v + P - 1),
+        peak=lambda P, M, v, d: min(M * v, warm(P, v, d)),
+        chunks=ANY,
+        whole=True,
+    ),
+    "interleaved_phased": Kind(
+        about="interleaved, with all stages going forward, or backward, together; keeps no more than interleaved",
+        source="order of Narayanan et al. 2021, arXiv:2104.04473; ticks as in 1f1b_phased",
+        make=lambda P, M, v: phased("interleaved_phased", P, M, v),
+        ticks=lambda P, M, v: 2 * (M * v + P - 1),
+        peak=lambda P, M, v, d: min(M * v, warm(P, v, d)),
+        chunks=ANY,
+        whole=True,
+    ),
+    "looped_bfs": Kind(
+        about="all microbatches through a chunk, then through the next: each chunk's weights are gathered once",
+        source="breadth-first: Lamy-Poirier 2022, arXiv:2211.05953",
+        make=looped_bfs,
+        ticks=lambda P, M, v: 2 * ((v - 1) * max(M, P) + M + P - 1),
+        peak=lambda P, M, v, d: M * v,
+        chunks=range(1, ANY.stop),
+    ),
+    "zb_h1": Kind(
+        about="1f1b with the weights' half of a backward in the bubble; keeps as much as 1f1b's first stage, on all",
+        source="Qi et al. 2023, arXiv:2401.10241",
+        make=zb_h1,
+        ticks=lambda P, M, v: 2 * M + max(M, P) + P - 1,
+        peak=lambda P, M, v, d: min(M, P),
+    ),
+    "zb_h2": Kind(
+        about="no bubble between a stage's first and last op, for twice the activations",
+        source="Qi et al. 2023, arXiv:2401.10241",
+        make=zb_h2,
+        ticks=lambda P, M, v: 3 * M + P - 1,
+        peak=lambda P, M, v, d: 2 * P - 1,
+        least=lambda P: 2 * P - 1,
+    ),
+    "zb_v": Kind(
+        about="no bubble between a stage's first and last op, for the activations of 1f1b: parts placed as a v",
+        source="Qi et al. 2024, arXiv:2405.15362",
+        make=zb_v,
+        ticks=lambda P, M, v: 6 * M + P - 1,
+        peak=lambda P, M, v, d: 2 * P,
+        chunks=range(2, 3),
+        least=lambda P: 2 * P - 1,
+    ),
+    "dualpipe_v": Kind(
+        about="forwards of one chunk beside backwards of the other: parts placed as a v",
+        source="DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1; cut in half: github.com/deepseek-ai/DualPipe",
+        make=dualpipe_v,
+        ticks=lambda P, M, v: 6 * M + P - 1,
+        peak=lambda P, M, v, d: 2 * P + 1,
+        chunks=range(2, 3),
+        least=lambda P: 2 * P,
+    ),
+}

@@ -1,0 +1,208 @@
+"""The machines a plan is made for: chips in nodes, what they reach of their sheet, and the links between them.
+
+    time of a product      FLOP / (peak x share(FLOP))         share(f) = top x f / (f + half)
+    time of the rest       bytes / (device memory's bandwidth x streaming)
+
+`half` is a product's fixed cost in FLOP: launch, the first tiles to arrive, the last wave of blocks that leaves
+processors idle. One set of constants holds for all runs on a family of chips; each says where it comes from.
+
+Runs on A100 and H100 were there to fit. An H200 is an H100 with other memory, and a B200 comes in the same machine one
+generation later: both take the H100's shares and say "assumed". Of the other chips in the table there is none to
+assume: a GH200's or an RTX card's links are the machine's own, and a TPU's torus is not nodes with NICs. They are
+planned for with a file of measurements, `plan/machine/file.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxpar.errors import refuse, within
+from jaxpar.mesh.chips import Chip, find_chip
+from jaxpar.mesh.links import Link
+
+# share of the faster level's time that a collective over both levels takes besides the slower one's: all-gathers of
+# nccl-tests reach 324 GB/s on 4 x 8 H100s, where either level alone reaches 368 and 369
+TOGETHER = 0.136
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """Which share of its peak a chip reaches in a matrix product, by the product's size.
+
+    Attributes:
+      top: Share of the peak that products without end reach.
+      half: FLOP of the product that reaches half of that.
+      source: Where both come from.
+    """
+
+    top: float
+    half: float
+    source: str
+
+    def __post_init__(self):
+        within(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15)})
+
+    def share(self, flop: Any) -> Any:
+        """Returns the share of the peak for products of so many FLOP, a number or an array.
+
+        >>> Gemm(top=0.8, half=4e9, source="").share(4e9)
+        0.4
+        """
+        return self.top * flop / (flop + self.half)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Nodes of one kind of chip.
+
+    Attributes:
+      chip: The chip, with its peaks.
+      per_node: Chips of a node.
+      inside: Link of a chip to the others of its node; bandwidth as collectives reach it.
+      between: Link of a chip, through its own NIC, to other nodes; bandwidth as collectives reach it.
+      gemm: Share of the peak in matrix products with weights.
+      streaming: Share of the memory's bandwidth in elementwise passes.
+      launch: Seconds a kernel or a collective takes before its first byte.
+      source: Where the numbers come from that the chip and the curve do not name.
+    """
+
+    chip: Chip
+    per_node: int
+    inside: Link
+    between: Link
+    gemm: Gemm
+    streaming: float
+    launch: float
+    source: str
+
+    def __post_init__(self):
+        shares = {key: (1e-3, 1.0) for key in ("streaming",)}
+        within(self, "hardware", {"per_node": (1, 2**31 - 1), "launch": (0.0, 1.0)} | shares)
+        within(self.chip, "chip", {"bf16_flops": (1.0, 1e21), "bandwidth": (1.0, 1e18), "memory": (1, 2**60)})
+
+    @property
+    def memory(self) -> int:
+        """Bytes of one chip's memory that a program may take."""
+        return self.chip.usable
+
+    def products(self, flop: Any, count: Any = 1) -> Any:
+        """Returns the seconds of `count` matrix products of `flop` FLOP each."""
+        return count * flop / (self.chip.bf16_flops * self.gemm.share(flop))
+
+    def stream(self, size: Any) -> Any:
+        """Returns the seconds in which so many bytes are read or written."""
+        return size / (self.chip.bandwidth * self.streaming)
+
+    def members(self, group: Any, stride: Any) -> Any:
+        """Returns how many of a group whose neighbours are `stride` devices apart are in one node."""
+        return np.clip(self.per_node // np.maximum(stride, 1), 1, group)
+
+    def gather(self, size: Any, group: Any, stride: Any, *, members: Any = None, pieces: Any = 1) -> Any:
+        """Returns the seconds of an all-gather to `size` bytes on each of `group` devices, or of a reduce-scatter.
+
+        Neighbours in the group are `stride` devices apart, so a node holds per_node / stride of them, or as many
+        `members` as are given. One ring passes through all members of a node and then through the NICs of all of them
+        to the next: every link carries (group - 1) / group of the bytes, and takes alpha for each hop. The slower of
+        the two levels sets the pace; `TOGETHER` of the other's time comes on top. An all-reduce is one of each: twice
+        this. In `pieces` collectives, one after another, the bytes are the same and each piece has its own launch and
+        hops.
+
+        Sources: Thakur, Rabenseifner, Gropp (2005), section 4; NCCL, src/graph/tuning.cc: the latency of its ring is
+        that of its steps inside nodes and of its steps between them, which are as many as nodes.
+        """
+        members = self.members(group, stride) if members is None else members
+        nodes = np.ceil(group / members)
+        inside = np.where(np.greater(members, 1), 1 / self.inside.bandwidth, 0.0)
+        between = np.where(nodes > 1, 1 / (members * self.between.bandwidth), 0.0)
+        pace = np.maximum(inside, between) + TOGETHER * np.minimum(inside, between)
+        hops = nodes * (members - 1) * self.inside.latency + (nodes - 1) * self.between.latency
+        wire = size * pace * (group - 1) / group
+        return np.where(np.asarray(group) > 1, pieces * (self.launch + hops) + wire, 0.0)
+
+    def send(self, size: Any, stride: Any, stages: Any) -> Any:
+        """Returns the seconds of a message from every stage to the next, and from the last to the first.
+
+        A tick ends with its slowest message. Stages are `stride` devices apart: the devices of all `stages` are one
+        node's, or some boundary between two stages is one between nodes, wherever it lies in the table.
+        """
+        far = np.asarray(stride) * stages > self.per_node
+        latency = np.where(far, self.between.latency, self.inside.latency)
+        return self.launch + latency + size / np.where(far, self.between.bandwidth, self.inside.bandwidth)
+
+
+def _chip(key: str) -> Chip:
+    chip = find_chip(key)
+    if chip is None:
+        raise refuse(f"chip {key!r}", rule="the chip is in the table of mesh/chips.py", fix='chip = "h100"')
+    return chip
+
+
+def _as_on(known: Hardware, key: str) -> Hardware:
+    """Returns nodes of another chip that reaches the same shares of its own sheet; products' fixed cost lasts as long.
+
+    Args:
+      known: What its constants were fitted on.
+      key: A chip whose sheet says what joins it to others.
+    """
+    chip, sheet = _chip(key), known.chip
+    if chip.domain is None or chip.network is None or sheet.network is None:
+        raise refuse(f"chip {key!r}", rule="its sheet says what joins it to others", fix="a file of measurements")
+    link = lambda link, mine, its: replace(link, bandwidth=link.bandwidth * (mine / its))  # noqa: E731
+    half = known.gemm.half * (chip.bf16_flops / sheet.bf16_flops)
+    return replace(
+        known, chip=chip, per_node=chip.domain,
+        inside=link(known.inside, chip.nvlink, sheet.nvlink),
+        between=link(known.between, chip.network, sheet.network),
+        gemm=replace(known.gemm, half=half, source=f"assumed as on {sheet.key.upper()}; {known.gemm.source}"),
+        source=f"assumed as on {sheet.key.upper()}; {known.source}",
+    )  # fmt: skip
+
+
+STREAMING, FAR = 0.85, 10e-6  # share of the memory's bandwidth, seconds to another node: assumed for every chip
+_LINKS = (
+    'shares of the sheet seen in nccl-tests; NVLink .8 on A100, .82 on H100: "protocol overhead (~20%)", 370 of 450 '
+    "GB/s (NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); both at once 324 GB/s on 4 x 8 H100; "
+    "latencies and .85 of the memory's bandwidth assumed"
+)
+_CURVE = "half: Calculon's steps for A100, .95, .9 and .6 of the peak from 128, 16 and 1 GFLOP on, drawn as a curve"
+_FITTED: Mapping[str, Hardware] = {
+    "a100": Hardware(
+        chip=_chip("a100"), per_node=8,
+        inside=Link(latency=3e-6, bandwidth=0.8 * 300e9), between=Link(latency=FAR, bandwidth=0.92 * 25e9),
+        gemm=Gemm(
+            top=0.765, half=2.4e9,
+            source="fitted to one run of Megatron-LM; top: 22B with full recomputation, 8 A100, 1.42 s a step; "
+            f"{_CURVE}",
+        ),
+        streaming=STREAMING, launch=10e-6, source=_LINKS,
+    ),
+    "h100": Hardware(
+        chip=_chip("h100"), per_node=8,
+        inside=Link(latency=3e-6, bandwidth=0.82 * 450e9), between=Link(latency=FAR, bandwidth=0.92 * 50e9),
+        gemm=Gemm(
+            top=0.66, half=7.6e9,
+            source="fitted to one run of MaxText; top: Llama 2 70B, 64 H100, 7.908 s a step; "
+            f"{_CURVE}, as long on this chip",
+        ),
+        streaming=STREAMING, launch=10e-6, source=_LINKS,
+    ),
+}  # fmt: skip
+HARDWARE: Mapping[str, Hardware] = {
+    **_FITTED,
+    "h200": _as_on(_FITTED["h100"], "h200"),
+    "b200": _as_on(_FITTED["h100"], "b200"),
+}
+
+
+def capped(hardware: Hardware, *, peak: float, bandwidth: float, source: str) -> Hardware:
+    """Returns the hardware with a chip whose peak and memory are below the sheet's: a lower power limit, older memory.
+
+    Args:
+      hardware: What it is otherwise.
+      peak: bfloat16 FLOP per second.
+      bandwidth: Bytes per second of device memory.
+      source: Where both come from.
+    """
+    return replace(hardware, chip=replace(hardware.chip, bf16_flops=peak, bandwidth=bandwidth, source=source))

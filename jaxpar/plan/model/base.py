@@ -1,0 +1,126 @@
+"""What a plan asks of a model; a transformer answers with formulas, any other is traced (`plan/model/traced.py`)."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxpar.pipeline.tables.library import LIBRARY
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.enumerate import Choices, legal
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.memory import Memory, layer_bytes, memory
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
+from jaxpar.plan.time import StepTime, step_time
+
+
+class Model(Protocol):
+    """A model as a search weighs it. Fields of candidates may be arrays, and so are then all numbers."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, all of them."""
+        ...
+
+    @property
+    def layers(self) -> int:
+        """Blocks that stages of a pipeline can share."""
+        ...
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """What throughput is counted in, and how many a row has: ("tokens", 8192)."""
+        ...
+
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of a step over so many rows, nothing computed twice: backward is twice forward."""
+        ...
+
+    def attention(self, practice: Practice) -> str:
+        """Returns how attention is taken to run, in words; "" where nothing is known of it."""
+        ...
+
+    def left_out(self, choices: Choices) -> tuple[str, ...]:
+        """Returns what no layout of this model's search has, each with the reason or the way to it."""
+        ...
+
+    def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
+        """Returns all layouts for so many devices and rows of a step, as arrays."""
+        ...
+
+    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+        """Returns the bytes of the fullest device, by cause."""
+        ...
+
+    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+        """Returns the seconds of a step, by cause."""
+        ...
+
+    def largest(self, practice: Practice) -> float:
+        """Returns the bytes of the largest layer: its training state, and what it keeps of one row."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder, by the formulas of `plan/memory.py` and `plan/time.py`.
+
+    Attributes:
+      shape: Its widths.
+      recipe: Bytes per parameter of the training state.
+    """
+
+    shape: Shape
+    recipe: Recipe = JAXPAR
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, all of them."""
+        return self.shape.parameters
+
+    @property
+    def layers(self) -> int:
+        """Blocks that stages of a pipeline can share."""
+        return self.shape.layers
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Tokens, and how many a row has."""
+        return "tokens", self.shape.seq
+
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of a step; see `Shape.step_flop`."""
+        return float(self.shape.step_flop(rows))
+
+    def attention(self, practice: Practice) -> str:
+        """Returns whose kernels run attention, and what they keep."""
+        if practice.attention == "unfused":
+            return "XLA's own, which keeps the scores"
+        cut = "; where context cuts sequences XLA's own, which keeps the scores" * (practice.pieces is not None)
+        return f"cuDNN's kernel, which keeps no scores{cut}"
+
+    def left_out(self, choices: Choices) -> tuple[str, ...]:
+        """Returns axes that no layout has, and schedules that are not weighed."""
+        others = ", ".join(name for name in LIBRARY if name not in choices.schedules)
+        compared = (
+            f"schedules {others}: `jaxpar schedule NAME --compare` prices them, parallel.pipeline.schedule sets one"
+        )
+        return ("expert: a decoder of jaxpar has no experts", *[compared] * bool(others))
+
+    def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
+        """Returns all layouts; see `jaxpar.plan.enumerate.legal`."""
+        return legal(self.shape, devices=devices, rows=rows, choices=choices)
+
+    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+        """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""
+        return memory(self.shape, candidate, practice, self.recipe)
+
+    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+        """Returns the seconds of a step; see `jaxpar.plan.time`."""
+        return step_time(self.shape, candidate, hardware, practice)
+
+    def largest(self, practice: Practice) -> float:
+        """Returns the bytes of a block with what it keeps, or of an embedding."""
+        shape = self.shape
+        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), practice)[1])
+        return max(block, *(self.recipe.total * ends for ends in (shape.embedding_parameters, shape.head_parameters)))

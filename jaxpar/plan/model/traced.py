@@ -1,0 +1,172 @@
+"""Any model as a plan sees it: traced once on shapes, shared by data and fsdp alone.
+
+    products      2 FLOP per multiplication of every product and convolution, going forward; twice that going backward
+    passes        what the backward pass reads was written and read once going forward, and is read, and its gradient
+                  written and read, going backward: 5 times its bytes; once more to and fro where it is computed again
+    activations   what `jax.vjp` keeps that grows with the rows, as the remat policy leaves it
+    working       what one block computes again; with ZeRO-3, twice the largest piece that is gathered at once
+
+What XLA fuses away, or keeps although nobody asked it to, is not in it: `--verify` compiles.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.enumerate import Choices, pick, replicated
+from jaxpar.plan.machine.hardware import Hardware
+from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.memory import Memory, by_stage, gathered_for_a_step, while_made
+from jaxpar.plan.model.state_bytes import Recipe
+from jaxpar.plan.model.tracing import Kind, Trace
+from jaxpar.plan.time import StepTime, optimizer, sharding
+
+FORWARD, BACKWARD = 2, 3  # passes over what the backward pass reads
+AGAIN: Mapping[str, tuple[Kind, ...]] = {
+    # kinds of products that each remat policy computes again: jax.checkpoint_policies keep no convolutions
+    "none": (),
+    "all_dots": ("convolution",),
+    "dots": ("convolution", "batched"),
+    "full": ("convolution", "batched", "weights"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Traced:
+    """A model of which nothing is known but what tracing it shows.
+
+    Attributes:
+      name: What the user calls it.
+      shards: Number of devices of fsdp to the parameters that one of them holds; of 1, all.
+      refused: Numbers of devices of fsdp that the model does not take, and why.
+      piece: Parameters of the largest piece that is gathered at once: a parameter, or a layer of a stack.
+      recipe: Bytes per parameter of the training state.
+      trace: Its products, and what it keeps.
+      itemsize: Bytes of what products run in: 2 or 4.
+      sums: Whether the loss is a sum with a count, which microbatches need.
+    """
+
+    name: str
+    shards: Mapping[int, int]
+    refused: Mapping[int, str]
+    piece: int
+    recipe: Recipe
+    trace: Trace
+    itemsize: int
+    sums: bool
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, all of them."""
+        return self.shards[1]
+
+    @property
+    def layers(self) -> int:
+        """One: a pipeline is planned for decoders."""
+        return 1
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Rows."""
+        return "rows", 1
+
+    def step_flop(self, rows: int) -> float:
+        """Returns the FLOP of its products and convolutions, three times over for forward and backward."""
+        return 3.0 * rows * sum(each.flop * each.times for each in self.trace.products)
+
+    def attention(self, practice: Practice) -> str:
+        """Returns what tracing shows: products, and what is kept between them."""
+        return (
+            "as traced, without a GPU's fused kernel" if any(p.kind == "batched" for p in self.trace.products) else ""
+        )
+
+    def left_out(self, choices: Choices) -> tuple[str, ...]:
+        """Returns what the model does not take, and the axes whose cost is known of decoders alone."""
+        remats = [name for name in AGAIN if name not in self.trace.kept]
+        return (
+            "tensor, context and pipe: what they cost is known of decoders alone",
+            *["microbatches: the loss is a mean; one that returns (sum, count) adds up over them"] * (not self.sums),
+            *[f"remat {', '.join(remats)}: {self.name} marks no blocks for it"] * bool(remats),
+            *self.refused.values(),
+        )
+
+    def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
+        """Returns all layouts of data and fsdp, with the remat policies that the model can place.
+
+        Raises:
+          JaxparError: If the devices do not divide the rows.
+        """
+        remats = tuple(name for name in choices.remats if name in self.trace.kept)
+        found = replicated(devices=devices, rows=rows, choices=Choices(remats=remats))
+        return pick(found, np.isin(found.fsdp, list(self.shards)) & (self.sums | (found.microbatches == 1)))
+
+    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+        """Returns the bytes of a device, by cause."""
+        shard = self._shard(candidate)
+        parameters, gradients, moments = by_stage(self.parameters, shard, candidate, self.recipe)
+        kept, everything = self._kept(candidate), candidate.microbatch * self.trace.kept["none"]
+        piece = 2.0 * np.equal(candidate.zero, 3) * self.piece
+        gathered = self.itemsize * np.where(gathered_for_a_step(candidate, self.recipe), self.parameters, piece)
+        return Memory(
+            parameters=parameters,
+            gradients=while_made(gradients, candidate, self._practice(practice), self.recipe),
+            optimizer=moments,
+            activations=kept,
+            logits=0.0 * kept,
+            working=(everything - kept) / max(self.trace.blocks, 1) + gathered,
+        )
+
+    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+        """Returns the seconds of a step, by cause."""
+        practice, rows, count = self._practice(practice), candidate.microbatch, candidate.microbatches
+        forward = {kind: self._seconds(kind, rows, hardware) for kind in AGAIN["full"]}
+        once, everything = sum(forward.values()), rows * self.trace.kept["none"]
+        again = self._by_remat(candidate, lambda name: sum(forward[kind] for kind in AGAIN[name]))
+        repeated = hardware.stream(FORWARD * (everything - self._kept(candidate)))
+        passes = hardware.stream((FORWARD + BACKWARD) * everything)
+        sums = np.where(np.greater(count, 1), hardware.stream(practice.accumulate * self.parameters), 0.0)
+        compute = count * (3 * once + again + repeated + passes + sums)
+        nothing = 0.0 * compute
+        return StepTime(
+            products=3 * count * once,
+            attention=nothing,
+            passes=count * (passes + sums),
+            recompute=count * (again + repeated),
+            tensor=nothing,
+            context=nothing,
+            sharding=sharding(
+                self.parameters, candidate, hardware, practice, layers=self.trace.blocks, compute=compute
+            ),
+            bubble=nothing,
+            send=nothing,
+            optimizer=optimizer(self.parameters, candidate, hardware, practice),
+        )
+
+    def largest(self, practice: Practice) -> float:
+        """Returns the bytes of the largest piece's state, and of what a block keeps of one row."""
+        return self.recipe.total * self.piece + self.trace.kept["none"] / max(self.trace.blocks, 1)
+
+    def _practice(self, practice: Practice) -> Practice:
+        """Returns how it is run: what travels has the size of what products run in."""
+        return replace(practice, wire=(float(self.itemsize),) * 2)
+
+    def _shard(self, candidate: Candidate) -> Any:
+        """Returns the parameters on one device of fsdp; an even share where nobody asked the model."""
+        sizes, where = np.unique(candidate.fsdp, return_inverse=True)
+        held = [self.shards.get(size, -(-self.parameters // size)) for size in sizes.tolist()]
+        return np.array(held)[where].reshape(np.shape(candidate.fsdp))
+
+    def _seconds(self, kind: str, rows: Any, hardware: Hardware) -> Any:
+        peak = 1.0 if self.itemsize == 2 else hardware.chip.f32_flops / hardware.chip.bf16_flops
+        own = [each for each in self.trace.products if each.kind == kind]
+        return sum((hardware.products(rows * each.flop, each.times) for each in own), 0.0 * rows) / peak
+
+    def _kept(self, candidate: Candidate) -> Any:
+        return candidate.microbatch * self._by_remat(candidate, lambda name: self.trace.kept[name])
+
+    def _by_remat(self, candidate: Candidate, value: Callable[[str], Any]) -> Any:
+        remat = np.asarray(candidate.remat)
+        return np.select([remat == name for name in self.trace.kept], [value(name) for name in self.trace.kept])

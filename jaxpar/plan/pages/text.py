@@ -1,0 +1,168 @@
+"""A plan as a page of text: the layouts, where the first one's time goes, and what the ranking hangs on."""
+
+from dataclasses import fields
+
+import numpy as np
+
+from jaxpar.plan.enumerate import at
+from jaxpar.plan.pages.bars import bars
+from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
+from jaxpar.plan.speed import speed, ways_out
+from jaxpar.units import show_bytes, show_count, show_seconds
+
+_BAR = 28
+
+
+def page(plan: Plan, *, colour: bool = False) -> str:
+    """Returns the plan, about a screen wide; every number in it is modelled.
+
+    Args:
+      plan: What to show.
+      colour: Whether to colour the causes.
+    """
+    drawn = bars(plan, colour=colour)
+    parts = [_head(plan), _left_out(plan), _table(plan), _hopeless(plan), drawn, _causes(plan)]
+    parts += [_leaner(plan), _doubts(plan)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(plan: Plan) -> str:
+    asked = plan.question
+    hardware, attention = asked.hardware, asked.model.attention(asked.practice)
+    nodes = -(-asked.devices // hardware.per_node)
+    several = "s" * (nodes > 1)
+    size = show_count(asked.model.parameters).replace("G", "B")
+    inside, between = (f"{link.bandwidth / 1e9:.3g}" for link in (hardware.inside, hardware.between))
+    far = f" inside a node and {between} between nodes" if nodes > 1 else ""
+    memory = f"memory: {show_bytes(asked.room)} {asked.why}" if asked.why else ""
+    lines = [
+        f"{size} parameters on {asked.devices} x {hardware.chip.name}, {nodes} node{several} of {hardware.per_node}; "
+        f"{batch_of(asked)}",
+        f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {spare(plan)}; "
+        "all numbers are modelled:",
+        f"products reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
+        f"products: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
+        memory,
+        f"attention: {attention}" if attention else "",
+    ]
+    return "\n".join(line for line in lines if line)
+
+
+def _left_out(plan: Plan) -> str:
+    why = plan.left_out
+    return "\n".join(["Not among them:", *[f"  {each}" for each in why]]) if why else ""
+
+
+def spare(plan: Plan) -> str:
+    """Returns how much of the memory layouts leave free, as a person reads it."""
+    least, chunked = plan.question.spare, bool(np.any(plan.points.layouts.chunks > 1))
+    return f"{least:.0%} to spare" + f", interleaved pipelines with {least + CHUNKED:.0%}" * chunked
+
+
+def batch_of(asked: Question) -> str:
+    """Returns the batch of a step in words: `128 rows of 4,096 tokens per step`."""
+    unit, each = asked.model.unit
+    return f"{asked.rows} rows{f' of {each:,} {unit}' * (each > 1)} per step"
+
+
+def _table(plan: Plan) -> str:
+    return _rows(plan, list(plan.best), [why(each, plan) for each in plan.best], ranks=True)
+
+
+def _rows(plan: Plan, layouts: list[Ranked], words: list[str], *, ranks: bool = False) -> str:
+    """Returns layouts one below the other: step, throughput, MFU, bubble where there is one, memory, and words."""
+    speeds = [speed(plan.question, each) for each in layouts]
+    head = ("layout", "step", f"{speeds[0].unit}/s", "MFU", "bubble", "per device", "against the first" * any(words))
+    rows = [
+        (describe(each.candidate), show_seconds(each.time.total), *fast.cells, show_bytes(each.memory.total), word)
+        for each, fast, word in zip(layouts, speeds, words, strict=True)
+    ]
+    keep = [column for column in range(len(head)) if column != 4 or any(row[4] for row in rows)]
+    widths = {column: max(len(row[column]) for row in (head, *rows)) for column in keep}
+    lines = []
+    for rank, row in enumerate((head, *rows)):
+        cells = [row[i].ljust(widths[i]) if i in (0, len(head) - 1) else row[i].rjust(max(widths[i], 6)) for i in keep]
+        number = f"{rank or '':>3}  " if ranks else "  "
+        lines.append((number + "  ".join(cells)).rstrip())
+    return "\n".join(lines)
+
+
+def hopeless(plan: Plan) -> tuple[str, list[str]]:
+    """Returns why nobody should pay for the first choice, and what would help, in words; "" where it may do."""
+    fast = speed(plan.question, plan.best[0])
+    if not fast.hopeless:
+        return "", []
+    ways = [
+        f"{way.what}: {way.speed}{', still hopeless' * way.speed.hopeless}; {describe(way.first.candidate)}"
+        for way in ways_out(plan.question, plan.best[0])
+    ]
+    return f"hopeless as it is asked: {fast}", ways
+
+
+def _hopeless(plan: Plan) -> str:
+    said, ways = hopeless(plan)
+    if not said:
+        return ""
+    help_ = ["What would help:", *[f"  {way}" for way in ways]]
+    if not ways:
+        help_ = ["More rows of a step, fewer devices and wider context axes were tried: none helps."]
+    return "\n".join([f"The first choice is {said}.", *help_])
+
+
+def why(each: Ranked, plan: Plan) -> str:
+    """Returns why the first one is first, or what costs another one more than the first."""
+    first = plan.best[0]
+    if each is first:
+        if plan.fastest.candidate == each.candidate:
+            return "the fastest"
+        lost = each.time.total / plan.fastest.time.total - 1
+        what = "simpler" if complexity(each.candidate) < complexity(plan.fastest.candidate) else "less memory"
+        return f"{what} than the fastest, {describe(plan.fastest.candidate)}, and {lost:.1%} slower"
+    more = [(cause, seconds) for cause, seconds in each.slower(first)[:2] if seconds >= 1e-5 * first.time.total]
+    gap = each.time.total / first.time.total - 1
+    if gap < 0:
+        return f"{gap:+.1%}, but " + (
+            "less simple" if complexity(each.candidate) > complexity(first.candidate) else "more memory"
+        )
+    return f"{gap:+.1%}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in more)
+
+
+def _causes(plan: Plan) -> str:
+    first = plan.best[0]
+    lines = ["Where the first one's step goes:"]
+    for part, unit in ((first.time, show_seconds), (first.memory, show_bytes)):
+        rows = [(each.name, getattr(part, each.name)) for each in fields(part)]
+        scale = max(value for _, value in rows) or 1
+        lines += [
+            f"  {name:<12} {unit(value):>10}  {'█' * max(1, round(_BAR * value / scale))}"
+            for name, value in rows
+            if value > 0
+        ]
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _leaner(plan: Plan) -> str:
+    """Returns the front in a few lines: what less memory would cost."""
+    rows = leaner(plan, 5)
+    if not rows:
+        return ""
+    return "\n".join(["With less memory, the fastest would be:", _rows(plan, rows, [""] * len(rows))])
+
+
+def leaner(plan: Plan, count: int) -> list[Ranked]:
+    """Returns layouts of the front that need less memory than the first: in equal steps, and the leanest."""
+    limits = np.linspace(plan.best[0].memory.total, 0, count, endpoint=False)
+    found = np.unique(np.concatenate([plan.points.under(limits), plan.points.front[-1:]]))
+    found = found[np.argsort(plan.points.seconds[found], kind="stable")]
+    less = found[plan.points.bytes[found] < plan.best[0].memory.total]
+    return [weigh(plan.question, at(plan.points.layouts, i)) for i in less.tolist()]
+
+
+def _doubts(plan: Plan) -> str:
+    first = plan.best[0].candidate
+    lines = []
+    for what, other in plan.doubts.items():
+        same = other.candidate == first
+        lines.append(f"  {what}: {'the same' if same else describe(other.candidate)}, {show_seconds(other.time.total)}")
+    return "\n".join(["The first one, if an assumption is wrong:", *lines])

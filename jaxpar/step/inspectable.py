@@ -1,0 +1,116 @@
+"""A training step as the inspector sees it: every array by the name that the model gives it."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+
+from jaxpar.hlo.attribution import Argument
+from jaxpar.inspector.flop import forward_flop
+from jaxpar.inspector.subject import Subject, argument
+from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Compute, path_of
+from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined.run import Pipelined
+from jaxpar.step.pipelined.unflushed import Updating
+from jaxpar.step.state import State
+
+# in the order in which a state is flattened, which is that of the program's arguments
+_ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer state", "rest": "other state"}
+
+
+class Inspectable(Protocol):
+    """What a step says of itself to be inspected; see `jaxpar.step.step.Step`."""
+
+    layout: Layout
+    loss: Callable
+    numerics: Numerics
+    pipelined: Pipelined | None
+
+    def abstract(self) -> State:
+        """Returns the state as shapes, dtypes and shardings."""
+        ...
+
+    def shaped(self, name: str, value: Any) -> Any:
+        """Returns the shape of a batch array with the sharding that it will have."""
+        ...
+
+    def lower(self, state: State, batch: Mapping[str, Any]) -> Any:
+        """Returns the step lowered for these shapes."""
+        ...
+
+
+def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
+    """Returns a step lowered for a batch of these shapes, and what its arrays are called."""
+    layout, state = step.layout, step.abstract()
+    batch = {name: step.shaped(name, value) for name, value in batch.items()}
+    lowered = step.lower(state, batch)
+    platform = layout.on.devices.flat[0].platform
+    notes = []
+    if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.precision == "bf16":
+        notes.append(
+            "attention is XLA's own: cuDNN's fused kernel does not take pieces of a sequence, so scores are kept"
+            if layout.sizes["context"] > 1
+            else "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
+            "which keeps no [seq, seq] scores and is faster"
+        )
+    if step.numerics.offload:
+        notes.append("optimizer state in host memory is counted apart from the device's")
+    if isinstance(step.pipelined, Updating) and layout.replicas > 1:
+        notes.append("weights change between ticks, so gradients are reduced over the replicas in every one of them")
+    code = _code(step.loss)
+    return Subject(
+        title=layout.summary(),
+        lowered=lowered,
+        mesh=layout.on,
+        arguments=tuple(
+            [*_state(step, state), *(argument(k, "batch", v, v.sharding) for k, v in sorted(batch.items()))]
+        ),
+        used={
+            path: layout.sharding(place.used).shard_shape(place.leaf.shape) for path, place in layout.placements.items()
+        },
+        loss=((code.co_filename, code.co_name),) if code else (),
+        model_flop=model_flop(step, batch),
+        precision=step.numerics.precision,
+        batch_axes=BATCH_AXES,
+        whole=("fsdp",) if layout.parallel.stage == 1 else (),
+        microbatches=step.numerics.accumulate * layout.microbatches,
+        updates=layout.microbatches // step.pipelined.plan.per_update if isinstance(step.pipelined, Updating) else 1,
+        schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
+        notes=tuple(notes),
+    )
+
+
+def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
+    """Returns the model's FLOP of a step over all devices: the forward pass, and twice that for the backward pass."""
+    blueprint, loss = step.layout.blueprint, step.loss
+
+    def forward(key, batch):
+        params, rest = blueprint.init(key)
+        return loss(blueprint.bind(params, rest, lambda path, value: value, Compute()), batch)
+
+    shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
+    key = jax.random.key(0)
+    with jax.set_mesh(step.layout.on):  # a model may name mesh axes itself
+        return 3.0 * forward_flop(forward, key, shapes)
+
+
+def _state(step: Inspectable, state: Any) -> list[Argument]:
+    """Returns the arrays of the state: a parameter by its path, the optimizer's by theirs."""
+    placements = step.layout.placements
+    found = []
+    for part, role in _ROLES.items():
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part)):
+            path = path_of(keys)
+            place = placements.get(path) if part == "params" else None
+            whole = path if part == "params" else f"{part}/{path}".rstrip("/")
+            found.append(argument(whole, role, leaf, leaf.sharding, names=place.names if place else ()))
+    return found
+
+
+def _code(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__code__", None)

@@ -1,0 +1,117 @@
+"""A model and its loss, cut into the three pieces that a pipeline runs apart.
+
+embed ──► layers ──► head and loss
+          `jp.pipelined(layers, x)`
+
+The loss function is run up to that call, from there, or only that: each time with the parameters that are there, and
+zeros for the others, of which nothing is left.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import refuse
+from jaxpar.models.remat import remat
+from jaxpar.models.stack import cut, reached
+from jaxpar.pipeline.jaxprs.lookups import whole_lookups
+from jaxpar.pipeline.run.gathers import gathered_again
+from jaxpar.pipeline.run.traced_model import Model
+from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
+from jaxpar.step.check_context import tables_in_pieces
+from jaxpar.step.losses import as_sums
+from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined.model_state import salted
+from jaxpar.step.pipelined.shardings import Homes
+
+
+@dataclass(frozen=True, eq=False)
+class Cutting:
+    """A model in pieces, whose parameters are where the table has them.
+
+    Attributes:
+      homes: Where arrays live.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      numerics: How it computes.
+    """
+
+    homes: Homes
+    loss: Callable
+    numerics: Numerics
+
+    def model(self, *, train: bool) -> Model:
+        """Returns the three pieces, for training or for an evaluation."""
+        compute = Compute(train=train, dtype=self.homes.dtype, remat=self.numerics.remat)
+        homes, layout, blueprint, at = self.homes, self.homes.layout, self.homes.layout.blueprint, {"layers": False}
+
+        def use(path: str, value: jax.Array) -> jax.Array:
+            if (path in homes.stacked) != at["layers"]:
+                raise refuse(
+                    f"{blueprint.name} reads {path} "
+                    + ("outside of its layers" if path in homes.stacked else "inside of its layers"),
+                    rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
+                    "them and no others: a stage has nothing else",
+                    fix="pass it through x, or run it before or after jp.pipelined(layers, x)",
+                )
+            with jax.named_scope(SCOPE + path.replace("/", ".")):
+                return homes.layer(path, value) if at["layers"] else homes.cast(value)
+
+        def called(params: Mapping[str, Any], known) -> Callable[[], Any]:
+            rest, batch = known
+            absent = {path: place.leaf for path, place in layout.placements.items() if path not in params}
+            zeros = {
+                path: jnp.zeros((1, *leaf.shape[1:]) if path in homes.stacked else leaf.shape, leaf.dtype)
+                for path, leaf in absent.items()
+            }
+            tree = nest({tuple(path.split("/")): value for path, value in {**params, **zeros}.items()})
+            model = blueprint.bind(tree, rest, use, compute)
+            return lambda: self.loss(model, batch)
+
+        def embed(shared, known):
+            found = reached(called(shared, known), lambda layers, x, per_layer: (x, per_layer))
+            if found is None:
+                raise refuse(
+                    f"{blueprint.name} never says where its layers are",
+                    rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
+                    fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+                )
+            return found
+
+        def stage(layers, known, per_layer, x, salt):
+            known = (salted(known[0], salt), known[1])
+
+            def take(inner, x):
+                at["layers"] = True
+                try:
+                    return inner(x, *per_layer)
+                finally:
+                    at["layers"] = False
+
+            def whole(layers, x):
+                return reached(called(layers, known), lambda inner, _, __: take(inner, x))
+
+            run = gathered_again(whole) if homes.per_tick else whole
+            return (run if blueprint.takes_remat else remat(run, self.numerics.remat))(layers, x)
+
+        def head(shared, known, y):
+            with cut(lambda layers, x, per_layer: y):
+                return as_sums(called(shared, known)(), accumulate=layout.microbatches)
+
+        pieces = {"embed": embed, "stage": stage, "head": head}
+        if tables_in_pieces(layout):
+            whole = lambda x: homes.constrained(x, ())  # noqa: E731
+            pieces = {name: whole_lookups(piece, whole) for name, piece in pieces.items()}
+        return Model(name=blueprint.name, layers=homes.uneven, **pieces)
+
+    def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
+        """Returns the rows of this device as [microbatches, rows, ...]: rows i, i + count, ... make microbatch i."""
+        count = self.homes.layout.microbatches
+
+        def split(value):
+            rows = value.reshape(value.shape[0] // count, count, *value.shape[1:])
+            return jnp.moveaxis(rows, 1, 0)
+
+        return {name: split(value) for name, value in batch.items()}

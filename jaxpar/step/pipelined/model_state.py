@@ -1,0 +1,131 @@
+"""What a model keeps beside its parameters, such as counts of dropout, before each microbatch of a pipeline.
+
+Microbatches overlap there, so that what one leaves behind is not there for the next. What it leaves must follow from
+nothing that it computes: then the rest before every microbatch is known before the first one runs.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import refuse
+from jaxpar.models.stack import cut, reached
+from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
+from jaxpar.sharding.names import Compute, Tree, pick
+from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined.shardings import Homes
+
+
+@dataclass(frozen=True, eq=False)
+class Rests:
+    """The rest of a model's state, through a step. Refuses models that a pipeline cannot cut.
+
+    Attributes:
+      homes: Where arrays live.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      numerics: How it computes.
+    """
+
+    homes: Homes
+    loss: Callable
+    numerics: Numerics
+
+    def each(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
+        """Returns the rest (dropout counts and their kin) before each microbatch, stacked, and after the last.
+
+        Raises:
+          JaxparError: If the model is not cut once, its layers enclose what is no parameter of theirs, or it keeps what
+            follows from what it computes.
+        """
+        blueprint = self.homes.layout.blueprint
+        compute = Compute(train=True, dtype=self.homes.dtype, remat=self.numerics.remat)
+        calls: list = []
+
+        def at_cut(layers, x, per_layer):
+            calls.append((x, per_layer))
+            return layers(x, *per_layer)
+
+        def after(params, batch, rest):
+            model = blueprint.bind(params, rest, lambda path, value: value, compute)
+            with cut(at_cut):
+                self.loss(model, batch)
+            return blueprint.collect(model)
+
+        count = self.homes.layout.microbatches
+        one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
+        traced = Traced(after, params, one, rest)
+        if len(calls) != 1:
+            raise refuse(
+                f"{blueprint.name} calls jp.pipelined {len(calls)} times",
+                rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
+                fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+            )
+        self._check_enclosed(params, rest, one, calls[0], compute)
+        reads = traced.reads()
+        if any(jax.tree.leaves(reads[:2])):
+            raise refuse(
+                f"{blueprint.name} keeps state that follows from what it computes, such as the averages of BatchNorm",
+                rule="in a pipeline microbatches overlap, so what one leaves behind is not there for the next",
+                fix="LayerNorm or GroupNorm, or pipe=1",
+            )
+        jaxpr = traced.flat.jaxpr
+        *_, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in (params, one, rest)])
+        eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
+        step = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
+        last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(rest), length=count)
+        restored = partial(jax.tree.unflatten, jax.tree.structure(rest))
+        return restored(each), restored(last)
+
+    def _check_enclosed(self, params: Tree, rest: Tree, batch: Tree, given: tuple, compute: Compute) -> None:
+        """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""
+        x, per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
+        blueprint = self.homes.layout.blueprint
+
+        def run(params, batch, rest):
+            model = blueprint.bind(params, rest, lambda path, value: value, compute)
+            return lambda: self.loss(model, batch)
+
+        def each(*args):
+            return reached(run(*args), lambda layers, x, per_layer: per_layer)
+
+        def alone(params, batch, rest, x, per_layer):
+            return reached(run(params, batch, rest), lambda layers, _, __: layers(x, *per_layer))
+
+        own = Traced(each, params, batch, rest).reads()[0] if jax.tree.leaves(per_layer) else {}
+        for path, words in {**self.homes.shared, **self.homes.stacked}.items():
+            if own and pick(own, words):
+                raise refuse(
+                    f"{blueprint.name} gives its layers {path} one by one, in jp.pipelined(layers, x, ...)",
+                    rule="what each layer has of its own there is no parameter: it gets no gradient",
+                    fix="stack it with the other parameters of the layers",
+                )
+
+        reads = Traced(alone, params, batch, rest, x, per_layer).reads()[0]
+        for path, words in self.homes.shared.items():
+            if pick(reads, words):
+                raise refuse(
+                    f"{blueprint.name} reads {path} inside of its layers, or what follows from it",
+                    rule="layers read the parameters stacked for them and what jp.pipelined(layers, x, ...) is given: "
+                    "a stage has nothing else",
+                    fix="pass it through x: jp.pipelined(layers, (x, it)), whose layers return it too",
+                )
+
+
+def folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:
+    """Returns random keys that differ between replicas of the batch: each draws for its own rows."""
+    return rests if replicas == 1 else salted(rests, replica)
+
+
+def salted(rest: Tree, salt: jax.Array) -> Tree:
+    """Returns the random keys of a model's state made different by a number."""
+
+    def fold(x):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, salt))(x.reshape(-1))
+        return flat.reshape(x.shape)
+
+    return jax.tree.map(fold, rest)

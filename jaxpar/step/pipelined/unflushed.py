@@ -1,0 +1,170 @@
+"""A step without a flush: as many updates as the table makes, each by the stage that its parameters live on.
+
+A parameter outside of the stack belongs to the first stage or to the last, by which of them reads it. The others carry
+a copy along that nobody reads, and take the owner's at the end of the step. Schedules go on once a step: see `pace`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import refuse
+from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.optim.pace import advanced, standing
+from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
+from jaxpar.pipeline.run.program import program
+from jaxpar.pipeline.run.unflushed import Unflushed, plan, updating
+from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
+from jaxpar.step.losses import Sums
+from jaxpar.step.pipelined.model_state import folded
+from jaxpar.step.pipelined.run import Pipelined
+
+
+class Updating(Pipelined):
+    """A model and its loss, run by a table that updates the weights as it goes."""
+
+    def __init__(self, layout, loss, numerics, dtype):
+        super().__init__(layout, loss, numerics, dtype)
+        weights = layout.parallel.pipeline.weights
+        if layout.sizes["fsdp"] > 1:
+            raise refuse(
+                f"weights={weights!r} with fsdp={layout.sizes['fsdp']}",
+                rule="a stage that updates its weights in the middle of a step holds them whole",
+                fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
+            )
+        if self.homes.uneven:
+            raise refuse(
+                f"weights={weights!r} with layers={self.homes.uneven}",
+                rule="where weights change in the middle of a step, every stage has as many layers",
+                fix="layers=(), or weights='flush'",
+            )
+        self.plan = plan(program(self.schedule), weights)
+
+    def updated(
+        self, optimizer: optax.GradientTransformation, params: Tree, state: Any, rest: Tree, batch: Mapping
+    ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
+        """Returns (params, optimizer state, sums, rest, norm of the last update's gradients) after a batch."""
+        self._check_state(state)
+        rests, after = self.rests.each(params, rest, batch)
+        shared = {path: pick(params, words) for path, words in self.homes.shared.items()}
+        layers = {path: pick(params, words) for path, words in self.homes.stacked.items()}
+        specs = jax.tree.map(
+            lambda spec: PartitionSpec("pipe") if spec[:1] == ("pipe",) else PartitionSpec(),
+            self.layout.optimizer_specs(state),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+
+        def local(rows, replica, shared, layers, state, rests, batch):
+            model = self.cutting.model(train=True)
+            with self.homes.inside():
+                known = (folded(rests, replica[0], self.homes.replicas), self.cutting.microbatches(batch))
+                owners = self._owners(model, shared, known)
+                unflushed = Unflushed(
+                    plan=self.plan,
+                    model=model,
+                    update=updating(standing(optimizer), self._join, self._split, self._reduce),
+                    place=self.homes.place,
+                    keep=self.layout.parallel.pipeline.keep,
+                    fill=self.fill,
+                )
+                done = unflushed.train(
+                    rows[:, 0], (shared, layers), state, known, scales=self._scales(model, shared, known)
+                )
+            stage = jax.lax.axis_index("pipe")
+
+            def owned(path: str, value: jax.Array) -> jax.Array:
+                with jax.named_scope(SCOPE + (path.replace("/", ".") or "rest")):
+                    mine = jnp.where(stage == owners.get(path, 0), value, jnp.zeros_like(value))
+                    return jax.lax.psum(mine, "pipe")
+
+            def settled(keys, spec, value):
+                return value if spec == PartitionSpec("pipe") else owned(self._owner_path(keys), value)
+
+            shared, layers = done.params
+            shared = {path: owned(path, value) for path, value in shared.items()}
+            state = jax.tree_util.tree_map_with_path(settled, specs, done.optimizer)
+            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.homes.manual), (done.sums, done.square))
+            return shared, layers, state, sums, square / self.homes.replicas
+
+        each, whole, split = PartitionSpec(self.homes.batch_axes), PartitionSpec(), PartitionSpec("pipe")
+        shared, layers, state, sums, square = jax.shard_map(
+            local,
+            mesh=self.layout.on,
+            axis_names=set(self.homes.manual),
+            in_specs=(PartitionSpec(None, "pipe"), each, whole, split, specs, whole, each),
+            out_specs=(whole, split, specs, whole, whole),
+            check_vma=False,
+        )(self.plan.program.rows, jnp.arange(self.homes.replicas), shared, layers, state, rests, batch)
+        return self._tree(shared, layers), advanced(state), sums, after, jnp.sqrt(square)
+
+    def _check_state(self, state: Any) -> None:
+        """Refuses an optimizer whose state for a stack cannot be cut as the stack is, such as Adafactor's."""
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
+            words = path_of(keys).split("/")
+            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.homes.stacked), None)
+            if owner and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
+                raise refuse(
+                    f"an optimizer that keeps {list(leaf.shape)} for {owner}",
+                    rule="where weights change in the middle of a step, what the optimizer keeps of a parameter has "
+                    "its shape: each stage has its own piece",
+                    fix="Adam, SGD or another of that kind, or weights='flush'",
+                )
+
+    def _tree(self, shared: Mapping, layers: Mapping) -> Tree:
+        stacked = {self.homes.stacked[path]: value for path, value in layers.items()}
+        return nest({self.homes.shared[path]: value for path, value in shared.items()} | stacked)
+
+    def _join(self, shared: Mapping, chunks: Mapping) -> Tree:
+        return self._tree(shared, {path: value[0] for path, value in chunks.items()})
+
+    def _split(self, tree: Tree) -> tuple[dict, dict]:
+        shared = {path: pick(tree, words) for path, words in self.homes.shared.items()}
+        return shared, {path: pick(tree, words)[None] for path, words in self.homes.stacked.items()}
+
+    def _reduce(self, gradients: Tree) -> Tree:
+        with jax.named_scope(GRADIENT):
+            return jax.tree.map(lambda x: jax.lax.psum(x, BATCH_AXES), gradients)
+
+    def _owner_path(self, keys) -> str:
+        words = path_of(keys).split("/")
+        return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.homes.shared), "")
+
+    def _owners(self, model, shared: Mapping, known: Tree) -> dict[str, int]:
+        """Returns the stage that reads each shared parameter."""
+        one = jax.tree.map(lambda x: x[0], known)
+        embed = Traced(model.embed, shared, one)
+        head = Traced(lambda *args: model.head(*args)["loss"], shared, one, embed.shapes[0])
+        first, last = embed.reads()[0], head.reads()[0]
+        for path in shared:
+            if first[path] and last[path]:
+                raise refuse(
+                    f"{path} is read before the layers and after them",
+                    rule="where weights change in the middle of a table, each belongs to one stage",
+                    fix="an untied embedding, or weights='flush'",
+                )
+        return {path: self.schedule.stages - 1 if last[path] else 0 for path in shared}
+
+    def _scales(self, model, shared: Mapping, known: Tree) -> jax.Array:
+        """Returns one over the tokens of the update that each microbatch belongs to, over all replicas."""
+        one = jax.tree.map(lambda x: x[0], known)
+        x, _ = Traced(model.embed, shared, one).shapes
+        traced = Traced(lambda known, shared, x: model.head(shared, known, x)["loss"][1], one, shared, x)
+        if any(jax.tree.leaves(traced.reads()[1:])):
+            raise refuse(
+                "a loss whose count follows from what the model computes",
+                rule="where weights change in the middle of a table, the first microbatch's gradient is divided by the "
+                "count before the last is run",
+                fix="a count that follows from the batch, or weights='flush'",
+            )
+        jaxpr = traced.flat.jaxpr
+        ins, *_ = parts(jaxpr.invars, [len(jax.tree.leaves(one))])
+        eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
+        count = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
+        counts = jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(known))
+        per_update = jax.lax.psum(counts, BATCH_AXES).reshape(-1, self.plan.per_update).sum(1)
+        scales = jnp.where(per_update == 0, 0.0, 1.0 / per_update)  # where nothing counts there is no gradient
+        return jnp.repeat(scales, self.plan.per_update)

@@ -1,0 +1,295 @@
+"""One training step: one compiled program.
+
+    batch ─► microbatches ─► loss sums, gradients ─► accumulated ─► divided once ─► optimizer ─► state
+                 └──────────────── scan ─────────────────┘
+
+The specs of the layout say where each piece lives; XLA compiles the collectives.
+"""
+
+import dataclasses
+import hashlib
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jaxpar.errors import nearest, refuse, users_code
+from jaxpar.inspector.branches import check_branches
+from jaxpar.inspector.subject import Subject
+from jaxpar.mesh.devices import is_simulated
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.constrain import activation_names
+from jaxpar.sharding.names import Tree
+from jaxpar.sharding.tracing import uncollected
+from jaxpar.step import check_precision as check
+from jaxpar.step import state as states
+from jaxpar.step.check_context import check_pieces
+from jaxpar.step.check_state import check_same, check_there
+from jaxpar.step.guard import guarded
+from jaxpar.step.inspectable import subject
+from jaxpar.step.losses import Sums
+from jaxpar.step.numerics import PRECISIONS, Numerics
+from jaxpar.step.pipelined.run import Pipelined
+from jaxpar.step.pipelined.unflushed import Updating
+from jaxpar.step.shard_batch import Placing
+from jaxpar.step.state import State
+from jaxpar.step.whole import Accumulating, constrained
+
+Batch = Mapping[str, Any]
+Loss = Callable[[Any, Batch], Any]
+
+
+class Step:
+    """A compiled training step: `state, metrics = step(state, batch)`.
+
+    Compiled once per shape of batch, at the first call. The state that goes in is given up.
+
+    Attributes:
+      layout: Where arrays live.
+      products: After the first call with bf16, what the matrix products really run in.
+      agree: With several processes, what each says of a program before it is run: (which, hash).
+      compiling: With several processes, what is open while a program is traced, agreed on and compiled.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        loss: Loss,
+        optimizer: optax.GradientTransformation,
+        numerics: Numerics,
+        *,
+        guard: bool = False,
+    ):
+        self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
+        self.products: check.Products | None = None
+        self.agree: Callable[[str, str], None] | None = None
+        self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.pipelined: Pipelined | None = None
+        if isinstance(layout, Layout) and layout.sizes["pipe"] > 1:
+            if numerics.accumulate > 1:
+                raise refuse(
+                    f"accumulate={numerics.accumulate} with pipe={layout.sizes['pipe']}",
+                    rule="a pipeline accumulates over its microbatches",
+                    fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
+                )
+            kind = Pipelined if layout.parallel.pipeline.weights == "flush" else Updating
+            self.pipelined = kind(layout, loss, numerics, PRECISIONS[numerics.precision])
+        self._whole = Accumulating(layout, loss, numerics)
+        self._placing = Placing(layout=layout, accumulate=numerics.accumulate)
+        self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
+        self._compiled: dict[Any, Any] = {}
+        # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
+        self._flying: deque = deque()
+        self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
+        self.guard, update = guard, self._update
+        if guard:
+            update = guarded(update, self._on_device)
+        self._train = jax.jit(update, donate_argnums=0, out_shardings=(self.placed, None))
+        self._eval = jax.jit(self._measure)
+
+    def __call__(self, state: State, batch: Batch, *, limit: float = math.inf) -> tuple[State, dict[str, jax.Array]]:
+        """Makes one update.
+
+        Args:
+          state: As made by `create` or by the step before; its buffers are reused.
+          batch: Name to array; every array's first dim is the global batch.
+          limit: The loss above which a step that guards makes no update; others do not read it.
+
+        Returns:
+          The new state, and scalars: each entry of the loss function divided by its count,
+          `tokens` (the count of `loss`) and `grad_norm` (global, before clipping); `skipped`
+          where the step guards.
+        """
+        check_there(state)
+        batch = self.put(batch)
+        key = _signature("train", batch)
+        if key not in self._compiled:
+            self._check_state(state)
+            with self.compiling():
+                self._compiled[key] = self._compile(key, self.lower(state, batch))
+        limits = (np.float32(limit),) if self.guard else ()
+        new, metrics = self._run(key, state, state, batch, *limits)
+        self._bound(metrics)
+        return new, metrics
+
+    def _bound(self, result: Any) -> None:
+        """Waits, on simulated devices, until at most eight programs are unfinished."""
+        if self._most is not None:
+            self._flying.append(result)
+            if len(self._flying) > self._most:
+                jax.block_until_ready(self._flying.popleft())
+
+    def evaluate(self, state: State, batch: Batch) -> Sums:
+        """Returns the sums and counts of one batch, without dropout and without an update."""
+        check_there(state)
+        batch = self.put(batch)
+        key = _signature("eval", batch)
+        if key not in self._compiled:
+            self._check_state(state)
+            with self.compiling():
+                with self._users_code(batch), self._traced() as named:
+                    lowered = self._eval.lower(state.params, state.rest, batch)
+                check_pieces(self.layout, named, lowered)
+                self._compiled[key] = self._compile(key, lowered)
+        sums = self._run(key, state, state.params, state.rest, batch)
+        self._bound(sums)
+        return sums
+
+    def _compile(self, key: Any, lowered):
+        """Compiles a program in which nobody waits for ever: all processes agree on it, and its stages meet."""
+        if self.agree is not None:
+            self.agree(
+                f"{key[0]} program ({len(self._compiled)})", hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            )
+        program = lowered.compile()
+        if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
+            check_branches(program.as_text(), dict(self.layout.on.shape), self.layout.schedule)
+        return program
+
+    def _run(self, key: Any, state: State, *args: Any) -> Any:
+        try:
+            return self._compiled[key](*args)
+        except (TypeError, ValueError, RuntimeError):
+            self._check_state(state)  # looked at only where JAX refuses, so that a good step costs nothing
+            raise
+
+    def _check_state(self, state: State) -> None:
+        """Refuses a state of another layout, model or optimizer."""
+        check_same(state, states.abstract(self.layout, self.optimizer), self.placed)
+
+    def _users_code(self, batch: Batch):
+        shapes = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in batch.items())
+        return users_code(
+            f"{self.layout.blueprint.name} and its loss on {shapes}",
+            rule="model, loss and optimizer accept the batch",
+            fix="the line of the model or the loss that this names",
+        )
+
+    def lower(self, state: State, batch: Batch):
+        """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
+        batch = {name: self.shaped(name, value) for name, value in batch.items()}
+        with self._users_code(batch), self._traced() as named:
+            lowered = self._train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
+        check_pieces(self.layout, named, lowered)
+        self._check_sequence(named)
+        if self.numerics.precision == "bf16":
+            self.products = check.products(lowered.as_text())
+            check.check_bf16(self.products)
+        return lowered
+
+    def abstract(self) -> State:
+        """Returns the state as shapes, dtypes and shardings: what `lower` needs, where no device holds one."""
+        shapes = states.abstract(self.layout, self.optimizer)
+        return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, self.placed)
+
+    def subject(self, batch: Batch) -> Subject:
+        """Returns this step, lowered for such a batch, as `jp.inspect` wants it; nothing is run."""
+        return subject(self, batch)
+
+    def put(self, batch: Batch) -> dict[str, jax.Array]:
+        """Returns the batch on its devices; arrays that are there already are left alone.
+
+        Raises:
+          JaxparError: If an entry is no array of numbers, or its first dim does not split.
+        """
+        return self._placing.put(batch)
+
+    def shaped(self, name: str, value: Any) -> Any:
+        """Returns the shape of a batch array with the sharding that it will have."""
+        return self._placing.shaped(name, value)
+
+    def _check_sequence(self, named: set[str]) -> None:
+        """Says so where sequence parallelism has too few names to be one."""
+        inner = {name for name, axes in self.layout.names.items() if axes and "tensor" in axes} - {"seq"}
+        missing = [what for what, names in (("seq", {"seq"}), ("heads or mlp", inner)) if not named & names]
+        if self.layout.parallel.sequence and missing:
+            warnings.warn(
+                f"sequence=True, but {self.layout.blueprint.name} names no activation dim {' and none '.join(missing)}:"
+                " the tokens are split, and XLA may gather weights where it should gather activations. Name them: "
+                'jp.constrain(x, "batch", "seq", "embed") on the stream, (..., "mlp") and (..., "heads", None) inside.',
+                stacklevel=4,
+            )
+
+    @contextmanager
+    def _traced(self):
+        names = activation_names(self.layout.names, self.layout.sizes)
+        with jax.set_mesh(self.layout.on), uncollected(), names as named:
+            yield named
+
+    @property
+    def _model(self) -> Accumulating | Pipelined:
+        """What makes gradients of a batch: the table of a pipeline, where there is one."""
+        return self._whole if self.pipelined is None else self.pipelined
+
+    def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        if isinstance(self.pipelined, Updating):
+            params, optimizer, sums, rest, norm = self.pipelined.updated(
+                self.optimizer, state.params, self._on_device(state.optimizer), state.rest, batch
+            )
+            return State(state.step + 1, params, optimizer, rest), _metrics(sums, norm)
+        gradients, sums, rest = self._model.gradients(state.params, state.rest, batch)
+        if self.layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
+            gradients = constrained(self.layout, gradients, self.layout.updated)
+        updates, optimizer = self.optimizer.update(gradients, self._on_device(state.optimizer), state.params)
+        params = optax.apply_updates(state.params, updates)
+        return State(state.step + 1, params, optimizer, rest), _metrics(sums, optax.tree.norm(gradients))
+
+    def _on_device(self, optimizer: Any) -> Any:
+        if not self.numerics.offload:
+            return optimizer
+        return jax.tree.map(
+            lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer
+        )
+
+    def _measure(self, params: Tree, rest: Tree, batch: Batch) -> Sums:
+        return self._model.evaluate(params, rest, batch)
+
+
+def _metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:
+    metrics = {name: total / count for name, (total, count) in sums.items()}
+    return metrics | {"tokens": sums["loss"][1], "grad_norm": norm}
+
+
+def _signature(kind: str, batch: Batch):
+    return kind, tuple(
+        sorted(
+            ((str(name), value.shape, str(value.dtype), value.sharding) for name, value in batch.items()),
+            key=lambda entry: entry[0],
+        )
+    )
+
+
+def build(
+    layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, *, guard: bool = False, **numerics: Any
+) -> Step:
+    """Returns the training step of a layout.
+
+    Args:
+      layout: As made by `compose`.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      optimizer: The optax chain that `create` was given.
+      guard: Whether a step whose loss or gradients are not finite, or whose loss is above a limit, changes nothing.
+      **numerics: `accumulate`, `precision`, `remat`, `offload`: see `Numerics`.
+
+    Raises:
+      JaxparError: If a setting has no such value.
+    """
+    known = [field.name for field in dataclasses.fields(Numerics)]
+    for key in numerics:
+        if key not in known:
+            raise refuse(
+                f"{key}={numerics[key]!r:.60}", rule=f"a step takes {', '.join(known)}", fix=nearest(key, known)
+            )
+    if not callable(loss):
+        raise refuse(
+            f"loss={loss!r:.60}",
+            rule="a loss is a function of (model, batch)",
+            fix="jp.next_token, or lambda model, batch: (jnp.sum(losses), losses.size)",
+        )
+    return Step(layout, loss, optimizer, Numerics(**numerics), guard=guard)

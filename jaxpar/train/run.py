@@ -1,0 +1,67 @@
+"""What a run is made of, and how it ended: what the loop, the rollback and the job all know of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.checkpoint import Checkpoints, Store
+from jaxpar.data.spec import Source
+from jaxpar.step.state import State
+from jaxpar.step.step import Step
+from jaxpar.train.faults import Watch
+from jaxpar.train.metrics import Log
+from jaxpar.train.peers import Alone
+from jaxpar.train.progress import Progress
+from jaxpar.train.skipped_batches import Detours
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the loop needs besides the state.
+
+    Attributes:
+      step: The compiled step.
+      source: Where batches come from.
+      steps: Updates of the whole run.
+      global_batch: Examples per step, over all devices.
+      eval_every: Steps between evaluations; 0 evaluates at the end only.
+      eval_batches: Most batches per evaluation; 0 takes all that are held out.
+      checkpoints: When they are written.
+      store: Where they are written, or None.
+      log: Where rows go, or None.
+      progress: What the user sees, or None.
+      learning_rate: Step to learning rate, for the rows.
+      peers: The other processes of the run.
+      watch: Judges each step's numbers.
+      detours: Batches that are passed over, or None where none can be.
+    """
+
+    step: Step
+    source: Source
+    steps: int
+    global_batch: int
+    eval_every: int = 0
+    eval_batches: int = 0
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    store: Store | None = None
+    log: Log | None = None
+    progress: Progress | None = None
+    learning_rate: Callable[[int], float] | None = None
+    peers: Alone = field(default_factory=Alone)
+    watch: Watch = field(default_factory=Watch)
+    detours: Detours | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+      state: The last state.
+      last: The row of the last step that this process made; nothing if it made none.
+      stopped_by: Name of the signal that ended it early, or None.
+    """
+
+    state: State
+    last: dict[str, Any]
+    stopped_by: str | None
