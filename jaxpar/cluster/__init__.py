@@ -1,1 +1,8 @@
-"""cluster."""
+"""Finds the processes of a run: which launcher started them, where the first one is, and whether all are there.
+
+Nouns: a `Launcher`'s variables, a host list, the rendezvous before JAX connects, and the guests who come to it.
+Imports no JAX but in `connect`, the last step.
+
+To add a launcher: its variables as a row of the table in `launchers.py`, and what it exports in
+`tests/test_processes.py`.
+"""

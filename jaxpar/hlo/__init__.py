@@ -1,1 +1,11 @@
-"""hlo."""
+"""Reads compiled programs: the text of XLA becomes a value, and every instruction is counted and explained.
+
+    text             computations of instructions
+    replica_groups   which devices take part in a collective, along which mesh axes
+    trip_counts      how often each instruction runs in a step
+    provenance       where a value comes from
+    attribution      to which parameter, or line of the user's, bytes belong
+    bytes_accessed   what a kernel reads and writes
+
+Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX program can be read.
+"""

@@ -1,1 +1,1 @@
-"""Several processes of one job, started, watched and started again."""
+"""Starts the processes of one job, watches them, and starts them again."""

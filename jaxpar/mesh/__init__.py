@@ -1,1 +1,8 @@
-"""Devices with names: axis sizes in, a `jax.sharding.Mesh` out, on real or simulated devices."""
+"""Names devices: axis sizes in, a `jax.sharding.Mesh` out, on real, simulated or absent devices.
+
+Nouns: an axis, a `Chip` with the source of each number, a `Target` (GPUs that are not there), a `Collective`, a `Link`,
+and the memory `Pool` that a run takes of a GPU.
+
+To add a chip: a row of `chips.py` with its data sheet; constants that were measured on it go into
+`plan/machine/hardware.py`. A user's own chip is a TOML file and needs no code.
+"""

@@ -1,1 +1,5 @@
-"""What the user declares, and what follows from it."""
+"""What the user declares, and the `Layout` that follows from it.
+
+Nouns: `Parallel` (sizes of axes, and how each is used), `Pipeline`, a `Placement` per parameter, and the `Layout`:
+where every array of a job lives, and why.
+"""

@@ -1,1 +1,9 @@
-"""step."""
+"""One training step: state, gradients, precision and the update, as one compiled program.
+
+    whole        gradients of a step whose layers are all on every device
+    pipelined/   gradients of a step whose layers are spread over `pipe`
+    guard        a step that changes nothing where its numbers are not finite
+    state        parameters, optimizer and model state, born sharded
+
+Nouns: `Step`, `State`, `Numerics` (how it computes), sums and counts of a loss.
+"""

@@ -1,1 +1,1 @@
-"""pages."""
+"""Shows the facts of a report: as text, as one HTML page, and their drawings."""

@@ -1,1 +1,1 @@
-"""draw."""
+"""Tables of schedules, drawn: as text, as SVG to scale, as a thumbnail, and side by side."""

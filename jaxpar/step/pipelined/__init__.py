@@ -1,1 +1,1 @@
-"""pipelined."""
+"""Gradients of a step whose layers are spread over `pipe`: shardings, the cut model, the run, and no flush."""

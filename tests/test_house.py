@@ -1,0 +1,62 @@
+"""The house itself: no knots, no crowded rooms, and every big room says how to add one more."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOUSE = ROOT / "jaxpar"
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(HOUSE.rglob("*.py"))
+}
+FOLDERS = sorted({path.parent for path in FILES.values()})
+MOST_FILES, MOST_LINES = 14, 2000
+BIG = (
+    "mesh",
+    "sharding",
+    "pipeline",
+    "exchange",
+    "parallel",
+    "plan",
+    "hlo",
+    "inspector",
+    "step",
+    "data",
+    "train",
+    "job",
+)
+
+
+def imports(path):
+    """Returns the modules that a file imports: at once, deferred, or for types alone."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {each if (each := f"{node.module}.{name.name}") in FILES else node.module for name in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+    return found & FILES.keys()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = {module: imports(path) for module, path in FILES.items()}
+    while leaves := {module for module, needs in graph.items() if not needs & graph.keys()}:
+        graph = {module: needs for module, needs in graph.items() if module not in leaves}
+    assert not graph, f"knots among {sorted(graph)}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_folder_is_not_crowded(folder):
+    own = [path for path in folder.glob("*.py") if path.stem not in ("__init__", "__main__")]
+    assert len(own) <= MOST_FILES
+    assert sum(len(path.read_text().splitlines()) for path in own) <= MOST_LINES
+
+
+@pytest.mark.parametrize("room", BIG)
+def test_a_big_room_says_what_it_is_for_and_how_to_add_one_more(room):
+    said = ast.get_docstring(ast.parse((HOUSE / room / "__init__.py").read_text()))
+    assert said
+    assert len(said.splitlines()) >= 4
+    assert "Nouns: " in said
