@@ -1,4 +1,4 @@
-"""What went wrong, the rule, and the way out.
+"""Errors that say what went wrong, the rule, and the way out.
 
 JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
   rule: the product of the axis sizes equals the number of devices

@@ -1,4 +1,4 @@
-"""How a process ends: when it is told to, and for certain, whatever becomes of its output and its other threads."""
+"""Ends a process when it is told to, and for certain, whatever becomes of its output and its other threads."""
 
 import os
 import signal

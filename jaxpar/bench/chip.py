@@ -16,7 +16,7 @@ from jaxpar.plan.machine.file import write_table
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a measurement goes.
+    """The file that a measurement is written to.
 
     Attributes:
       path: The chip's file; None where nothing is written.

@@ -1,4 +1,4 @@
-"""How long it takes until every process of a run knows that one of them is gone, stopped, late or another.
+"""Measures how long every process of a run takes to notice that one is gone, stopped, late or another.
 
 Real processes on this machine, each with its own simulated devices, connected as they would be on several hosts.
 A fault is planted once training goes; the clock runs until the last of the others has ended, with a message that
@@ -190,7 +190,7 @@ def started(
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a fault.
+    """The outcome of a planted fault.
 
     Attributes:
       fault: Its name.

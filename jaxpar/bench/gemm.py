@@ -1,4 +1,4 @@
-"""Which share of its peak this device reaches in bfloat16 products, by their size.
+"""Measures the share of its peak that this device reaches in bfloat16 matmuls, by their size.
 
 Square products of random numbers, each the next one's left side: a chip that multiplies zeros runs faster. What is
 fitted is in `plan/machine/fit.py`. Not run on a GPU yet: compiled for H100s, and its parts tested on simulated devices.

@@ -1,4 +1,4 @@
-"""What joins the devices of this machine, as the planner sees it: latency and bandwidth that collectives reach.
+"""Measures the links of this machine as the planner sees them: the latency and bandwidth that collectives reach.
 
     inside      groups of 2, 4, ... and all devices of a machine; neighbours are neighbours
     between     groups of 2, 4, ... and all machines, one device of each; all devices take part at once

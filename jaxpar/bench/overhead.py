@@ -1,4 +1,4 @@
-"""What jaxpar costs beside a hand-written step: time, memory, start-up, and the program itself.
+"""Compares a step of jaxpar with one written by hand: time, memory, start-up, and the program itself.
 
 Both steps run in one process, in turn, so that other load on the machine meets both; the
 ratio is taken pair by pair and its median quoted. The programs are compared without a clock:

@@ -1,4 +1,4 @@
-"""Where a number was taken: without it a number is a rumour."""
+"""Records where a number was measured: command, commit, machine and versions."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""How a checkpoint differs from what a job needs, before anything is read: by path, in a few lines.
+"""Compares a checkpoint with what a job needs, before anything is read: by path, in a few lines.
 
 Everything is an entry of one table: shape, dtype, missing, unexpected, of parameters, optimizer or the rest. `told`
 folds it: a model of another width differs in every array, and a user reads one line of it.
@@ -32,7 +32,7 @@ class Difference:
 
     @property
     def part(self) -> str:
-        """What of the state it belongs to: params, optimizer, rest or step."""
+        """The part of the state it belongs to: params, optimizer, rest or step."""
         return self.path.partition("/")[0]
 
     @property

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, byte by byte, so that it cannot lie.
+"""The manifest of a checkpoint: every file with its size and hash, so that damage is found.
 
     b7c9...e1                        BLAKE2b of all that follows
     {"format": 1, "step": 200, "arrays": {...}, "files": {"state/d/4f": {"size": 768, "hash": "..."}}}

@@ -1,4 +1,4 @@
-"""What lies on the shelf, in tables: `jaxpar checkpoint ls`, `show`, `verify` and `export`. Takes no jax."""
+"""Tables of checkpoints: `jaxpar checkpoint ls`, `show`, `verify` and `export`. Takes no jax."""
 
 import shutil
 import time

@@ -1,4 +1,4 @@
-"""What a job says of its checkpoints: when they are written, which stay, and where parameters come from."""
+"""The checkpoints of a job: when they are written, which are kept, and where parameters come from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

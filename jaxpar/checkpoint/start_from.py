@@ -28,7 +28,7 @@ PARTS = ("params", "rest")
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where each parameter of a new run comes from.
+    """The origin of each parameter of a new run.
 
     Attributes:
       checkpoint: The checkpoint.

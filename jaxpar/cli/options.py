@@ -1,4 +1,4 @@
-"""What several verbs share: the job on the command line, and the process it runs in."""
+"""Options that several verbs share: the job on the command line, and the process it runs in."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Which processes train together: read off the environment that a launcher left; no jax, nothing is contacted.
+"""Reads which processes train together from the environment that a launcher left; no jax, nothing is contacted.
 
 JAXPAR_*                 jaxpar launch, or by hand    each of them wins, for what it says
 RANK, WORLD_SIZE, ...    torchrun and its like     ─┐
@@ -25,7 +25,7 @@ MEANS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Where the processes of a run are, as one of them sees it.
+    """The processes of a run, as one of them sees them.
 
     Attributes:
       coordinator: host:port at which process 0 listens; an IPv6 host stands in brackets.

@@ -1,4 +1,4 @@
-"""What each launcher says in its variables of how many processes there are, and where the first one is.
+"""The environment variables of each launcher: how many processes there are, and where the first one is.
 
 A reader returns what is said (coordinator, processes, process, local, devices) and what is wrong with it.
 """

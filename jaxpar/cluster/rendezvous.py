@@ -1,4 +1,4 @@
-"""Who is there, before JAX is asked to connect them: it ends a process where one is missing, without saying which.
+"""Checks that all processes are there before JAX connects them: JAX ends them without saying which one is missing.
 
     others ──{process, processes, host, same}──► process 0, which waits for all of them
            ◄──────────── {word} ───────────────  once all have come: what it says to all, such as the attempt's name

@@ -74,7 +74,7 @@ class Arrays(Examples):
 
     @property
     def fingerprint(self) -> str:
-        """What tells these arrays from others; to say it, all of them are read.
+        """A hash of these arrays; all of them are read for it.
 
         Raises:
           JaxparError: If a whole number does not fit into 32 bits.

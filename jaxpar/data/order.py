@@ -1,4 +1,4 @@
-"""Which examples make the batch of a step: a pure function, the same on every layout.
+"""The examples of each step's batch: a pure function, the same on every layout.
 
 step, batch ─► positions step * batch ... ─► epoch, place ─► permutation(seed, epoch)[place]
 """

@@ -28,7 +28,7 @@ _STRIDE = 2**20  # bytes that are read at once
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What is known of a file of tokens.
+    """The facts about a file of tokens.
 
     Attributes:
       text: Digest of the text.

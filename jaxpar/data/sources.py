@@ -1,4 +1,4 @@
-"""What a job may train on.
+"""The sources that a job may train on.
 
 stdlib    the source code of this machine's Python: real text, no download
 text      any file, folder or glob

@@ -1,4 +1,4 @@
-"""What a job says of its data, and what a source of batches is."""
+"""The data of a job, and the protocol of a source of batches."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -12,7 +12,7 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What to train on.
+    """The data to train on.
 
     Attributes:
       source: stdlib, text, digits, arrays, or "package.module:name" of a Python iterable, of a function that returns
@@ -42,7 +42,7 @@ class Data:
 
     @property
     def tokens(self) -> int:
-        """How many different tokens the text has."""
+        """The number of different tokens of the text."""
         return 256 if self.tokenizer == "bytes" else self.vocab
 
     def __post_init__(self):
@@ -88,7 +88,7 @@ class Weighted:
 
 
 class Source(Protocol):
-    """Where batches come from."""
+    """A source of batches."""
 
     @property
     def fingerprint(self) -> str:

@@ -128,7 +128,7 @@ class Text:
 
     @property
     def size(self) -> int:
-        """How many tokens there are, from 0; a model may have more."""
+        """The number of tokens, from 0; a model may have more."""
         return 256 if self.bpe is None else self.bpe.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a batch must be before it is fed: numbers, in range, as the batches before it."""
+"""Checks a batch before it is fed: numbers, in range, shaped as the batches before it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class CorruptBatch(JaxparError):
 
 @dataclass(frozen=True, kw_only=True)
 class Sound:
-    """What is known of a good batch.
+    """The properties of a good batch.
 
     Attributes:
       below: Name to the count of its ids: whole numbers within 0..count-1. Those that a `mask` of 0 leaves out

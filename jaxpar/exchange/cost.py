@@ -1,4 +1,4 @@
-"""What one collective takes between devices that are all alike, in alpha-beta-gamma form.
+"""Seconds of one collective between devices that are all alike, in alpha-beta-gamma form.
 
     all-reduce of n bytes        latencies        bytes sent one after another   bytes added
     tree                         2 ceil(lg P)     2 n ceil(lg P)                 n ceil(lg P)
@@ -30,7 +30,7 @@ CHUNKS = tuple(1 << power for power in range(17))
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a collective takes, and how.
+    """The seconds of a collective, and the algorithm.
 
     Attributes:
       seconds: Modelled.

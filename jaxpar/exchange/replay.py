@@ -41,7 +41,7 @@ Round = list[Message]
 
 @dataclass(frozen=True)
 class Delivery:
-    """What became of messages.
+    """The result of a replay of messages.
 
     Attributes:
       seconds: When the last device has all that it was sent.

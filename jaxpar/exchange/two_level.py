@@ -1,4 +1,4 @@
-"""What one collective takes where its group sits: an NVLink domain inside each node, NICs between nodes.
+"""Seconds of one collective on two levels of links: an NVLink domain inside each node, NICs between nodes.
 
     node 0   0═1═2═3 ┐
                      ├ one NIC of each member: k members of a node send k times as fast as one
@@ -23,7 +23,7 @@ from jaxpar.mesh.links import Link
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where the members of a group sit.
+    """The place of a group's members on nodes.
 
     Attributes:
       inside: The link of one member to the others of its node.

@@ -7,5 +7,6 @@
     attribution      to which parameter, or line of the user's, bytes belong
     bytes_accessed   what a kernel reads and writes
 
-Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX program can be read.
+Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX
+program can be read.
 """

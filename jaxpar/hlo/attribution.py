@@ -1,4 +1,4 @@
-"""Whose bytes these are: an instruction of XLA's is led back to a parameter, or to a line of the user's.
+"""Attributes bytes: an instruction of XLA's is traced back to a parameter, or to a line of the user's code.
 
 Four traces lead back. What a value is copied, sliced or cast from may be an argument. A
 parameter read in a step carries its path in the scope of whatever was made of it
@@ -33,7 +33,7 @@ STAGE_TO_STAGE = "from stage to stage"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """What an array is, as far as it can be told.
+    """The cause of an array, as far as it can be told.
 
     Attributes:
       what: The path of a parameter, or the function and operation of an activation.

@@ -1,4 +1,4 @@
-"""Where a value comes from: back through tuples, loops, calls and moves, to what made it or what was given."""
+"""Provenance of values: back through tuples, loops, calls and copies, to the op or argument they come from."""
 
 from functools import cached_property
 

@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, and along which mesh axes they lie.
+"""Replica groups: the devices that take part in a collective, and the mesh axes along which they lie.
 
 XLA writes the groups in three ways, all met in practice:
 

@@ -1,4 +1,4 @@
-"""How often each instruction of a program runs in one step: loops counted, branches taken together.
+"""Counts how often each instruction of a program runs in one step: loops multiplied, branches taken together.
 
 A pipeline's table that mixes forwards and backwards is a loop with a choice in it. There it is known how often each
 branch is taken: a stage does each of its ops once for every microbatch and chunk.
@@ -41,7 +41,7 @@ class Visit:
 
     @property
     def times(self) -> int | None:
-        """How often it runs in a step, or None where that is not known."""
+        """Executions in a step, or None where that is not known."""
         product = 1
         for turns in self.loop:
             if turns is None:

@@ -1,4 +1,4 @@
-"""What XLA made of a program: its text, its buffers, and what it said while it compiled.
+"""Compiles a program for inspection: its text, its buffers, and what XLA logged meanwhile.
 
 The buffers and their lifetimes are in the files that XLA writes on request; the objects that
 JAX returns have only their sums.

@@ -1,4 +1,4 @@
-"""What was found out about a compiled step: the numbers of a report, without the pages that show them.
+"""Facts about a compiled step: the numbers of a report, without the pages that show them.
 
 Every number says what it is: `exact`, arithmetic on shapes and specs; `compiled`, XLA said so;
 `modelled`, a formula.
@@ -26,7 +26,7 @@ from jaxpar.units import show_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What XLA made of one program on one mesh.
+    """The facts about one compiled program on one mesh.
 
     Attributes:
       title: What was inspected.
@@ -85,7 +85,7 @@ class Facts:
 
     @property
     def room(self) -> str:
-        """What a program may take, in words: of how much, and why not all of it."""
+        """The memory that a program may take, in words: of how much, and why not all of it."""
         if self.capacity is None or self.chip is None:
             return ""
         of = f"{show_bytes(self.capacity)} of the {self.chip.name}'s {show_bytes(self.chip.visible)}"

@@ -1,4 +1,4 @@
-"""What should not be: the ledger read by someone who has seen such programs before."""
+"""Warnings about a compiled step: collectives, dtypes and recomputation that should not be there."""
 
 import re
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What XLA made of a step, as one value: memory by cause, the ledger, FLOP, a modelled time, and flags.
+"""Inspects a step: memory by cause, the ledger of collectives, FLOP, a modelled time, and flags, as one value.
 
 Every number says what it is: `exact`, arithmetic on shapes and specs; `compiled`, XLA said so;
 `modelled`, a formula.
@@ -33,7 +33,7 @@ from jaxpar.mesh.memory_pool import Pool, taken
 
 
 class Report(Facts):
-    """What XLA made of one program on one mesh, and how it is shown; see `Facts` for its attributes."""
+    """The facts about one compiled program, and their pages; see `Facts` for the attributes."""
 
     def __str__(self) -> str:
         return terminal.page(self)

@@ -1,4 +1,4 @@
-"""What is inspected: a lowered program, and what its user calls the arrays it is given."""
+"""The subject of an inspection: a lowered program, and its user's names for the arrays it is given."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,6 +4,7 @@
     parts/    the model, the data and the plan's model that a job names
     doctor/   what would stop or slow a run on this machine
 
-Nouns: a `Job` and its tables, a problem, a verb. One file per verb (`run`, `check`, `inspect`, `plan`, ...) returns values; `cli` prints them.
+Nouns: a `Job` and its tables, a problem, a verb. One file per verb (`run`, `check`, `inspect`, `plan`, ...) returns
+values; `cli` prints them.
 To add a key of a job: a field with its meaning in the spec of the room that reads it.
 """

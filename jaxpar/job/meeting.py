@@ -1,4 +1,4 @@
-"""What the processes of a run settle when they meet: which attempt they begin, and that they share a run folder.
+"""The first meeting of a run's processes: they agree on the attempt, and check that they share a run folder.
 
     process 0   makes RUN/processes/ATTEMPT, with a name that no attempt had before, and tells the name
     the others  look whether they see that folder: who does not has another run folder on a disk of its own

@@ -1,4 +1,4 @@
-"""Whether a model of Hugging Face's can begin a job: checked before text is packed, and before a number is read."""
+"""Checks that a model of Hugging Face's can begin a job, before text is packed and before a number is read."""
 
 import dataclasses
 import json

@@ -33,7 +33,7 @@ GRACE = 5.0  # seconds in which the others may say why they end
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What is started, and how often.
+    """The processes to start, and how often.
 
     Attributes:
       command: Words after `jaxpar`, such as `train job.toml`.
@@ -73,7 +73,7 @@ class Launch:
 
 @dataclass
 class Ended:
-    """How a process ended.
+    """The end of a process.
 
     Attributes:
       process: Its number.

@@ -15,7 +15,7 @@ from jaxpar.mesh.memory_pool import Pool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """What XLA's compiler wants to know of an NVIDIA GPU, besides its memory.
+    """The description of an NVIDIA GPU that XLA's compiler needs, besides its memory.
 
     Attributes:
       capability: CUDA compute capability.

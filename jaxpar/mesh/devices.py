@@ -1,4 +1,4 @@
-"""Which devices there are: those of the machine, or simulated ones on its processor."""
+"""Devices: those of the machine, or simulated ones on its processor."""
 
 import os
 from collections.abc import Iterator, Mapping

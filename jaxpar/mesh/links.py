@@ -1,4 +1,4 @@
-"""What a message takes between two devices."""
+"""Links: the seconds of a message between two devices."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory a run has: what JAX is told to take, and what is promised, are one number.
+"""The memory pool of a GPU: the share that JAX preallocates, and that every prediction counts on.
 
     memory that the driver reports   79.11 GiB on an H100
     x SHARE                          71.2 GiB: the pool that JAX takes when it makes its devices

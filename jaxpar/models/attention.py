@@ -44,7 +44,7 @@ _moved.defvjp(
 
 @dataclass(frozen=True)
 class Rope:
-    """How fast the pairs of a head turn from position to position (RoPE, Su et al. 2021, arXiv:2104.09864).
+    """Rotary position embeddings: how fast the pairs of a head turn (Su et al. 2021, arXiv:2104.09864).
 
     Attributes:
       base: Pair i of n turns by base ** (-i / n), in radians.

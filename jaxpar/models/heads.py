@@ -1,4 +1,4 @@
-"""How many heads share a width, and which numbers would go where they do not."""
+"""Checks that heads divide a width, and finds the nearest numbers that do."""
 
 from jaxpar.errors import nearest_divisor, refuse
 

@@ -1,4 +1,4 @@
-"""What the backward pass keeps, by name; what it does not keep it computes again.
+"""Rematerialization by name: what the backward pass keeps; the rest it computes again.
 
 A module with an attribute `remat` (NNX) or a field `remat` (Linen) is told the name and
 places it itself, around each layer; around any other model the step places it as a whole.

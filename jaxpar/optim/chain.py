@@ -12,7 +12,7 @@ from jaxpar.errors import refuse, within
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Which optimizer, and its settings.
+    """The optimizer, and its settings.
 
     Attributes:
       name: adamw, adam, sgd, lion, lamb, lars, adafactor or muon, from optax.

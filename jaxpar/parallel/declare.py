@@ -1,4 +1,4 @@
-"""What the user declares: sizes of axes, and what the `fsdp` axis shards."""
+"""The declaration of a user: sizes of axes, and what the `fsdp` axis shards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ ZERO_SHARDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How a training job is spread over devices. Sizes multiply to the number of devices.
+    """The parallelism of a training job. Sizes multiply to the number of devices.
 
     Attributes:
       pipe: Stages of a pipeline, each with consecutive layers of the model's stack.
@@ -64,7 +64,7 @@ class Parallel:
 
     @property
     def stage(self) -> int:
-        """What `fsdp` shards, as a ZeRO stage; 0 where there is no such axis."""
+        """The ZeRO stage: what `fsdp` shards; 0 where there is no such axis."""
         if self.fsdp == 1:
             return 0
         return 3 if self.zero is None else self.zero

@@ -63,7 +63,7 @@ def held(layout: Layout) -> int:
 
 
 def splits_lookups(layout: Layout) -> bool:
-    """Returns whether only a spread head would cut both sequences and what is looked up: see `step/check_context.py`."""
+    """Returns whether only a spread head would cut both sequences and what is looked up: see `check_context`."""
     return layout.sizes["context"] > 1 and layout.sizes["tensor"] == 1
 
 

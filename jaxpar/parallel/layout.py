@@ -22,7 +22,7 @@ from jaxpar.units import show_bytes, show_count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where one parameter lives.
+    """The place of one parameter.
 
     Attributes:
       leaf: Its shape, dtype and the names of its dims.
@@ -43,7 +43,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
-    """What follows from a `Parallel`, a model and a mesh.
+    """The layout of a training job, from a `Parallel`, a model and a mesh.
 
     Attributes:
       parallel: The declaration, its sizes inferred.
@@ -90,7 +90,7 @@ class Layout:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """What the stages of `pipe` do in every tick."""
+        """The schedule: what the stages of `pipe` do in every tick."""
         return self.parallel.pipeline.table(self.sizes["pipe"])
 
     @cached_property

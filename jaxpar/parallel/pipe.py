@@ -28,7 +28,7 @@ LEAST = 256 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """How the axis `pipe` is run.
+    """Settings of the axis `pipe`.
 
     Attributes:
       schedule: A name that `jaxpar schedule --compare` lists, or a CSV file with a table of your own. One that mixes

@@ -1,4 +1,4 @@
-"""What the dynamic program minimises: the seconds of a minibatch, or the memory of the fullest device."""
+"""Criteria that the dynamic program minimises: the seconds of a minibatch, or the memory of the fullest device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jaxpar.partition.topology import Level, devices
 
 @dataclass(frozen=True)
 class Sums:
-    """What both kinds of costs need."""
+    """The sums that both kinds of costs need."""
 
     chain: Chain
     tree: Sequence[Level]

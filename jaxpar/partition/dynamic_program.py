@@ -27,7 +27,7 @@ ANY = 0  # as many stages as is best
 
 
 class Costs(Protocol):
-    """What is minimised, over plans whose cost is that of their most expensive piece."""
+    """The costs to minimise, over plans whose cost is that of their most expensive piece."""
 
     @property
     def behind_matters(self) -> bool:

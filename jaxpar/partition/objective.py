@@ -1,4 +1,4 @@
-"""What PipeDream's partitioner minimises, stated: published versions differ, and so do the plans that they give.
+"""The objective of PipeDream's partitioner, stated: published versions differ, and so do the plans that they give.
 
     coefficient   c(m) x weights / bandwidth          source                                      16 GPUs
     ring          2 (m-1) / m   each one's own link    ring all-reduce                             1.875
@@ -28,7 +28,7 @@ COEFFICIENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a good partition is.
+    """The objective of a partition.
 
     Attributes:
       coefficient: How often the weights of a stage cross a link when m replicas agree on them: ring, shared, released

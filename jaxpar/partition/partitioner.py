@@ -68,7 +68,7 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
 
 @dataclass(frozen=True)
 class _Found:
-    """What a search gives: the plan, and the least seconds on 1, 2, ... parts, and of 1, 2, ... stages."""
+    """The result of a search: the plan, and the least seconds on 1, 2, ... parts, and of 1, 2, ... stages."""
 
     parts: tuple[Part, ...]
     stages: tuple[Stage, ...]

@@ -1,4 +1,4 @@
-"""What the partitioner answers: the plan, what limits it, and why not a simpler one."""
+"""The partitioner's report: the plan, what limits it, and why not a simpler one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -48,12 +48,12 @@ class Partition:
 
     @property
     def seconds(self) -> float:
-        """What it takes."""
+        """The seconds of a minibatch."""
         return max(stage.takes for stage in self.stages)
 
     @property
     def speedup(self) -> float:
-        """How many times as fast it is as data parallelism."""
+        """The speedup over data parallelism."""
         return self.data_parallel / self.seconds
 
     @property
@@ -63,7 +63,7 @@ class Partition:
 
     @property
     def limit(self) -> str:
-        """What would have to be faster for all to be."""
+        """The part that limits the whole."""
         number = max(range(len(self.stages)), key=lambda at: self.stages[at].takes)
         stage = self.stages[number]
         if stage.limit == "sends":

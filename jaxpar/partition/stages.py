@@ -81,7 +81,7 @@ class Stage:
 
     @property
     def terms(self) -> dict[str, float]:
-        """What takes how many seconds, sending apart."""
+        """Seconds by cause, sending apart."""
         over = ["" if len(self.agrees) == 1 else f" over level {level}" for level in range(1, len(self.agrees) + 1)]
         return {"computes": self.computes} | {
             f"agrees on its weights{where}": seconds for where, seconds in zip(over, self.agrees, strict=True)
@@ -94,7 +94,7 @@ class Stage:
 
     @property
     def limit(self) -> str:
-        """What would have to be faster for it to be: sends, or a key of `terms`."""
+        """The part that limits it: sends, or a key of `terms`."""
         return "sends" if self.sends > self.seconds else max(self.terms, key=lambda term: self.terms[term])
 
 

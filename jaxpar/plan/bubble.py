@@ -1,4 +1,4 @@
-"""How long a schedule takes: the longest path through its table, as counts of ops that times can be put to.
+"""The span of a schedule: the longest path through its table, as counts of ops that times are multiplied with.
 
     span(F, B, W, ...) = max over paths of  counts . times
 

@@ -1,4 +1,4 @@
-"""What a plan takes for granted, each assumption as wrong as it may well be, to both sides.
+"""Assumptions of a plan, each made as wrong as it may well be, to both sides.
 
     bandwidths, speed of products      off by `DOUBT`
     latencies                          twice, or half: of hops, and of what starts a kernel or a collective

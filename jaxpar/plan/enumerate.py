@@ -17,7 +17,7 @@ Row = tuple[int, int, int, int, int, int, str, int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a search may choose from.
+    """The choices of a search.
 
     Attributes:
       schedules: Of pipelines.

@@ -25,7 +25,7 @@ MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked.
+    """The question of a plan.
 
     Attributes:
       model: Which model.
@@ -66,7 +66,7 @@ class Question:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What no layout of the search has, each with the reason or the way to it."""
+        """Axes and schedules that no layout of the search has, each with the reason or the way to it."""
         return self.model.left_out(self.choices)
 
     def bytes(self, candidate: Candidate) -> Memory:
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What is not compared, each with the reason or the way to it."""
+        """Axes and schedules that are not compared, each with the reason or the way to it."""
         apart, share = self.fitting - len(self.points.seconds), f"{self.question.margin:.0%}"
         several = f"tensor on several nodes, {apart:,} layouts that fit: none is faster by more than {share}"
         return (*self.question.left_out, *[several] * bool(apart))

@@ -1,4 +1,4 @@
-"""How fast a layout is, in the numbers that people compare, and what would help where it is hopeless.
+"""The speed of a layout, in the numbers that people compare, and what would help where it is hopeless.
 
     throughput   rows of a step x what a row has / seconds
     MFU          FLOP of the model, nothing computed twice / (seconds x devices x bfloat16 peak)
@@ -21,7 +21,7 @@ FACTORS = (2, 4, 8, 16)  # times as many rows, or as few devices: tried until it
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """How fast a layout is; modelled.
+    """The speed of a layout; modelled.
 
     Attributes:
       rate: Tokens, or rows of a model that has none, a second on all devices.

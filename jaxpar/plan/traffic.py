@@ -1,4 +1,4 @@
-"""What travels, and how much of it computation does not hide.
+"""Communication of a step, and how much of it computation does not hide.
 
     tensor   block: 2 all-reduces of [tokens, dim] each way, or as many gathers and scatters with sequence parallelism
     context  block: keys and values gathered forward, and their gradients scattered back; once more where attention is

@@ -1,4 +1,4 @@
-"""How well predictions agree with what was found: ranks decide which layout is taken, errors how many fit."""
+"""Compares predictions with compiled programs: ranks decide which layout is taken, errors how many fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from jaxpar.units import show_bytes, show_seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a compiler made of a layout, beside what was predicted.
+    """A layout as compiled, beside its prediction.
 
     Attributes:
       ranked: The layout, as predicted.

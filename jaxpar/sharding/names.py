@@ -1,4 +1,4 @@
-"""What jaxpar needs to know of a model, whichever Flax wrote it.
+"""The blueprint of a model: all that jaxpar needs to know of it, whichever Flax wrote it.
 
     factory or module ──► Blueprint ──► params (shape, dtype, names of dims)
                                    ├──► init(key)  -> params, rest        inside jit
@@ -57,7 +57,7 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """How a model computes, as opposed to what it computes.
+    """The way a model computes: dtype, remat, and whether it trains.
 
     Attributes:
       train: Whether dropout drops and BatchNorm uses the batch.

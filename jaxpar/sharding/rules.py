@@ -57,7 +57,7 @@ PATHS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Where the dims of one parameter go before ZeRO adds its axis.
+    """The mesh axes of one parameter's dims, before ZeRO adds its axis.
 
     Attributes:
       names: The names of the dims, given or found.

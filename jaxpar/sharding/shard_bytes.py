@@ -1,4 +1,4 @@
-"""How much of an array lies on one device."""
+"""Bytes of an array on one device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a program has to be where devices hold pieces of a sequence: checked before XLA sees it."""
+"""Preconditions of context parallelism, checked on the lowered program before XLA compiles it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What matrix products really run in, read off the lowered program.
+"""Checks the dtype that matmuls really run in, read off the lowered program.
 
 Casting parameters to bfloat16 can leave every product in float32: one float32 operand (a table
 that froze its dtype, an input nobody cast) promotes the rest. So the program is asked.

@@ -22,7 +22,7 @@ _ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer
 
 
 class Inspectable(Protocol):
-    """What a step says of itself to be inspected; see `jaxpar.step.step.Step`."""
+    """A step that can be inspected; see `jaxpar.step.step.Step`."""
 
     layout: Layout
     loss: Callable

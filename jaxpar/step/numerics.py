@@ -1,4 +1,4 @@
-"""How a step computes: what changes its speed and memory, and not what it means."""
+"""Settings that change the speed and memory of a step, and not its meaning."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ PRECISIONS = {"fp32": None, "bf16": jnp.bfloat16}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """How a step computes, which changes its speed and memory and not what it means.
+    """Settings that change the speed and memory of a step, and not its meaning.
 
     Attributes:
       accumulate: Microbatches per step; their gradients are summed before the update.

@@ -21,7 +21,7 @@ from jaxpar.parallel.layout import Layout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placing:
-    """Where the batches of a step go.
+    """The placement of a step's batches.
 
     Attributes:
       layout: Whose devices they go to.

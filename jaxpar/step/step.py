@@ -224,7 +224,7 @@ class Step:
 
     @property
     def _model(self) -> Accumulating | Pipelined:
-        """What makes gradients of a batch: the table of a pipeline, where there is one."""
+        """The maker of gradients: the table of a pipeline, where there is one."""
         return self._whole if self.pipelined is None else self.pipelined
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:

@@ -1,4 +1,4 @@
-"""What is done about a step whose numbers are none, or jump.
+"""What to do when a loss or gradient is NaN or infinite, or the loss spikes.
 
 loss or gradients nan or inf,      stop       an error that names it; nothing is saved from then on
 or a loss far above those    ─►    skip       inside the compiled step: its update is not taken
@@ -26,7 +26,7 @@ LAG = 2  # the newest loss that a limit knows is of two steps before, on every l
 
 @dataclass(frozen=True, kw_only=True)
 class Faults:
-    """What is done about numbers that go wrong.
+    """The policy for losses, gradients and batches that go wrong.
 
     Attributes:
       on_bad_step: Where loss, gradients or parameters are nan or inf, or the loss is a spike: stop; skip (the update

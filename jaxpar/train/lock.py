@@ -30,7 +30,7 @@ RULE, FIX = "one run at a time writes into a run folder", "let one of both go on
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a lock.
+    """The holder of a lock.
 
     Attributes:
       host, pid: Where it runs.

@@ -1,4 +1,4 @@
-"""What a run says of itself: a line of JSON per step, and optionally TensorBoard."""
+"""Metrics of a run: a line of JSON per step, and optionally TensorBoard."""
 
 import json
 import math
@@ -17,7 +17,7 @@ RECENT = 1024  # rows of an earlier run that are remembered
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What is written down, and how often it is shown.
+    """Settings of what is logged, and how often it is shown.
 
     Attributes:
       show_every: Steps between two lines on the terminal.

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other beside the training, so that none waits in silence.
+"""The other processes of a run, as the loop sees them: what it tells them, and when all stop.
 
 A collective waits for ever for a process that is gone, stopped, late or runs another program. So a thread of every
 process takes its turns as `jaxpar.train.watchdog` says, and ends the process with the name of the one at

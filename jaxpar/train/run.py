@@ -1,4 +1,4 @@
-"""What a run is made of, and how it ended: what the loop, the rollback and the job all know of it."""
+"""The parts of a run and its outcome, as the loop, the rollback and the job know them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from jaxpar.train.skipped_batches import Detours
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the loop needs besides the state.
+    """The parts of a run, besides its state.
 
     Attributes:
       step: The compiled step.
@@ -54,7 +54,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended.
+    """The outcome of a run.
 
     Attributes:
       state: The last state.

@@ -1,4 +1,4 @@
-"""Which batch a step takes, where some have been passed over: still a pure function of the step.
+"""Maps a step to its batch, where some have been skipped: still a pure function of the step.
 
 step   0 1 2 3 4 5 6 ...         a detour at step 3, past 2 batches
 batch  0 1 2 5 6 7 8 ...

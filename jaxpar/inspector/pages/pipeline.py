@@ -1,4 +1,4 @@
-"""What a report says of a pipeline: its table, which is exact, and its messages, as compiled."""
+"""The pipeline of a report: its table, which is exact, and its messages, as compiled."""
 
 from collections.abc import Sequence
 from typing import Any

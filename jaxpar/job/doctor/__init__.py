@@ -1,1 +1,1 @@
-"""What is wrong with this machine, before a run waits for it: checks that return findings, none of which can hang."""
+"""Checks of this machine before a run depends on it: each returns findings, and none can hang."""

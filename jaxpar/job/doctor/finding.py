@@ -1,4 +1,4 @@
-"""What a check found, and how it is kept from hanging."""
+"""Findings of a check, and the time limit that keeps it from hanging."""
 
 import threading
 from collections.abc import Callable, Iterable

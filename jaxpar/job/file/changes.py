@@ -1,4 +1,4 @@
-"""What a job says otherwise than the one that its run was trained with: told, and where it changes the run, asked for.
+"""Compares a job with the one its run was trained with: changes are printed, and must be named if they change a loss.
 
     RUN/job.toml                         the job as it was started last
     RUN/job.0001.toml, job.0002.toml …   those before it, oldest first

@@ -1,4 +1,4 @@
-"""What a job consists of: each table of its file is a dataclass of the room it belongs to.
+"""The schema of a job: each table of its file is a dataclass of the room it belongs to.
 
 A table within another is a dataclass among that one's fields; what the keys mean is read off the
 docstring, so it is written once.
@@ -21,7 +21,7 @@ from jaxpar.train.metrics import Metrics
 
 @dataclass(frozen=True, kw_only=True)
 class RunTable:
-    """Where a run lives.
+    """The run folder, and how processes wait for each other.
 
     Attributes:
       dir: The run folder; "" means runs/ and the name of the job file.
@@ -45,7 +45,7 @@ class RunTable:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTable:
-    """Which devices a job uses.
+    """The devices that a job uses.
 
     Attributes:
       simulate: So many simulated devices on the processor; 0 means the real ones.
@@ -82,7 +82,7 @@ class MeshTable:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainTable:
-    """How long, on how much at once, and in which numbers.
+    """Steps, batch size and precision.
 
     Attributes:
       steps: Updates of the whole run.

@@ -1,1 +1,1 @@
-"""What a job is made of: its model, its batches, and its model as a plan sees it."""
+"""The parts of a job: its model, its batches, and its model as a plan sees it."""

@@ -1,4 +1,4 @@
-"""What a config.json of Hugging Face says becomes the settings of a decoder, and the other way.
+"""Converts a config.json of Hugging Face into the settings of a decoder, and back.
 
 Every key is known here: it is a setting, it has one value that the decoder can do, or it changes no logit. Any other
 is refused by name: a model that is read is the model that was written.

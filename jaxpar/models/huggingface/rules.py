@@ -1,4 +1,4 @@
-"""Which tensor of Hugging Face holds which parameter of a decoder: one table for each kind of model, read both ways.
+"""Maps tensors of Hugging Face to parameters of a decoder: one table for each kind of model, read both ways.
 
     ours                       dims     theirs                                    dims
     blocks/attention/query     d h k    model.layers.{}.self_attn.q_proj.weight   hk d

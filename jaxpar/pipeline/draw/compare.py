@@ -1,4 +1,4 @@
-"""What the schedules of the library cost for the same numbers, side by side."""
+"""Compares the schedules of the library for the same numbers, side by side."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -32,7 +32,7 @@ HATCH = 'fill="url(#jaxpar-idle)"'
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """How time becomes pixels, and how large the numbers in the bars are.
+    """The scale of a drawing: from time to pixels, and the size of the numbers in the bars.
 
     Attributes:
       rate: Pixels of one unit of time.

@@ -44,7 +44,7 @@ class Traced:
 
     @property
     def shapes(self) -> Any:
-        """What it returns, as shapes and dtypes."""
+        """The shapes and dtypes that it returns."""
         return jax.tree.unflatten(self.outputs, shapes(self.closed.out_avals))
 
     @cached_property

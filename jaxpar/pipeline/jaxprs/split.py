@@ -20,7 +20,7 @@ from jaxpar.pipeline.jaxprs.dataflow import Env, Scan, needed, variables
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """How a scan is cut: which of its outputs and equations the first half has, and what it hands to the second.
+    """The cut of a scan: the outputs and equations of its first half, and what that hands to the second.
 
     Attributes:
       carries: Carries of the first half.

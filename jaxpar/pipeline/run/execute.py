@@ -20,7 +20,7 @@ Tree = Any
 
 
 class Gradients(NamedTuple):
-    """What one stage knows after the last tick: to be summed over the stages that share it.
+    """The sums of one stage after the last tick, to be summed over the stages that share them.
 
     Attributes:
       sums: Name to (sum, count) over the microbatches; zero but on the last stage.

@@ -26,7 +26,7 @@ OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
 
 
 class Kind(NamedTuple):
-    """What any stage does in a tick; two ticks of one kind run the same code.
+    """The kind of a tick: what any stage does in it. Two ticks of one kind run the same code.
 
     Attributes:
       ops: Which of F, B and W.
@@ -64,7 +64,7 @@ class Loop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What the executor runs.
+    """The program that the executor runs.
 
     Attributes:
       schedule: The table.

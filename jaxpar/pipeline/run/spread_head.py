@@ -39,7 +39,7 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """What surrounds a table whose head is spread.
+    """The surroundings of a table whose head is spread.
 
     Attributes:
       mesh: With an axis `pipe`.

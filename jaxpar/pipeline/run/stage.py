@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """What an op leaves, None where nothing of the kind. `layers` is to be added; `shared` and `sums` are sums."""
+    """The results of an op, None where there are none. `layers` is to be added; `shared` and `sums` are sums."""
 
     out: Tree = None
     kept: Any = None

@@ -21,7 +21,7 @@ from jaxpar.sharding.names import GRADIENT
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How the sums of gradients are cut.
+    """The cut of the sums of gradients.
 
     Attributes:
       axis: A mesh axis that is manual inside the table, and whose devices have other rows of the batch.

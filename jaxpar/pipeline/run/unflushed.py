@@ -40,7 +40,7 @@ _VERSIONS = f"{SCOPE}versions of the weights"  # as the inspector calls what a s
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which weights every cell of a table reads, and where they change.
+    """The weights that every cell of a table reads, and where they change.
 
     Attributes:
       program: The table, its rows filled with the version each cell reads and whether an update follows it.
@@ -130,7 +130,7 @@ def _check_order(table: Schedule, weights: Weights) -> None:
 
 
 class Trained(NamedTuple):
-    """What one stage has after the last tick.
+    """The results of one stage after the last tick.
 
     Attributes:
       sums: Name to (sum, count); zero but on the last stage.
@@ -147,7 +147,7 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Unflushed:
-    """How a stage runs a table with its updates.
+    """A stage that runs a table with its updates.
 
     Attributes:
       plan: As made by `plan`.

@@ -1,4 +1,4 @@
-"""What a table costs, given what its ops cost: run freely, and run tick by tick.
+"""Prices a table, given the times of its ops: run freely, and run tick by tick.
 
 asynchronous   a stage starts its next op as soon as its inputs are there: many programs that send to each other
 barrier        a tick lasts as long as its slowest op, and all wait for its messages: one program on all devices
@@ -21,7 +21,7 @@ Time = float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Times:
-    """What each op costs, in any one unit of time.
+    """The time of each op, in any one unit.
 
     A number is a stage's whole share of the model, of which each chunk costs 1/chunks; a tuple has one entry for every
     part of the model.
@@ -50,7 +50,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Price:
-    """What a schedule costs, in the unit of its `Times`.
+    """The price of a schedule, in the unit of its `Times`.
 
     Attributes:
       asynchronous: From the first op to the end of the last, run freely.

@@ -22,7 +22,7 @@ OPS = ("F", "B", "W")
 
 
 class Cell(NamedTuple):
-    """What one stage does in one tick.
+    """One stage in one tick: an op on a microbatch.
 
     Attributes:
       op: F forward; B backward, or its input-gradient half where the table has W; W its weight-gradient half.
@@ -42,7 +42,7 @@ Row = tuple[Cell | None, ...]
 
 
 class Cut(NamedTuple):
-    """How a model is cut into parts, and a batch into microbatches: see `Schedule`."""
+    """The cut of a model into parts, and of a batch into microbatches: see `Schedule`."""
 
     stages: int
     microbatches: int
@@ -156,7 +156,7 @@ class Schedule:
 
     @property
     def cut(self) -> "Cut":
-        """How the model is cut into parts."""
+        """The cut of the model into parts."""
         return Cut(self.stages, self.microbatches, self.chunks, self.placement)
 
     def part(self, stage: int, chunk: int) -> int:

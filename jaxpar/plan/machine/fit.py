@@ -28,7 +28,7 @@ _HUBER, _ROUNDS = 1.345, 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """What one collective took.
+    """The measured seconds of one collective.
 
     Attributes:
       kind: One of `KINDS`.

@@ -29,7 +29,7 @@ TOGETHER = 0.136
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemm:
-    """Which share of its peak a chip reaches in a matrix product, by the product's size.
+    """The share of its peak that a chip reaches in a matmul, by the matmul's size.
 
     Attributes:
       top: Share of the peak that products without end reach.

@@ -1,4 +1,4 @@
-"""What a training program does with its hardware: which kernels, how many passes over memory, what runs beside what.
+"""Software models: the kernels of a training program, its elementwise passes, and what overlaps.
 
 Bytes are of bfloat16 activations with dropout where the program has it; each number counts reads and writes of the
 kernels that the program runs, so it can be checked by reading them.
@@ -16,7 +16,7 @@ from jaxpar.plan.candidate import Candidate
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Practice:
-    """How a program runs a transformer.
+    """The way a program runs a transformer.
 
     Attributes:
       attention: "unfused": scores go to memory; "fused": they do not, and a causal kernel does half of them.

@@ -1,1 +1,1 @@
-"""What a plan asks of a model, and the two that answer: a decoder by formulas, any other traced on shapes."""
+"""Models as a plan sees them: a decoder by formulas, any other traced on shapes."""

@@ -1,4 +1,4 @@
-"""What a plan asks of a model; a transformer answers with formulas, any other is traced (`plan/model/traced.py`)."""
+"""The protocol of a planned model; a transformer answers with formulas, any other is traced (`traced.py`)."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +29,7 @@ class Model(Protocol):
 
     @property
     def unit(self) -> tuple[str, int]:
-        """What throughput is counted in, and how many a row has: ("tokens", 8192)."""
+        """The unit of throughput, and how many an example has: ("tokens", 8192)."""
         ...
 
     def step_flop(self, rows: int) -> float:

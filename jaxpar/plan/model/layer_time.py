@@ -1,4 +1,4 @@
-"""What one microbatch costs one device in one block, and in the head: products, attention, passes over memory.
+"""Seconds of one microbatch on one device in one block, and in the head: matmuls, attention, elementwise passes.
 
                  forward                        backward
     products     4 of 2 tokens weights / t      twice that: by the input and by the weights

@@ -1,4 +1,4 @@
-"""What the training state takes of a device, by ZeRO stage, and the bytes per parameter that this assumes.
+"""Bytes of the training state on a device, by ZeRO stage, and the bytes per parameter that this assumes.
 
     stage   bytes of a device, P parameters over N devices     where parameters are shards between steps (jaxpar)
     0       (p + g + o) P                                      (p + g + o) P
@@ -24,7 +24,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """Which bytes a way of training keeps for each parameter.
+    """The bytes that a way of training keeps for each parameter.
 
     Attributes:
       name: What it is called.

@@ -1,4 +1,4 @@
-"""What a function shows when it is traced on shapes: its products, and what its backward pass keeps."""
+"""Traces a function on shapes: its matmuls, and what its backward pass keeps."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

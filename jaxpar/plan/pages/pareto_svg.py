@@ -25,7 +25,7 @@ _APART = 0.13  # of the width: labels of ticks
 
 
 class Frame:
-    """Where a time and a size are on the sheet: `room` is what there is, a little below the top, for its label."""
+    """The frame of the drawing: maps a time and a size to the sheet; `room` is the limit of memory, with its label."""
 
     def __init__(self, points: Points, room: float):
         low, high = log(points.seconds.min()), log(points.seconds.max())

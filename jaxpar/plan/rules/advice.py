@@ -1,4 +1,4 @@
-"""What the published decision table says beside what the cost model says, and where they differ.
+"""Compares the published decision table with the cost model.
 
 model, hardware ──► search ──► plan ──► advise: the row that fires, and the best layouts it means
 """
@@ -34,7 +34,7 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What the table says, beside a plan.
+    """The advice of the table, beside a plan.
 
     Attributes:
       plan: What the cost model says.
@@ -56,7 +56,7 @@ class Advice:
 
     @property
     def gap(self) -> float:
-        """How much longer it takes than the cost model's first, as a share; below 0 within the margin of a search."""
+        """The share by which it is slower than the cost model's first; below 0 within the margin of a search."""
         return self.recommended.time.total / self.plan.best[0].time.total - 1 if self.recommended else np.inf
 
     @property
@@ -66,7 +66,7 @@ class Advice:
 
     @property
     def verdict(self) -> str:
-        """Where the two differ, by how much, and why."""
+        """The difference between the two, by how much, and why."""
         first, own = self.plan.best[0], self.recommended
         best = f"{describe(first.candidate)}, {show_seconds(first.time.total)}"
         if own is None:

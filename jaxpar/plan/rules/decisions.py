@@ -28,7 +28,7 @@ ONE, ANY, MANY = (1, 1), (1, inf), (2, inf)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What the table asks about a model and its machines.
+    """The questions of the table about a model and its machines.
 
     Attributes:
       nodes: "one" or "several".

@@ -61,7 +61,7 @@ class Sync:
 
     @property
     def speedup(self) -> float:
-        """How many times faster an epoch is than with one worker: R compute / step."""
+        """The speedup of an epoch over one worker: R compute / step."""
         return self.workers * self.efficiency
 
     @property

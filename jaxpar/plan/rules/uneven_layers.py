@@ -27,7 +27,7 @@ class Split:
 
     @property
     def work(self) -> tuple[float, ...]:
-        """What each stage has to do for a microbatch."""
+        """The work of each stage for a microbatch."""
         ends = [0.0] * len(self.layers)
         ends[0] += self.embedding
         ends[-1] += self.head
@@ -40,7 +40,7 @@ class Split:
 
     @property
     def tick(self) -> float:
-        """What a tick takes in one SPMD program: the layers of the fullest stage, and the longer of the ends."""
+        """The time of a tick in one SPMD program: the layers of the fullest stage, and the longer of the ends."""
         ends = (self.embedding, self.head) if len(self.layers) > 1 else (self.embedding + self.head,)
         return max(self.layers) + max(ends)
 

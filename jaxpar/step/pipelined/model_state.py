@@ -1,4 +1,4 @@
-"""What a model keeps beside its parameters, such as counts of dropout, before each microbatch of a pipeline.
+"""Replays non-parameter state (such as PRNG counters of dropout) to the start of every microbatch of a pipeline.
 
 Microbatches overlap there, so that what one leaves behind is not there for the next. What it leaves must follow from
 nothing that it computes: then the rest before every microbatch is known before the first one runs.

@@ -1,4 +1,4 @@
-"""Where the arrays of a pipelined step live: between steps, around the table, and inside of it.
+"""Shardings of the arrays of a pipelined step: between steps, around the table, and inside of it.
 
     stored ─► cast ─► dealt to the stages ─► gathered over fsdp ─► (the table) ─► summed ─► stored again
                                                                     placed: over the axes that are not manual
@@ -27,7 +27,7 @@ from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, pick
 
 @dataclass(frozen=True, eq=False)
 class Homes:
-    """Where the arrays of a pipelined step live. Paths are those of parameters, such as `blocks/mlp/up`.
+    """Shardings of the arrays of a pipelined step. Paths are those of parameters, such as `blocks/mlp/up`.
 
     Attributes:
       layout: With an axis `pipe`.

@@ -18,7 +18,7 @@ MOST = 1 << 20  # bytes of a beat: a few names and numbers
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What a process says of itself.
+    """The heartbeat of a process.
 
     Attributes:
       process: Its number.

@@ -49,7 +49,7 @@ class Crowd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digest:
-    """What is known of some processes.
+    """A digest of some processes.
 
     Attributes:
       failed: The first that ended before the run did, and its words; or None.

@@ -1,4 +1,4 @@
-"""How all processes stop after the same step, however late they hear of each other.
+"""Stops all processes after the same step, however late they hear of each other.
 
     one gets a signal        it says so                                          stop
     process 0 hears of it    asks all to hold                                    stop

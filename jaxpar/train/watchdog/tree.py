@@ -1,4 +1,4 @@
-"""Who reads whose beat, and how often: as many files are opened for 4,096 processes as for one, for each of them."""
+"""The tree of who reads whose heartbeat: each process opens as many files for 4,096 processes as for one."""
 
 WIDTH = 16  # files that a process reads per level of the tree, at most
 EVERY = 0.5  # seconds between two signs of life, of few processes

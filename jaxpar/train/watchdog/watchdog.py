@@ -21,7 +21,7 @@ AGREEING = "agreeing on the"  # how a process that waits for others to state a f
 
 
 class Watchdog:
-    """What one process says and hears.
+    """The watchdog of one process.
 
     Args:
       files: Where processes find each other.
@@ -50,12 +50,12 @@ class Watchdog:
 
     @property
     def beat(self) -> Beat:
-        """What this process says."""
+        """The heartbeat of this process."""
         return self._beat
 
     @property
     def first(self) -> Beat:
-        """What process 0 says, as far as this one knows."""
+        """The heartbeat of process 0, as far as this one knows."""
         return self._said if self.process else self._beat
 
     # what the training says
