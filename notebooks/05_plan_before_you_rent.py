@@ -30,7 +30,6 @@ from jaxpar.bench.planner import predict, published
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question
-from jaxpar.plan.pages.bars import causes
 from jaxpar.plan.pages.pareto_svg import kinds
 from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import describe, search
@@ -76,7 +75,7 @@ print(f"on paper {flop / (64 * 0.66 * 989.5e12):.3f} s, planned {best.time.produ
 # blue, waiting for the network in warm colours, waiting for other stages in grey.
 
 # %%
-COLOURS = dict(zip([cause for cause, _ in causes(best.time)], [
+COLOURS = dict(zip(best.time, [
     "#1f4e79", "#3f87bd", "#a9cfea", "#7264ad", "#d55e00", "#f0b27a", "#e3a712", "#ccd2da", "#b0396b", "#2f8f6b"], strict=True))  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def predict(run: dict[str, str]) -> dict[str, Any]:
         "predicted": total,
         "error": total / seconds - 1,
         "fitted": fitted is not None,
-        "causes": {cause: float(spent) for cause, spent in asdict(time).items()},
+        "causes": {cause: float(spent) for cause, spent in time.items()},
         "source": run["source"],
     }
 

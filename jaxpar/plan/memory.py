@@ -14,47 +14,33 @@ Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, eq
                   a fused kernel
 """
 
-from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import Practice
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Memory:
-    """Bytes on the device that needs most, by cause.
+class Memory(Causes):
+    """Bytes on the device that needs most, by cause; libraries, compiler's scratch and fragmentation come on top.
 
-    Attributes:
-      parameters: Of the model.
-      gradients: Of one step.
-      optimizer: Its state.
-      activations: Kept for backward passes.
-      logits: Kept for the loss.
-      working: Computed or gathered for one layer at a time.
+    parameters     of the model
+    gradients      of one step
+    optimizer      its state
+    activations    kept for backward passes
+    logits         kept for the loss
+    working        computed or gathered for one layer at a time
     """
-
-    parameters: Any
-    gradients: Any
-    optimizer: Any
-    activations: Any
-    logits: Any
-    working: Any
 
     @property
     def static(self) -> Any:
         """Bytes that are there between steps, and the gradients."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> Any:
-        """All of it; libraries, compiler's scratch and fragmentation come on top."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return self["parameters"] + self["gradients"] + self["optimizer"]
 
 
 def stage_parameters(
@@ -174,8 +160,7 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
                 + _scattered(shape, candidate, practice, recipe),
             )
         )
-    most = np.argmax(np.stack(np.broadcast_arrays(*[each.total for each in moments])), axis=0)
-    return Memory(**{f.name: np.choose(most, [getattr(each, f.name) for each in moments]) for f in fields(Memory)})
+    return Memory.largest(moments)
 
 
 def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe, held: Any) -> Any:

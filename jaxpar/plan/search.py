@@ -1,6 +1,6 @@
 """The best layout: every legal one is weighed, what does not fit is dropped, the simpler one wins ties."""
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -94,12 +94,12 @@ class Ranked:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns it as JSON has it: the layout, seconds and bytes by cause."""
-        seconds, bytes_ = asdict(self.time), asdict(self.memory)
-        return asdict(self.candidate) | {"seconds": seconds, "bytes": bytes_, "how": "modelled"}
+        return asdict(self.candidate) | {"seconds": dict(self.time), "bytes": dict(self.memory), "how": "modelled"}
 
     def slower(self, than: "Ranked") -> list[tuple[str, float]]:
         """Returns (cause, seconds more) against another, largest first, of what is more."""
-        more = [(key.name, getattr(self.time, key.name) - getattr(than.time, key.name)) for key in fields(StepTime)]
+        every = dict.fromkeys((*self.time, *than.time))
+        more = [(cause, self.time.get(cause, 0.0) - than.time.get(cause, 0.0)) for cause in every]
         return sorted(((cause, seconds) for cause, seconds in more if seconds > 0), key=lambda each: -each[1])
 
 
@@ -194,8 +194,8 @@ def weigh(question: Question, candidate: Candidate) -> Ranked:
     """Returns one layout with its predictions, as plain numbers."""
     return Ranked(
         candidate=candidate,
-        time=_plain(question.seconds(candidate)),
-        memory=_plain(question.bytes(candidate)),
+        time=question.seconds(candidate).plain,
+        memory=question.bytes(candidate).plain,
     )
 
 
@@ -257,10 +257,6 @@ def _doubted(question: Question, fitting: Candidate, seconds: np.ndarray, needed
         changed = replace(question, hardware=hardware, practice=practice)
         found[what] = weigh(changed, at(close, int(_order(changed, close, needed[near])[1][0])))
     return found
-
-
-def _plain(numbers: Any) -> Any:
-    return type(numbers)(**{each.name: float(np.asarray(getattr(numbers, each.name))) for each in fields(numbers)})
 
 
 def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray):

@@ -6,52 +6,34 @@ The stage that ends last bears the head. All fields of a candidate may be arrays
 Everything is modelled: formulas of their modules, on the constants of the hardware and the practice.
 """
 
-from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from jaxpar.plan import bubble, traffic
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import Practice
 from jaxpar.plan.memory import stage_parameters
 from jaxpar.plan.model import layer_time
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.techniques.table import TECHNIQUES
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTime:
+class StepTime(Causes):
     """Seconds of a step on its busiest device, by cause.
 
-    Attributes:
-      products: Products with weights, forward and backward, the head's too.
-      attention: Attention between its projections.
-      passes: Elementwise passes, norms, loss, sums of gradients.
-      recompute: What the backward pass computes again.
-      tensor: Exposed collectives of the tensor axis, those that are repeated too.
-      context: Exposed collectives of the context axis for attention, those that are repeated too.
-      sharding: Exposed collectives of fsdp, data and, for gradients, context.
-      bubble: Waiting for other stages, as the table has it.
-      send: What messages between stages add to that, those of ends that are spread too.
-      optimizer: The update.
+    products     products with weights, forward and backward, the head's too
+    attention    attention between its projections
+    passes       elementwise passes, norms, loss, sums of gradients
+    recompute    what the backward pass computes again
+    tensor, ...  exposed collectives of each of `techniques.table.TECHNIQUES`, those that are repeated too
+    sharding     exposed collectives of fsdp, data and, for gradients, context
+    bubble       waiting for other stages, as the table has it
+    send         what messages between stages add to that, those of ends that are spread too
+    optimizer    the update
     """
-
-    products: Any
-    attention: Any
-    passes: Any
-    recompute: Any
-    tensor: Any
-    context: Any
-    sharding: Any
-    bubble: Any
-    send: Any
-    optimizer: Any
-
-    @property
-    def total(self) -> Any:
-        """Seconds of the step."""
-        return sum(getattr(self, field.name) for field in fields(self))
 
 
 def optimizer(held: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
@@ -63,17 +45,16 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     """Returns what a step takes, by cause."""
     forward, backward, again = layer_time.block(shape, candidate, hardware, practice)
     head_f, head_b = layer_time.head(shape, candidate, hardware, practice)
-    ahead, back = traffic.tensor(shape, candidate, hardware, practice)
-    here, there = traffic.context(shape, candidate, hardware, practice)
+    shared = {cause: each.block(shape, candidate, hardware, practice) for cause, each in TECHNIQUES.items()}
+    ahead, back = (sum(each) for each in zip(*shared.values(), strict=True))
     deep = candidate.layers(shape.layers)
-    repeated = candidate.recomputed[4] * ahead
 
     # a part: its layers; weights' gradients are half of the products going backward and all sums of gradients
     weights = deep * backward.products / 2
     spread = traffic.spread(shape, candidate, hardware)
     times = (
-        deep * (forward.total + ahead + here),
-        deep * (backward.total + again.total + back + repeated + there) - weights,
+        deep * (forward.total + ahead),
+        deep * (backward.total + again.total + back) - weights,
         weights,
         head_f.total + spread[0],
         head_b.total + spread[1],
@@ -96,8 +77,7 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
         passes=count * (forward.passes + backward.passes) + heads * (head_f.passes + head_b.passes),
         recompute=count * again.total,
-        tensor=count * (ahead + back + repeated),
-        context=count * (here + there),
+        **{cause: count * sum(both) for cause, both in shared.items()},
         sharding=traveling,
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
         send=np.maximum(moving - still, 0.0) + heads * sum(spread),

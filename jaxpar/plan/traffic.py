@@ -1,18 +1,14 @@
-"""Communication of a step, and how much of it computation does not hide.
+"""Communication of a step besides what its blocks do (`techniques/`), and how much of it computation does not hide.
 
-    tensor   block: 2 all-reduces of [tokens, dim] each way, or as many gathers and scatters with sequence parallelism
-    context  block: keys and values gathered forward, and their gradients scattered back; once more where attention is
-             computed again; gradients as over data
     fsdp     zero 0: all-reduce of gradients; 1: scatter once a step, or an all-reduce with data for every one of
              several microbatches; 2: scatter for every microbatch; 1 and 2: parameters gathered once a step;
              3: parameters gathered going forward and backward, for every microbatch, and scatter
-    data     all-reduce of gradients, of fsdp's share where it shards them; once a step, or as the practice has it
+    data     all-reduce of gradients, and so over context, of fsdp's share where it shards them; once a step, or as the
+             practice has it
     pipe     [tokens, dim] to the next part and its gradient back; where both ends are spread, five all-reduces of it
 
 Activations travel in bfloat16, parameters and gradients as the practice has them; gradients that a table has summed, in
-float32. Sources: Shoeybi et al. 2019,
-arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, section 4.2; Rajbhandari et al. 2019,
-arXiv:1910.02054, section 7.
+float32. Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
 """
 
 from typing import Any
@@ -24,32 +20,9 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import Practice
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.techniques.base import BYTES
 
-BYTES = 2  # of a bfloat16
 SUMMED = 4  # of a gradient that one program on all stages has summed over its table: reduced as it is, in float32
-
-
-def tensor(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
-    """Returns the exposed seconds of a block's collectives over the tensor axis, forward and backward.
-
-    Forward nothing hides its two all-reduces, each a scatter and a gather. Backward an all-reduce runs beside the
-    product that makes a weight's gradient. Sharded by sequence, two gathers have to come first; two scatters, and the
-    two gathers that may be needed once more, run beside products (Korthikanti et al., section 4.2.2).
-    """
-    once = 2 * hardware.gather(BYTES * tokens(shape, candidate) * shape.dim, candidate.tensor, 1)
-    beside = 1 - practice.tensor_overlap
-    return 2 * once, once * np.where(candidate.sequence, 1 + (1 + practice.regather) * beside, 2 * beside)
-
-
-def context(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
-    """Returns the exposed seconds of a block's collectives over the context axis, forward and backward.
-
-    Every device has queries of its own tokens and keys and values of all, whose gradients are sums over the devices.
-    Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
-    """
-    size = 2 * BYTES * candidate.microbatch * shape.seq * shape.kv_dim / candidate.tensor
-    once = (1 - practice.context_overlap) * hardware.gather(size, candidate.context, candidate.tensor)
-    return once, (1 + candidate.recomputed[1]) * once
 
 
 def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:

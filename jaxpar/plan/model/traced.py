@@ -22,6 +22,7 @@ from jaxpar.plan.machine.software import Practice
 from jaxpar.plan.memory import Memory, by_stage, gathered_for_a_step, while_made
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import Kind, Trace
+from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.time import StepTime, optimizer, sharding
 
 FORWARD, BACKWARD = 2, 3  # passes over what the backward pass reads
@@ -135,8 +136,7 @@ class Traced:
             attention=nothing,
             passes=count * (passes + sums),
             recompute=count * (again + repeated),
-            tensor=nothing,
-            context=nothing,
+            **dict.fromkeys(TECHNIQUES, nothing),
             sharding=sharding(
                 self.parameters, candidate, hardware, practice, layers=self.trace.blocks, compute=compute
             ),

@@ -4,16 +4,15 @@ A column is a letter, the cause's own, so that the bars say the same without col
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
-from typing import Any
 
 from jaxpar.plan.search import Plan
+from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_seconds
 
 LETTERS = {  # cause: letter, colour of 256; work is blue, waiting for the network warm, idling grey
     "products": ("P", 25), "attention": ("A", 74), "passes": ("p", 153), "recompute": ("R", 140),
-    "tensor": ("T", 208), "context": ("C", 173),
+    **{cause: (each.letter, each.colour) for cause, each in TECHNIQUES.items()},
     "sharding": ("S", 220), "bubble": (".", 250), "send": ("s", 205), "optimizer": ("O", 78),
 }  # fmt: skip
 _TIME, _MEMORY = 56, 16  # columns of the longest bar
@@ -24,7 +23,7 @@ def bars(plan: Plan, *, colour: bool) -> str:
     scale, room = max(each.time.total for each in plan.best), plan.question.room
     lines, met = [], set()
     for rank, each in enumerate(plan.best, 1):
-        parts = causes(each.time)
+        parts = list(each.time.items())
         met |= {cause for cause, seconds in parts if seconds > 0}
         columns = lengths([seconds for _, seconds in parts], scale, _TIME)
         drawn = "".join(_run(cause, count, colour=colour) for (cause, _), count in zip(parts, columns, strict=True))
@@ -36,11 +35,6 @@ def bars(plan: Plan, *, colour: bool) -> str:
     legend = "  ".join(f"{_run(cause, 1, colour=colour)} {cause}" for cause in LETTERS if cause in met)
     head = "Where the step goes, and how much of the memory it takes (modelled):"
     return "\n".join([head, f"     {legend}", *lines])
-
-
-def causes(parts: Any) -> list[tuple[str, float]]:
-    """Returns (cause, how much) of seconds or bytes, in the order of their fields."""
-    return [(each.name, getattr(parts, each.name)) for each in fields(parts)]
 
 
 def lengths(parts: Sequence[float], scale: float, columns: int) -> list[int]:

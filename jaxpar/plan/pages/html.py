@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxpar.html.bars import bar
 from jaxpar.html.frame import document, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
-from jaxpar.plan.pages.bars import LETTERS, causes
+from jaxpar.plan.pages.bars import LETTERS
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.text import batch_of, hopeless, leaner, spare, why
 from jaxpar.plan.search import Plan, Ranked, describe
@@ -91,8 +91,8 @@ def _left_out(plan: Plan) -> Markup:
 
 def _breakdown(plan: Plan) -> Markup:
     scale = max(each.time.total for each in plan.best)
-    met = {cause for each in plan.best for cause, seconds in causes(each.time) if seconds > 0}
-    needed = {cause for each in plan.best for cause, size in causes(each.memory) if size > 0}
+    met = {cause for each in plan.best for cause, seconds in each.time.items() if seconds > 0}
+    needed = {cause for each in plan.best for cause, size in each.memory.items() if size > 0}
     key = [tag("li", swatch(f"jx-t{number}", cause)) for number, cause in enumerate(LETTERS) if cause in met]
     sizes = [tag("li", swatch(f"jx-c{colour}", cause)) for cause, colour in MEMORY.items() if cause in needed]
     rows = [_row(rank, each, scale, plan) for rank, each in enumerate(plan.best, 1)]
@@ -106,11 +106,11 @@ def _breakdown(plan: Plan) -> Markup:
 
 def _row(rank: int, each: Ranked, scale: float, plan: Plan) -> Markup:
     """Returns a layout: its name and why it is where it is, its seconds and its bytes by cause."""
-    seconds, room = causes(each.time), plan.question.room
+    seconds, room = list(each.time.items()), plan.question.room
     parts = [(f"jx-t{number}", f"{cause}: {show_seconds(value)}, {value / each.time.total:.1%}", value)
              for number, (cause, value) in enumerate(seconds)]  # fmt: skip
     bytes_ = [(f"jx-c{MEMORY[cause]}", f"{cause}: {show_bytes(value)}, {value / each.memory.total:.1%}", value)
-              for cause, value in causes(each.memory)]  # fmt: skip
+              for cause, value in each.memory.items()]  # fmt: skip
     time = tag("div", bar(parts, scale, cls="jx-stack"), _labels(seconds, scale), cls="jx-limited")
     return tag(
         "li",

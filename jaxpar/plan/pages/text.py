@@ -1,7 +1,5 @@
 """A plan as a page of text: the layouts, where the first one's time goes, and what the ranking hangs on."""
 
-from dataclasses import fields
-
 import numpy as np
 
 from jaxpar.plan.enumerate import at
@@ -131,11 +129,10 @@ def _causes(plan: Plan) -> str:
     first = plan.best[0]
     lines = ["Where the first one's step goes:"]
     for part, unit in ((first.time, show_seconds), (first.memory, show_bytes)):
-        rows = [(each.name, getattr(part, each.name)) for each in fields(part)]
-        scale = max(value for _, value in rows) or 1
+        scale = max(part.values()) or 1
         lines += [
             f"  {name:<12} {unit(value):>10}  {'█' * max(1, round(_BAR * value / scale))}"
-            for name, value in rows
+            for name, value in part.items()
             if value > 0
         ]
         lines.append("")
