@@ -16,7 +16,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load
 from jaxpar.job.plan import overrides, planned
 from jaxpar.job.plan import question as asked_of
-from jaxpar.mesh.axes import TRAINED
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.enumerate import Choices, at, legal
@@ -229,7 +229,7 @@ def test_a_planned_job_is_the_job_with_that_layout(index):
     every = legal(asked.model.shape, devices=64, rows=128)
     candidate = at(every, index % len(every.pipe))
     made = planned(job, candidate, asked.model.layers)
-    assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in TRAINED}
+    assert made.parallel.sizes == {axis: getattr(candidate, axis) for axis in DECLARED}
     assert made.parallel.stage == candidate.zero
     assert made.train.remat == candidate.remat
     if candidate.pipe > 1:

@@ -17,13 +17,14 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_source
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.start import check_start, is_folder
-from jaxpar.mesh.axes import AXES, infer_sizes
+from jaxpar.mesh.axes import AXES, batch_axes, infer_sizes
 from jaxpar.mesh.devices import visible
 from jaxpar.mesh.memory_pool import taken
 from jaxpar.mesh.target import parse_target
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.asked import declared
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
@@ -66,7 +67,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     )
     layout = attempt(compose, blueprint, job.parallel, device_count(job)) if blueprint else None
     if blueprint is None:
-        problems.extend(problem for problem in job.parallel.problems() if problem not in problems)
+        problems.extend(problem for problem in declared(job.parallel) if problem not in problems)
     if blueprint and whole and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job)
     if layout and whole and not problems:
@@ -144,7 +145,7 @@ def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:
                 )
             )
         pieces = {"microbatches": count}
-    factors = {"data": sizes["data"], "fsdp": sizes["fsdp"]} | pieces
+    factors = {axis: sizes[axis] for axis in batch_axes(sizes)} | pieces
     ways = math.prod(factors.values())
     if job.train.global_batch % ways:
         problems.append(

@@ -11,10 +11,10 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.inspect import observe
 from jaxpar.job.parts.plan_model import subject
-from jaxpar.mesh.axes import TRAINED
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import Pool, taken
 from jaxpar.mesh.target import Target
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.file import load_hardware
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
@@ -88,7 +88,7 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
 def overrides(candidate: Candidate, layers: int) -> list[str]:
     """Returns a layout as overrides of a job."""
     c = candidate
-    words = [f"parallel.{axis}={getattr(c, axis)}" for axis in TRAINED]
+    words = [f"parallel.{axis}={getattr(c, axis)}" for axis in DECLARED]
     words += [f"parallel.zero={c.zero}"] * (c.fsdp > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
     words.append(f"train.remat={c.remat}")
     if c.pipe == 1:

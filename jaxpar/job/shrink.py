@@ -12,7 +12,9 @@ from jaxpar.job.check import check
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job
-from jaxpar.mesh.axes import BATCH_AXES, infer_sizes
+from jaxpar.mesh.axes import infer_sizes
+
+SHRUNK = ("data", "fsdp")  # axes that copy the model or its state
 
 
 def fewer(job: Job, *, processes: int, most: int) -> tuple[int, list[str]]:
@@ -54,9 +56,9 @@ def _shrunk(job: Job, devices: int, left: int) -> list[str]:
     if -1 in declared.values():  # inferred, whatever is left
         return []
     sizes = infer_sizes(declared, devices)
-    kept = math.prod(size for axis, size in sizes.items() if axis not in BATCH_AXES)
+    kept = math.prod(size for axis, size in sizes.items() if axis not in SHRUNK)
     if left % kept:
-        names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in BATCH_AXES and size > 1)
+        names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in SHRUNK and size > 1)
         raise refuse(
             f"{names} on {left} devices",
             rule="the axes that cut the model keep their size",

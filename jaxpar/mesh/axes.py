@@ -1,20 +1,89 @@
-"""The axes of a mesh: their names, their order, and sizes with at most one left to infer.
+"""The axes of a mesh: what each of them means for a training job, and sizes with at most one left to infer.
 
-Outermost (slowest network) first. An axis belongs to the technique that communicates over it:
+`AXES` is the table, outermost (slowest network) first. An axis belongs to the technique that communicates over it. All
+else reads it from here: which axes split the batch, which dims an axis splits, what is manual inside a pipeline.
 
-    pipe     stages of a pipeline            data    replicas of the parameters
-    fsdp     shards of the training state    expert  experts of a mixture
-    context  pieces of a long sequence       tensor  pieces of a matrix
+To add one: a row of `AXES` (or `with added(axis)`, for as long as a test or a script runs), and the technique that uses
+it in `jaxpar.parallel.techniques`. An axis that no technique uses is refused.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.errors import JaxparError, Problem, nearest, refuse
 
-AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-TRAINED = ("pipe", "data", "fsdp", "context", "tensor")  # those that jaxpar trains over
-BATCH_AXES = ("data", "fsdp")  # the axes that each see other examples
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """One axis of a mesh.
+
+    Attributes:
+      name: As it is declared.
+      meaning: What its devices share, in a few words.
+      splits: Names of dims that it splits, of parameters and activations.
+      examples: Whether its devices see other examples.
+      state: Whether it shards the training state besides what it splits.
+      manual: Whether it is manual inside the table of a pipeline; else it is XLA's there.
+    """
+
+    name: str
+    meaning: str
+    splits: tuple[str, ...] = ()
+    examples: bool = False
+    state: bool = False
+    manual: bool = False
+
+
+AXES: dict[str, Axis] = {
+    axis.name: axis
+    for axis in (
+        Axis(name="pipe", meaning="stages of a pipeline", splits=("layers",), manual=True),
+        Axis(name="data", meaning="replicas of the parameters", examples=True, manual=True),
+        Axis(name="fsdp", meaning="shards of the training state", examples=True, state=True, manual=True),
+        Axis(name="expert", meaning="experts of a mixture"),
+        Axis(name="context", meaning="pieces of a long sequence", splits=("seq",)),
+        # in the names that Flax, MaxText and T5X use for the dims of Megatron-LM's column and row pairs (Shoeybi et al.
+        # 2019, arXiv:1909.08053); `model` is the mesh axis of Flax's own guides
+        Axis(
+            name="tensor",
+            meaning="pieces of a matrix",
+            splits=("vocab", "heads", "kv_heads", "mlp", "hidden", "model"),
+        ),
+    )
+}
+
+
+def batch_axes(among: Mapping[str, int] | None = None) -> tuple[str, ...]:
+    """Returns the axes whose devices each see other examples, of all or of those that a mesh has."""
+    return tuple(name for name, axis in AXES.items() if axis.examples and (among is None or name in among))
+
+
+@contextmanager
+def added(axis: Axis, *, inside: str = "fsdp") -> Iterator[None]:
+    """Adds an axis to `AXES`, next to another one on its inner side, until the context ends.
+
+    Raises:
+      JaxparError: If there is an axis of that name, or none called `inside`.
+    """
+    if axis.name in AXES or inside not in AXES:
+        raise refuse(
+            f"an axis {axis.name!r} inside {inside!r}",
+            rule=f"a new axis has a new name, and lies inside one of {', '.join(AXES)}",
+            fix="another name, or inside='fsdp'",
+        )
+    before = dict(AXES)
+    AXES.clear()
+    for name, each in before.items():
+        AXES[name] = each
+        if name == inside:
+            AXES[axis.name] = axis
+    try:
+        yield
+    finally:
+        AXES.clear()
+        AXES.update(before)
 
 
 def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -> dict[str, int]:
@@ -38,6 +107,11 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -
             fix="devices=8, or leave it out for all visible ones",
         )
     wrong = [
+        Problem(f"{axis}={size!r}", f"the axes of a mesh are {', '.join(AXES)}", nearest(str(axis), AXES))
+        for axis, size in sizes.items()
+        if axis not in AXES
+    ]
+    wrong += [
         Problem(
             f"{axis}={size!r}",
             "an axis size is a positive whole number, or -1 to infer it",

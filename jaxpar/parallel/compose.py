@@ -11,15 +11,14 @@ import jax
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
-from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.head import placed_head
 from jaxpar.parallel.layout import Layout, Placement
+from jaxpar.parallel.techniques.asked import declared, idle, names_of
 from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.names import Blueprint
-from jaxpar.sharding.rules import NAMES, name_stacks, resolve, spec_of
-from jaxpar.sharding.shard_bytes import shard_bytes
-from jaxpar.units import show_bytes
+from jaxpar.sharding.rules import name_stacks, names_of_dims, resolve, spec_of
 
 REGULAR = "a path rule is a regular expression"
 
@@ -118,10 +117,10 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
         else:
             mesh = build(parallel.sizes, devices)
             sizes = dict(mesh.shape)
-        parallel = replace(parallel, **sizes)  # before it is looked at: fsdp=-1 may become 1
+        parallel = parallel.sized(sizes)  # before it is looked at: fsdp=-1 may become 1
     except JaxparError as error:
         problems += error.problems
-    problems += parallel.problems()
+    problems += declared(parallel)
     try:
         blueprint = as_blueprint(model)
     except JaxparError as error:
@@ -139,7 +138,7 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
 
 def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
     """Returns where every array lives, and what is wrong with that."""
-    sizes, names = parallel.sizes, _names(parallel)
+    sizes, names = parallel.sizes, names_of(parallel)
     problems: list[Problem] = []
     placements = {}
     for path, leaf in name_stacks(blueprint.leaves).items():
@@ -159,7 +158,7 @@ def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout
             why=choice.why + _fsdp_reason(parallel, used, sharded),
         )
     layout = Layout(parallel=parallel, blueprint=blueprint, placements=placements, names=names, mesh=mesh)
-    return layout, problems + _idle_axes(layout) + _left_whole(layout) + _uncut(layout)
+    return layout, problems + idle(layout)
 
 
 def _grouped(problems: list[Problem]) -> list[Problem]:
@@ -200,15 +199,6 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
     return problems
 
 
-def _names(parallel: Parallel) -> dict[str, Axes]:
-    even = parallel.pipe > 1 and not parallel.pipeline.layers
-    names = {**NAMES, "seq": ("context", *["tensor"] * parallel.sequence), "layers": "pipe" if even else None}
-    if parallel.pipe > 1 and parallel.pipeline.head == "spread":
-        names["vocab"] = ("pipe", "tensor")
-    user = dict(parallel.rules)
-    return {**user, **{name: axes for name, axes in names.items() if name not in user}}
-
-
 def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
     if parallel.stage == 0:
         return ""
@@ -219,6 +209,7 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
     """Returns rules for axes that do not exist, and rules that match nothing."""
     known = {name for leaf in blueprint.leaves.values() for name in leaf.names or () if isinstance(name, str)}
     known |= {name for names in parallel.paths.values() for name in names if name}
+    usual = {*names_of_dims(parallel.sizes)}
     problems = []
     for name, axes in parallel.rules.items():
         each = (axes,) if isinstance(axes, str) else tuple(axes or ())
@@ -243,12 +234,12 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                     f"{name} -> {tuple(dict.fromkeys(each))}",
                 )
             )
-        if name not in known and name not in NAMES:
+        if name not in known and name not in usual:
             problems.append(
                 Problem(
                     f"rule {name!r} matches nothing: no dim of {blueprint.name} has that name",
                     "every rule matches at least one dim",
-                    nearest(name, known | set(NAMES)),
+                    nearest(name, known | usual),
                 )
             )
     for pattern in parallel.paths:
@@ -274,93 +265,3 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                 )
             )
     return problems
-
-
-def _idle_axes(layout: Layout) -> list[Problem]:
-    used = {axis for place in layout.placements.values() for entry in place.sharded for axis in _flat(entry)}
-    problems = []
-    for axis in ("tensor", "fsdp"):
-        if layout.sizes[axis] > 1 and axis not in used and not (axis == "fsdp" and layout.parallel.stage == 0):
-            problems.append(
-                Problem(
-                    f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
-                    f"an axis is there to be used; `{axis}` splits dims "
-                    + ("named heads, mlp, vocab (or by your rules)" if axis == "tensor" else "that it divides"),
-                    f"{axis}=1 and a larger data, or rules that name dims of this model",
-                )
-            )
-    return problems
-
-
-def _uncut(layout: Layout) -> list[Problem]:
-    """Returns why a model cannot be spread over `pipe` by its schedule."""
-    stages = layout.sizes["pipe"]
-    if stages == 1:
-        return []
-    try:
-        cut = layout.schedule.cut
-        if layout.parallel.pipeline.head == "spread" and not layout.schedule.phased:
-            raise refuse(
-                f'head="spread" with schedule {layout.schedule.name}',
-                rule="all stages come to a head that is spread in the same tick, which a phased table tells beforehand",
-                fix='schedule="1f1b_phased" or another phased one, or head="last"',
-            )
-    except JaxparError as error:
-        return list(error.problems)
-    stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked}
-    if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):
-        return []  # `resolve` has said why it is not split
-    if not stacks:
-        return [
-            Problem(
-                f"pipe={stages} cuts nothing: {layout.blueprint.name} has no stack of layers that {stages} divides",
-                "a pipeline cuts parameters stacked along a dim 0 named layers; one named weight of a stack is enough",
-                f"stacked layers (nnx.vmap, nn.scan), as jp.Decoder's, a multiple of {stages} of them; or pipe=1",
-            )
-        ]
-    if uneven := layout.parallel.pipeline.layers:
-        wrong = {layers for layers in stacks if layers != sum(uneven)}
-        chunked = Problem(
-            f"layers={tuple(uneven)} with chunks={cut.chunks}",
-            "stages with different numbers of layers have one chunk each",
-            'schedule="1f1b_phased", or another with one chunk',
-        )
-        return [chunked] * (cut.chunks > 1) + [
-            Problem(
-                f"layers={tuple(uneven)} are {sum(uneven)}, {layout.blueprint.name} has {layers}",
-                "every layer is on one stage",
-                f"{len(uneven)} numbers that sum to {layers}",
-            )
-            for layers in sorted(wrong)
-        ]
-    return [
-        Problem(
-            f"{layers} layers in {cut.parts} parts (pipe={stages} x chunks={cut.chunks})",
-            "every part has as many layers as the others",
-            f"{-(-layers // cut.parts) * cut.parts} layers, or other pipe and chunks",
-        )
-        for layers in sorted(stacks)
-        if layers % cut.parts
-    ]
-
-
-def _left_whole(layout: Layout) -> list[Problem]:
-    """Returns the parameters that should be sharded, are not, and are too big to be silent about."""
-    limit = layout.parallel.replicate_above
-    problems = []
-    for path, place in layout.placements.items():
-        own = shard_bytes(place.leaf, place.sharded, layout.sizes)
-        if layout.parallel.stage and place.used == place.sharded and own > limit:
-            ways = layout.sizes["fsdp"]
-            problems.append(
-                Problem(
-                    f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} devices of fsdp",
-                    f"a parameter above {show_bytes(limit)} is sharded by zero={layout.parallel.stage}",
-                    f"a dim that {ways} divides, another fsdp, or replicate_above = {own}",
-                )
-            )
-    return problems
-
-
-def _flat(entry) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,13 +1,14 @@
 """The declaration of a user: sizes of axes, and what the `fsdp` axis shards."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from jaxpar.errors import Problem
-from jaxpar.mesh.axes import TRAINED
+from jaxpar.errors import Problem, nearest
+from jaxpar.mesh.axes import AXES
 from jaxpar.parallel.pipe import Pipeline
 
 Axes = str | tuple[str, ...] | None
+DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes with a field of their own
 
 ZERO_SHARDS = (
     "nothing",
@@ -37,6 +38,7 @@ class Parallel:
       sequence: Whether the activations between the matrices are split along `seq` over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       pipeline: How the stages take turns.
+      axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
       rules: Name of a dim to mesh axis (or axes, or None), before jaxpar's own names.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
       replicate_above: Bytes up to which a parameter may be whole on every device of the axis
@@ -53,14 +55,21 @@ class Parallel:
     zero: int | None = None
     sequence: bool = False
     pipeline: Pipeline = field(default_factory=Pipeline)
+    axes: Mapping[str, int] = field(default_factory=dict)
     rules: Mapping[str, Axes] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
     replicate_above: int = 4 * 2**20
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Mesh axis to size, as declared."""
-        return {axis: getattr(self, axis) for axis in TRAINED}
+        """Mesh axis to size, as declared, outermost first."""
+        own = {axis: getattr(self, axis) for axis in DECLARED} | dict(self.axes)
+        return {axis: own.pop(axis) for axis in AXES if axis in own} | own
+
+    def sized(self, sizes: Mapping[str, int]) -> "Parallel":
+        """Returns the declaration with these sizes."""
+        own = {axis: size for axis, size in sizes.items() if axis in DECLARED}
+        return replace(self, **own, axes={axis: size for axis, size in sizes.items() if axis not in DECLARED})
 
     @property
     def stage(self) -> int:
@@ -70,64 +79,16 @@ class Parallel:
         return 3 if self.zero is None else self.zero
 
     def problems(self) -> list[Problem]:
-        """Returns what is wrong with the declaration on its own, before any model or device."""
-        found = []
-        if self.zero is not None and (type(self.zero) is not int or not 0 <= self.zero <= 3):
-            found.append(
-                Problem(
-                    f"zero={self.zero!r}",
-                    "zero is 0 (nothing), 1 (optimizer state), 2 (and gradients) or 3 (and parameters)",
-                    "zero=3",
-                )
+        """Returns what is wrong with sizes, rules and paths on their own; each technique knows of its own settings."""
+        found = [
+            Problem(
+                f"axes={{{name!r}: {size!r}}}",
+                f"axes has whole numbers for {', '.join(axis for axis in AXES if axis not in DECLARED)}",
+                f"{name}={size!r}" if name in DECLARED else nearest(str(name), AXES),
             )
-        elif self.zero and self.fsdp == 1:
-            found.append(
-                Problem(
-                    f"zero={self.zero} with fsdp=1 shards nothing",
-                    f"zero={self.zero} shards {ZERO_SHARDS[self.zero]} over the axis `fsdp`",
-                    "fsdp=2 or more (fsdp=-1 takes what is left), or leave zero out",
-                )
-            )
-        if not isinstance(self.sequence, bool):
-            found.append(Problem(f"sequence={self.sequence!r}", "sequence is True or False", "sequence=True"))
-        elif self.sequence and self.tensor == 1:
-            found.append(
-                Problem(
-                    "sequence=True with tensor=1 does nothing",
-                    "sequence parallelism splits activations over the axis `tensor`",
-                    "tensor=2 or more, or sequence=False",
-                )
-            )
-        if type(self.replicate_above) is not int or self.replicate_above < 0:
-            found.append(
-                Problem(
-                    f"replicate_above={self.replicate_above!r}",
-                    "replicate_above is a number of bytes",
-                    "replicate_above=4 * 2**20",
-                )
-            )
-        if isinstance(self.pipeline, Pipeline):
-            found += self.pipeline.problems(self.pipe)
-            if self.pipeline.gather == "tick" and self.stage < 3:
-                found.append(
-                    Problem(
-                        f'gather="tick" with fsdp={self.fsdp}, zero={self.stage}',
-                        "it says when zero=3 gathers the layers that `fsdp` shards",
-                        'fsdp=2 or more and zero=3, or gather="step"',
-                    )
-                )
-            if self.pipeline.head == "spread" and self.stage == 2:
-                found.append(
-                    Problem(
-                        f'head="spread" with fsdp={self.fsdp}, zero=2',
-                        "zero=2 adds up shards of gradients, and those of a head that is spread are added up whole",
-                        'zero=1 or zero=3, or head="last"',
-                    )
-                )
-        else:
-            found.append(
-                Problem(f"pipeline={self.pipeline!r:.60}", "a Pipeline", 'jp.Pipeline(schedule="1f1b_phased")')
-            )
+            for name, size in self.axes.items()
+            if name not in AXES or name in DECLARED or type(size) is not int
+        ]
         for key, example in (("rules", '{"mlp": "tensor"}'), ("paths", '{"up/kernel": ("embed", "mlp")}')):
             found += _shape_problems(key, getattr(self, key), example)
         return found

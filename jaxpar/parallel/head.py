@@ -17,6 +17,7 @@ from jaxpar.errors import Problem
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipe import HELD, LEAST
+from jaxpar.parallel.techniques.asked import declared
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes
 
@@ -35,7 +36,7 @@ def placed_head(layout: Layout, compose: Compose) -> Layout:
     if layout.parallel.pipeline.head != "auto":
         return replace(layout, head=f"head: {_WHERE[layout.parallel.pipeline.head]}, as declared")
     last, spread = (_declared(layout.parallel, head) for head in ("last", "spread"))
-    other, wrong = None, spread.problems()
+    other, wrong = None, declared(spread)
     if not wrong:
         other, wrong = compose(spread)
     if wrong or other is None:

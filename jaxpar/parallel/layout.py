@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
@@ -72,9 +72,14 @@ class Layout:
         return math.prod(self.sizes.values())
 
     @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes of the mesh whose devices each see other examples."""
+        return batch_axes(self.sizes)
+
+    @property
     def replicas(self) -> int:
         """Ways the batch is split."""
-        return math.prod(self.sizes[axis] for axis in BATCH_AXES)
+        return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
     @property
     def microbatches(self) -> int:
@@ -173,8 +178,8 @@ class Layout:
         return jax.tree_util.tree_map_with_path(spec, state)
 
     def batch_spec(self, shape) -> PartitionSpec:
-        """Returns where a batch array goes: examples over `data` and `fsdp`."""
-        return PartitionSpec(BATCH_AXES) if shape else PartitionSpec()
+        """Returns where a batch array goes: examples over `data`, `fsdp` and other axes that see other examples."""
+        return PartitionSpec(self.batch_axes) if shape else PartitionSpec()
 
     def use(self, path: str, value: jax.Array, dtype=None) -> jax.Array:
         """Returns a parameter as the model reads it: cast to `dtype`, then gathered over `fsdp`.

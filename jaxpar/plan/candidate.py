@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, nearest
-from jaxpar.mesh.axes import TRAINED
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY
 
 RECOMPUTES = {
@@ -61,7 +61,7 @@ class Candidate:
 
     def __post_init__(self):
         problems = []
-        for key in (*TRAINED, "chunks", "microbatch", "microbatches"):
+        for key in (*DECLARED, "chunks", "microbatch", "microbatches"):
             value = np.asarray(getattr(self, key))
             if not np.issubdtype(value.dtype, np.integer) or (value < 1).any():
                 problems.append(
@@ -78,7 +78,7 @@ class Candidate:
     @property
     def devices(self) -> Any:
         """Devices all axes together need."""
-        return math.prod(getattr(self, axis) for axis in TRAINED)
+        return math.prod(getattr(self, axis) for axis in DECLARED)
 
     @property
     def rows(self) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.mesh.axes import TRAINED
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.heads import by_default
@@ -99,7 +99,7 @@ def _arrays(found: list[Row], sequences: tuple[bool, ...], remats: tuple[str, ..
     table = {
         key: np.repeat(column, len(last))
         for key, column in zip(
-            (*TRAINED, "zero", "schedule", "chunks", "microbatch", "microbatches"),
+            (*DECLARED, "zero", "schedule", "chunks", "microbatch", "microbatches"),
             columns,
             strict=True,
         )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.mesh.axes import TRAINED
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.doubts import MOST, doubts
 from jaxpar.plan.enumerate import Choices, at, pick
@@ -241,7 +241,7 @@ def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
     """Returns the first of every mesh and ZeRO stage, in order."""
-    keys = np.stack([getattr(fitting, key)[order] for key in (*TRAINED, "zero")], axis=1)
+    keys = np.stack([getattr(fitting, key)[order] for key in (*DECLARED, "zero")], axis=1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
     return order[first].tolist()
 
@@ -283,7 +283,7 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
 
 def describe(candidate: Candidate) -> str:
     """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 x 2 rows, remat full`."""
-    sizes = {key: getattr(candidate, key) for key in TRAINED}
+    sizes = {key: getattr(candidate, key) for key in DECLARED}
     words = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one device"
     words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
     if candidate.pipe > 1:

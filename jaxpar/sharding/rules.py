@@ -14,30 +14,26 @@ from dataclasses import dataclass, replace
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import Problem
-from jaxpar.mesh.axes import AXES
+from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.sharding.names import Leaf
 
 Axes = str | tuple[str, ...] | None
 
-# What a dim is called decides what it is split over: Megatron-LM's column and row pairs
-# (Shoeybi et al. 2019, arXiv:1909.08053) in the names that Flax, MaxText and T5X use for dims.
-NAMES: Mapping[str, Axes] = {
-    "batch": ("data", "fsdp"),
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "hidden": "tensor",
-    "model": "tensor",  # the mesh axis of Flax's own guides
-    "seq": "context",  # and "tensor" under sequence parallelism, where no name before it took the axis
-    "keys": None,  # the sequence of keys and values, which every query looks at
-    "embed": None,
-    "head_dim": None,
-    "layers": None,
-    "kernel": None,
-    "classes": None,
-    "norm": None,
-}
+# Names that no axis splits by itself.
+WHOLE = ("keys", "embed", "head_dim", "kernel", "classes", "norm")  # keys: the sequence that every query looks at
+
+
+def names_of_dims(sizes: Mapping[str, int]) -> dict[str, Axes]:
+    """Returns names of dims to the axes of a mesh that split them, as `jaxpar.mesh.axes.AXES` says.
+
+    What a dim is called decides what it is split over: Megatron-LM's column and row pairs (Shoeybi et al. 2019,
+    arXiv:1909.08053) in the names that Flax, MaxText and T5X use for dims.
+    """
+    # inner axes first: where two names of an activation ask for one axis the first takes it, and under sequence
+    # parallelism, which splits seq over tensor as well, heads must come before seq
+    split = {dim: axis.name for axis in reversed(AXES.values()) for dim in axis.splits if axis.name in sizes}
+    return {"batch": batch_axes(sizes), **split, **dict.fromkeys(WHOLE)}
+
 
 # Ends of paths (a regular expression each) and names for the trailing dims, for models without names.
 # The first that matches with as many dims, or one more in front (stacked layers), is taken.

@@ -9,7 +9,6 @@ import jax
 from jaxpar.hlo.attribution import Argument
 from jaxpar.inspector.flop import forward_flop
 from jaxpar.inspector.subject import Subject, argument
-from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.step.numerics import Numerics
@@ -74,7 +73,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
         loss=((code.co_filename, code.co_name),) if code else (),
         model_flop=model_flop(step, batch),
         precision=step.numerics.precision,
-        batch_axes=BATCH_AXES,
+        batch_axes=layout.batch_axes,
         whole=("fsdp",) if layout.parallel.stage == 1 else (),
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=layout.microbatches // step.pipelined.plan.per_update if isinstance(step.pipelined, Updating) else 1,

@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpar.errors import refuse
-from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.parallel.layout import Layout
 
 
@@ -85,7 +84,7 @@ class Placing:
         ways = self.layout.replicas * self.accumulate * self.layout.microbatches
         rows = value.shape[0] if value.shape else 0
         if not rows or rows % ways:
-            factors = {axis: self.layout.sizes[axis] for axis in BATCH_AXES}
+            factors = {axis: self.layout.sizes[axis] for axis in self.layout.batch_axes}
             factors |= {"accumulate": self.accumulate, "microbatches": self.layout.microbatches}
             shown = " x ".join(f"{axis}={size}" for axis, size in factors.items() if size > 1) or "one device"
             raise refuse(

@@ -9,7 +9,6 @@ The specs of the layout say where each piece lives; XLA compiles the collectives
 import dataclasses
 import hashlib
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,12 +23,12 @@ from jaxpar.inspector.branches import check_branches
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.table import TECHNIQUES
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step import check_precision as check
 from jaxpar.step import state as states
-from jaxpar.step.check_context import check_pieces
 from jaxpar.step.check_state import check_same, check_there
 from jaxpar.step.guard import guarded
 from jaxpar.step.inspectable import subject
@@ -135,7 +134,7 @@ class Step:
             with self.compiling():
                 with self._users_code(batch), self._traced() as named:
                     lowered = self._eval.lower(state.params, state.rest, batch)
-                check_pieces(self.layout, named, lowered)
+                self._check(named, lowered)
                 self._compiled[key] = self._compile(key, lowered)
         sums = self._run(key, state, state.params, state.rest, batch)
         self._bound(sums)
@@ -176,8 +175,7 @@ class Step:
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
         with self._users_code(batch), self._traced() as named:
             lowered = self._train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
-        check_pieces(self.layout, named, lowered)
-        self._check_sequence(named)
+        self._check(named, lowered)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())
             check.check_bf16(self.products)
@@ -204,17 +202,10 @@ class Step:
         """Returns the shape of a batch array with the sharding that it will have."""
         return self._placing.shaped(name, value)
 
-    def _check_sequence(self, named: set[str]) -> None:
-        """Says so where sequence parallelism has too few names to be one."""
-        inner = {name for name, axes in self.layout.names.items() if axes and "tensor" in axes} - {"seq"}
-        missing = [what for what, names in (("seq", {"seq"}), ("heads or mlp", inner)) if not named & names]
-        if self.layout.parallel.sequence and missing:
-            warnings.warn(
-                f"sequence=True, but {self.layout.blueprint.name} names no activation dim {' and none '.join(missing)}:"
-                " the tokens are split, and XLA may gather weights where it should gather activations. Name them: "
-                'jp.constrain(x, "batch", "seq", "embed") on the stream, (..., "mlp") and (..., "heads", None) inside.',
-                stacklevel=4,
-            )
+    def _check(self, named: set[str], lowered: Any) -> None:
+        """Lets each technique look at the names that the model used, and at the lowered program."""
+        for technique in TECHNIQUES.values():
+            technique.check(self.layout, named, lowered)
 
     @contextmanager
     def _traced(self):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.mesh.axes import TRAINED
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.enumerate import at
 from jaxpar.plan.rules.decisions import RULES, Layouts, Rule, Situation, situated
@@ -160,4 +160,4 @@ def _options(asked: Question, rule: Rule) -> Iterator[Option]:
 
 
 def _mesh(ranked: Ranked) -> tuple:
-    return tuple(getattr(ranked.candidate, key) for key in (*TRAINED, "zero"))
+    return tuple(getattr(ranked.candidate, key) for key in (*DECLARED, "zero"))

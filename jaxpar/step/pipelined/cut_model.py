@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut, reached
+from jaxpar.parallel.techniques.context import tables_in_pieces
 from jaxpar.pipeline.jaxprs.lookups import whole_lookups
 from jaxpar.pipeline.run.gathers import gathered_again
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
-from jaxpar.step.check_context import tables_in_pieces
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.model_state import salted

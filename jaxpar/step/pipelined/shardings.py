@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.mesh.axes import BATCH_AXES
+from jaxpar.mesh.axes import AXES
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.run.gathers import Gather, gathered
 from jaxpar.pipeline.run.redistribute import deal, padded
@@ -45,12 +45,12 @@ class Homes:
     @property
     def manual(self) -> tuple[str, ...]:
         """Mesh axes that are manual inside the table."""
-        return ("pipe", *BATCH_AXES)
+        return tuple(axis for axis in self.layout.sizes if AXES[axis].manual)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Those of them that split the rows of the batch."""
-        return tuple(axis for axis in BATCH_AXES if axis in self.manual)
+        return tuple(axis for axis in self.layout.batch_axes if axis in self.manual)
 
     @cached_property
     def stacked(self) -> dict[str, tuple[str, ...]]:

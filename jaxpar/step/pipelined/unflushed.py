@@ -13,7 +13,6 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.mesh.axes import BATCH_AXES
 from jaxpar.optim.pace import advanced, standing
 from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.run.program import program
@@ -127,7 +126,7 @@ class Updating(Pipelined):
 
     def _reduce(self, gradients: Tree) -> Tree:
         with jax.named_scope(GRADIENT):
-            return jax.tree.map(lambda x: jax.lax.psum(x, BATCH_AXES), gradients)
+            return jax.tree.map(lambda x: jax.lax.psum(x, self.homes.batch_axes), gradients)
 
     def _owner_path(self, keys) -> str:
         words = path_of(keys).split("/")
@@ -165,6 +164,6 @@ class Updating(Pipelined):
         eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
         count = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
         counts = jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(known))
-        per_update = jax.lax.psum(counts, BATCH_AXES).reshape(-1, self.plan.per_update).sum(1)
+        per_update = jax.lax.psum(counts, self.homes.batch_axes).reshape(-1, self.plan.per_update).sum(1)
         scales = jnp.where(per_update == 0, 0.0, 1.0 / per_update)  # where nothing counts there is no gradient
         return jnp.repeat(scales, self.plan.per_update)

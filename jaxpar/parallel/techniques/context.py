@@ -1,11 +1,18 @@
-"""Preconditions of context parallelism, checked on the lowered program before XLA compiles it."""
+"""Context parallelism: devices share every sequence, and gather keys and values."""
 
 from typing import Any
 
 from jaxpar.errors import refuse
+from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.base import Technique
 
 _PICKS = "operand_batching_dims"  # a lookup of its own in every row, as in take_along_axis
+
+
+def names(parallel: Parallel) -> dict[str, Axes]:
+    """Returns the axes of a sequence: `tensor` too with sequence parallelism, where no name before it took the axis."""
+    return {"seq": ("context", *["tensor"] * parallel.sequence)}
 
 
 def tables_in_pieces(layout: Layout) -> bool:
@@ -14,13 +21,8 @@ def tables_in_pieces(layout: Layout) -> bool:
     return layout.sizes["pipe"] > 1 < layout.sizes["context"] and (layout.sizes["tensor"] > 1 or spread)
 
 
-def check_pieces(layout: Layout, named: set[str], lowered: Any) -> None:
+def check(layout: Layout, named: set[str], lowered: Any) -> None:
     """Refuses a context axis where nothing is split over it, or where XLA can't split what is.
-
-    Args:
-      layout: Of the step.
-      named: Names of activation dims that the model used.
-      lowered: The program, as `jax.jit(...).lower` returns it.
 
     Raises:
       JaxparError: If no dim is called seq; or if a pipeline whose sequences and vocabulary are both in pieces looks up
@@ -46,3 +48,6 @@ def check_pieces(layout: Layout, named: set[str], lowered: Any) -> None:
             fix="a sum over the entries that compares each with the label, as jp.next_token does; or pipe=1, context=1 "
             "or " + ("tensor=1" if over == "tensor" else "head='last'"),
         )
+
+
+CONTEXT = Technique(axis="context", names=names, check=check)

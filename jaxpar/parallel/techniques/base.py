@@ -1,0 +1,52 @@
+"""The protocol of a technique: what it is asked when a job is declared, composed and lowered.
+
+declared    problems(parallel)           what is wrong with the declaration on its own
+composed    names(parallel)              names of dims to mesh axes, besides what its axis splits
+idle(layout)                 why its axis would do nothing, or could not do what it should
+lowered     check(layout, named, text)   what it needs of a model, seen in its traced step
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.errors import Problem
+from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.layout import Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Technique:
+    """A technique, and the axis that it communicates over.
+
+    Attributes:
+      axis: Name of the axis.
+      problems: Returns what is wrong with a declaration, before any model or device.
+      names: Returns names of dims to mesh axes, besides or instead of what the axis splits by itself.
+      idle: Returns why the axis does nothing for a model, or cannot do what it should.
+      check: Refuses a step by the names of activation dims that its model used, and its lowered program.
+    """
+
+    axis: str
+    problems: Callable[[Parallel], list[Problem]] = lambda _: []
+    names: Callable[[Parallel], Mapping[str, Axes]] = lambda _: {}
+    idle: Callable[[Layout], list[Problem]] = lambda _: []
+    check: Callable[[Layout, set[str], Any], None] = lambda *_: None
+
+
+def splits_nothing(layout: Layout, axis: str, dims: str) -> list[Problem]:
+    """Returns that an axis splits no parameter, where it does not."""
+    used = {each for place in layout.placements.values() for entry in place.sharded for each in _axes(entry)}
+    if layout.sizes[axis] == 1 or axis in used:
+        return []
+    return [
+        Problem(
+            f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
+            f"an axis is there to be used; `{axis}` splits dims {dims}",
+            f"{axis}=1 and a larger data, or rules that name dims of this model",
+        )
+    ]
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,0 +1,94 @@
+"""Pipeline parallelism: stages of consecutive layers, run by the table of a schedule."""
+
+from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.pipe import Pipeline
+from jaxpar.parallel.techniques.base import Technique
+
+
+def problems(parallel: Parallel) -> list[Problem]:
+    """Returns what is wrong with `pipeline`."""
+    found = []
+    if not isinstance(parallel.pipeline, Pipeline):
+        return [Problem(f"pipeline={parallel.pipeline!r:.60}", "a Pipeline", 'jp.Pipeline(schedule="1f1b_phased")')]
+    found += parallel.pipeline.problems(parallel.pipe)
+    if parallel.pipeline.gather == "tick" and parallel.stage < 3:
+        found.append(
+            Problem(
+                f'gather="tick" with fsdp={parallel.fsdp}, zero={parallel.stage}',
+                "it says when zero=3 gathers the layers that `fsdp` shards",
+                'fsdp=2 or more and zero=3, or gather="step"',
+            )
+        )
+    if parallel.pipeline.head == "spread" and parallel.stage == 2:
+        found.append(
+            Problem(
+                f'head="spread" with fsdp={parallel.fsdp}, zero=2',
+                "zero=2 adds up shards of gradients, and those of a head that is spread are added up whole",
+                'zero=1 or zero=3, or head="last"',
+            )
+        )
+    return found
+
+
+def names(parallel: Parallel) -> dict[str, Axes]:
+    """Returns the axes of stacked layers, and of a vocabulary that is spread over the stages."""
+    even = parallel.pipe > 1 and not parallel.pipeline.layers
+    spread = parallel.pipe > 1 and parallel.pipeline.head == "spread"
+    return {"layers": "pipe" if even else None} | ({"vocab": ("pipe", "tensor")} if spread else {})
+
+
+def uncut(layout: Layout) -> list[Problem]:
+    """Returns why a model cannot be spread over `pipe` by its schedule."""
+    stages = layout.sizes["pipe"]
+    if stages == 1:
+        return []
+    try:
+        cut = layout.schedule.cut
+        if layout.parallel.pipeline.head == "spread" and not layout.schedule.phased:
+            raise refuse(
+                f'head="spread" with schedule {layout.schedule.name}',
+                rule="all stages come to a head that is spread in the same tick, which a phased table tells beforehand",
+                fix='schedule="1f1b_phased" or another phased one, or head="last"',
+            )
+    except JaxparError as error:
+        return list(error.problems)
+    stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked}
+    if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):
+        return []  # `resolve` has said why it is not split
+    if not stacks:
+        return [
+            Problem(
+                f"pipe={stages} cuts nothing: {layout.blueprint.name} has no stack of layers that {stages} divides",
+                "a pipeline cuts parameters stacked along a dim 0 named layers; one named weight of a stack is enough",
+                f"stacked layers (nnx.vmap, nn.scan), as jp.Decoder's, a multiple of {stages} of them; or pipe=1",
+            )
+        ]
+    if uneven := layout.parallel.pipeline.layers:
+        wrong = {layers for layers in stacks if layers != sum(uneven)}
+        chunked = Problem(
+            f"layers={tuple(uneven)} with chunks={cut.chunks}",
+            "stages with different numbers of layers have one chunk each",
+            'schedule="1f1b_phased", or another with one chunk',
+        )
+        return [chunked] * (cut.chunks > 1) + [
+            Problem(
+                f"layers={tuple(uneven)} are {sum(uneven)}, {layout.blueprint.name} has {layers}",
+                "every layer is on one stage",
+                f"{len(uneven)} numbers that sum to {layers}",
+            )
+            for layers in sorted(wrong)
+        ]
+    return [
+        Problem(
+            f"{layers} layers in {cut.parts} parts (pipe={stages} x chunks={cut.chunks})",
+            "every part has as many layers as the others",
+            f"{-(-layers // cut.parts) * cut.parts} layers, or other pipe and chunks",
+        )
+        for layers in sorted(stacks)
+        if layers % cut.parts
+    ]
+
+
+PIPE = Technique(axis="pipe", problems=problems, names=names, idle=uncut)

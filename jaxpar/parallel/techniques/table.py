@@ -1,0 +1,23 @@
+"""The techniques that a job may declare, by their axis."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxpar.parallel.techniques.base import Technique
+from jaxpar.parallel.techniques.context import CONTEXT
+from jaxpar.parallel.techniques.data import DATA
+from jaxpar.parallel.techniques.pipe import PIPE
+from jaxpar.parallel.techniques.sharding import SHARDING
+from jaxpar.parallel.techniques.tensor import TENSOR
+
+TECHNIQUES: dict[str, Technique] = {each.axis: each for each in (PIPE, DATA, SHARDING, CONTEXT, TENSOR)}
+
+
+@contextmanager
+def added(technique: Technique) -> Iterator[None]:
+    """Adds a technique, until the context ends."""
+    TECHNIQUES[technique.axis] = technique
+    try:
+        yield
+    finally:
+        del TECHNIQUES[technique.axis]
