@@ -9,7 +9,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {
     "JaxparError": "jaxpar.errors",
     "simulate": "jaxpar.mesh.devices",
     "Parallel": "jaxpar.parallel.declare",
@@ -19,9 +19,9 @@ _HOMES = {
     "compose": "jaxpar.parallel.compose",
     "linen": "jaxpar.parallel.compose",
     "constrain": "jaxpar.models.named",
-    "create": "jaxpar.step.state",
+    "init_state": "jaxpar.step.state",
     "State": "jaxpar.step.state",
-    "build": "jaxpar.step.step:build",
+    "train_step": "jaxpar.step.step",
     "next_token": "jaxpar.step.losses",
     "classify": "jaxpar.step.losses",
     "inspect": "jaxpar.inspector.report",
@@ -30,7 +30,7 @@ _HOMES = {
     "assert_fits": "jaxpar.inspector.budget",
     "target_devices": "jaxpar.mesh.target",
     "Data": "jaxpar.data.spec",
-    "open_source": "jaxpar.data.sources",
+    "open_data": "jaxpar.data.sources",
     "Run": "jaxpar.train.loop",
     "run": "jaxpar.train.loop",
     "Decoder": "jaxpar.models.decoder",
@@ -39,13 +39,13 @@ _HOMES = {
     "ViTSettings": "jaxpar.models.vit",
 }
 
-__all__ = sorted([*_HOMES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted([*_MODULES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str):
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
-    module, _, attribute = _HOMES[name].partition(":")
+    module, _, attribute = _MODULES[name].partition(":")
     return getattr(import_module(module), attribute or name)
 
 

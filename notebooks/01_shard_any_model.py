@@ -155,7 +155,7 @@ print(layout.explain())
 # %%
 adam = optax.adam(5e-3)
 stages = {"DDP": jp.Parallel(data=8)} | {f"ZeRO-{zero}": jp.Parallel(fsdp=8, zero=zero) for zero in (1, 2, 3)}
-states = {name: jp.create(jp.compose(Model, parallel), adam) for name, parallel in stages.items()}
+states = {name: jp.init_state(jp.compose(Model, parallel), adam) for name, parallel in stages.items()}
 
 
 def on_one_device(tree):
@@ -186,7 +186,7 @@ for name, state in states.items():
 # %%
 scratch = []
 for name in ("ZeRO-1", "ZeRO-2"):
-    step = jp.build(jp.compose(Model, stages[name]), loss, adam, accumulate=4)
+    step = jp.train_step(jp.compose(Model, stages[name]), loss, adam, accumulate=4)
     compiled = step.lower(states[name], step.put(batch(0, examples=32))).compile()
     scratch.append(compiled.memory_analysis().temp_size_in_bytes)
 print(f"scratch memory: ZeRO-1 {scratch[0]:,} bytes, ZeRO-2 {scratch[1]:,} bytes")
@@ -228,7 +228,7 @@ def draw(ax, sharding, shape, title):
 # right), and where they keep Adam's first moment of it.
 
 # %%
-states["2 × 2 × 2"] = jp.create(layout, adam)
+states["2 × 2 × 2"] = jp.init_state(layout, adam)
 titles = {"DDP": "data=8", "ZeRO-1": "fsdp=8, zero=1", "ZeRO-3": "fsdp=8, zero=3"}
 titles["2 × 2 × 2"] = "data=2, fsdp=2, tensor=2"
 figure, rows = plt.subplots(2, 4, figsize=(13, 5.4), layout="constrained")
@@ -254,7 +254,7 @@ plt.show()
 # %%
 def train(model, parallel, devices=None, updates=24):
     layout = jp.compose(model, parallel, devices)
-    state, step = jp.create(layout, adam, seed=0), jp.build(layout, loss, adam)
+    state, step = jp.init_state(layout, adam, seed=0), jp.train_step(layout, loss, adam)
     losses = []
     for i in range(updates):
         state, metrics = step(state, batch(i))
@@ -299,8 +299,8 @@ print(f"largest difference: {np.abs(eight - one).max():.1e}")
 # %%
 def collectives(parallel):
     layout = jp.compose(Model, parallel)
-    step = jp.build(layout, loss, adam)
-    program = step.lower(jp.create(layout, adam), step.put(batch(0))).compile().as_text()
+    step = jp.train_step(layout, loss, adam)
+    program = step.lower(jp.init_state(layout, adam), step.put(batch(0))).compile().as_text()
     found = re.findall(r" = (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all)\(", program)
     return dict(Counter(kind for shapes, kind in found if "f32[8,32,128]" in shapes))
 
@@ -330,7 +330,7 @@ def look(model, batch):
 seen = []
 for parallel in (tensor, sequence):
     layout = jp.compose(Model, parallel)
-    jp.build(layout, look, adam).evaluate(jp.create(layout, adam), batch(0))
+    jp.train_step(layout, look, adam).evaluate(jp.init_state(layout, adam), batch(0))
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(10, 3.2), layout="constrained")
@@ -394,5 +394,5 @@ except jp.JaxparError as error:
 #
 # * Another mesh: `jp.Parallel(fsdp=4, tensor=2)`, or one size as `-1`. Which boxes of section 3 change?
 # * A bigger model on devices you do not have: `jp.compose(Model, parallel, devices=64)` can be explained, not trained.
-# * `jp.build(..., accumulate=4, precision="bf16", remat="full")`: which of the losses in section 4 stay the same?
+# * `jp.train_step(..., accumulate=4, precision="bf16", remat="full")`: which of the losses in section 4 stay the same?
 # * Your own model and loss in place of `Model` and `loss`.

@@ -43,7 +43,7 @@ SMALL = jp.DecoderSettings(vocab=V, seq=S, layers=L, dim=D, heads=8, hidden=H)
 
 def look(parallel, gpus="h100:1x8", settings=SMALL, model=jp.Decoder, examples=B, **numerics):
     layout = jp.compose(partial(model, settings), parallel, jp.target_devices(gpus))
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3), **numerics)
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), **numerics)
     tokens = jax.ShapeDtypeStruct((examples, settings.seq), jnp.int32)
     return jp.inspect(step, {"inputs": tokens, "targets": tokens})
 

@@ -221,11 +221,11 @@ def apart(a, b):
 
 # %%
 alone = jp.compose(decoder, jp.Parallel(), jax.devices()[:1])
-one, after = train(jp.build(alone, jp.next_token, adam), jp.create(alone, adam, seed=0))
-start = jp.create(layout(), adam, seed=0)
+one, after = train(jp.train_step(alone, jp.next_token, adam), jp.init_state(alone, adam, seed=0))
+start = jp.init_state(layout(), adam, seed=0)
 print(f"one device: loss {one[0]:.3f} ... {one[-1]:.3f}")
 for name in ("gpipe", "1f1b", "1f1b_phased", "zb_v"):
-    losses, state = train(jp.build(layout(schedule=name), jp.next_token, adam), start)
+    losses, state = train(jp.train_step(layout(schedule=name), jp.next_token, adam), start)
     print(f"{name:<12} losses differ by {np.abs(losses - one).max():.1e}, parameters by {apart(state, after):.1e}")
 
 # %% [markdown]
@@ -243,7 +243,7 @@ for name in ("gpipe", "1f1b", "1f1b_phased", "zb_v"):
 # %%
 def scratch(name, count):
     parallel = jp.Parallel(pipe=4, data=2, pipeline=jp.Pipeline(schedule=name, microbatches=count))
-    step = jp.build(jp.compose(decoder, parallel), jp.next_token, adam)
+    step = jp.train_step(jp.compose(decoder, parallel), jp.next_token, adam)
     compiled = step.lower(step.abstract(), batch(0, examples=8 * count)).compile()
     return compiled.memory_analysis().temp_size_in_bytes / 1024
 
@@ -308,7 +308,7 @@ class Mine(nnx.Module):
 # %%
 def check(model):
     layouts = jp.compose(model, jp.Parallel(), jax.devices()[:1]), layout(model)
-    runs = [train(jp.build(each, jp.next_token, adam), jp.create(each, adam, seed=0)) for each in layouts]
+    runs = [train(jp.train_step(each, jp.next_token, adam), jp.init_state(each, adam, seed=0)) for each in layouts]
     (want, alone), (got, piped) = runs
     print(f"one device: loss {want[0]:.3f} ... {want[-1]:.3f}")
     print(f"4 stages: losses differ by {np.abs(got - want).max():.1e}, parameters by {apart(piped, alone):.1e}")
@@ -361,7 +361,7 @@ for weights in ("stash", "vertical", "2bw"):
 
 # %%
 sgd = optax.sgd(0.1)
-plain = jp.build(alone, jp.next_token, sgd)
+plain = jp.train_step(alone, jp.next_token, sgd)
 new = jax.device_get(jp.State(start.step, start.params, sgd.init(start.params), start.rest))
 
 
@@ -382,7 +382,7 @@ def loop(late, microbatches=1):
 loops = {"no delay": loop(0), "3 late": loop(3), "4 at once, 1 late": loop(1, microbatches=4)}
 first = jp.State(start.step, start.params, sgd.init(start.params), start.rest)
 rules = ("stash", "vertical", "2bw", "none")
-steps = {weights: jp.build(layout(schedule="1f1b", weights=weights), jp.next_token, sgd) for weights in rules}
+steps = {weights: jp.train_step(layout(schedule="1f1b", weights=weights), jp.next_token, sgd) for weights in rules}
 print(f"{'parameters differ by':<22}" + "".join(f"{name:>20}" for name in loops))
 for weights, step in steps.items():
     _, state = train(step, first, updates=1)

@@ -174,13 +174,13 @@ class NormedInside(Piped):
         return NormedBlock(rngs=rngs)
 
     def layers(self, x):
-        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
+        graph, params, model_state = nnx.split(self.blocks, nnx.Param, ...)
 
         def one(x, each):
             block = nnx.merge(graph, *each)
             return block(x), nnx.state(block, nnx.BatchStat)
 
-        x, stats = jax.lax.scan(one, x, (params, rest))
+        x, stats = jax.lax.scan(one, x, (params, model_state))
         nnx.update(self.blocks, stats)
         return x
 

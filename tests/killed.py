@@ -64,11 +64,11 @@ def train(folder, steps, send, point=None, after=0):
         _kill_at(*POINTS[point], after)
     folder = Path(folder)
     layout, optimizer = jp.compose(Net, jp.Parallel(fsdp=2, zero=3)), optax.adam(1e-2)
-    step, store = jp.build(layout, jp.classify, optimizer), Store(folder / "checkpoints", Checkpoints(every=1))
+    step, store = jp.train_step(layout, jp.classify, optimizer), Store(folder / "checkpoints", Checkpoints(every=1))
     if store.steps():
         start, at = store.restore(step.abstract())
     else:
-        start, at = jp.create(layout, optimizer), 0
+        start, at = jp.init_state(layout, optimizer), 0
     send.send(at)
     folder.mkdir(exist_ok=True)
     log = metrics.Log(folder, metrics.Metrics(), start=at)

@@ -33,7 +33,7 @@ class Combination:
       loss: Which.
       sizes: Arguments of `jp.Parallel`.
       pipeline: Arguments of `jp.Pipeline`.
-      numerics: Arguments of `jp.build`.
+      numerics: Arguments of `jp.train_step`.
     """
 
     model: str
@@ -122,7 +122,7 @@ def _train(model: str, loss: str, how, devices, **numerics):
 
     chain = optax.sgd(0.1, momentum=0.9)  # a gradient that is off by a factor shows, which Adam would hide
     layout = jp.compose(MODELS[model], how, devices)
-    state, step = jp.create(layout, chain, seed=1), jp.build(layout, LOSSES[loss], chain, **numerics)
+    state, step = jp.init_state(layout, chain, seed=1), jp.train_step(layout, LOSSES[loss], chain, **numerics)
     losses = []
     for batch in batches(STEPS):
         state, metrics = step(state, batch)

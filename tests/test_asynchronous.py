@@ -52,9 +52,9 @@ def built(weights, mesh, keep="inputs", chain="sgd", name="1f1b", rate=0.0, fill
     pipeline = jp.Pipeline(schedule=name, microbatches=MICROBATCHES, keep=keep, weights=weights)
     parallel = jp.Parallel(**MESHES[mesh], pipeline=pipeline)
     layout = jp.compose(model(rate), parallel, jax.devices()[: np.prod([*MESHES[mesh].values()])])
-    step = jp.build(layout, token_loss, CHAINS[chain], **numerics)
+    step = jp.train_step(layout, token_loss, CHAINS[chain], **numerics)
     step.pipelined.fill = fill
-    return step, jp.create(layout, CHAINS[chain], seed=1)
+    return step, jp.init_state(layout, CHAINS[chain], seed=1)
 
 
 @cache
@@ -75,7 +75,7 @@ def trained(*args, **settings):
 def first(chain, rate=0.0):
     """Returns the layout of one device and its first state."""
     layout = jp.compose(model(rate), jp.Parallel(), jax.devices()[:1])
-    return layout, jp.create(layout, CHAINS[chain], seed=1)
+    return layout, jp.init_state(layout, CHAINS[chain], seed=1)
 
 
 @cache
@@ -83,14 +83,14 @@ def gradient(rate=0.0):
     """Returns (params, rest, microbatch) to (gradients of the sum, sum, count, rest)."""
     blueprint = first("sgd", rate)[0].blueprint
 
-    def total(params, rest, batch):
-        bound = blueprint.bind(params, rest, lambda path, value: value, Compute())
+    def total(params, model_state, batch):
+        bound = blueprint.bind(params, model_state, lambda path, value: value, Compute())
         loss, count = token_loss(bound, batch)["loss"]
         return loss, (count, blueprint.collect(bound))
 
-    def run(params, rest, batch):
-        (loss, (count, rest)), gradients = jax.value_and_grad(total, has_aux=True)(params, rest, batch)
-        return gradients, loss, count, rest
+    def run(params, model_state, batch):
+        (loss, (count, model_state)), gradients = jax.value_and_grad(total, has_aux=True)(params, model_state, batch)
+        return gradients, loss, count, model_state
 
     return jax.jit(run)
 
@@ -129,27 +129,27 @@ def replayed(seen, stages, chain, rate=0.0):
       rate: Of dropout.
     """
     _, start = first(chain, rate)
-    rest, losses = start.rest, []
+    model_state, losses = start.model_state, []
     whole = [piece(stage, stages, start.params) for stage in range(stages)]
     states = [piece(stage, stages, start.optimizer) for stage in range(stages)]
 
     of = gradient(rate)
 
     @jax.jit
-    def update(used, rest, each, states, newest):
-        gradients, loss, count, rest = of(joined(used), rest, each)
+    def update(used, model_state, each, states, newest):
+        gradients, loss, count, model_state = of(joined(used), model_state, each)
         moved = []
         for stage in range(stages):
             own = piece(stage, stages, jax.tree.map(lambda g: g / count, gradients))
             updates, state = CHAINS[chain].update(own, states[stage], newest[stage])
             moved.append((optax.apply_updates(newest[stage], updates), state))
-        return [w for w, _ in moved], [state for _, state in moved], rest, loss, count
+        return [w for w, _ in moved], [state for _, state in moved], model_state, loss, count
 
     for batch in batches(STEPS):
         kept, sums = [whole], np.zeros(2)
         for m, each in enumerate(microbatches(batch)):
             used = [kept[seen[stage, m]][stage] for stage in range(stages)]
-            whole, states, rest, loss, count = update(used, rest, each, states, kept[-1])
+            whole, states, model_state, loss, count = update(used, model_state, each, states, kept[-1])
             kept.append(whole)
             sums += float(loss), float(count)
         losses.append(sums[0] / sums[1])
@@ -158,13 +158,14 @@ def replayed(seen, stages, chain, rate=0.0):
 
 def late_sgd(late, per_update=1):
     """Returns (losses, params) of w(t+1) = w(t) - rate x gradient of batch t at w(max(0, t - late))."""
-    params, rest = first("sgd")[1].params, first("sgd")[1].rest
+    params, model_state = first("sgd")[1].params, first("sgd")[1].model_state
     losses = []
     for batch in batches(STEPS):
         w, sums, pieces = [params], np.zeros(2), microbatches(batch)
         for t in range(MICROBATCHES // per_update):
             parts = [
-                gradient()(w[max(0, t - late)], rest, each) for each in pieces[t * per_update : (t + 1) * per_update]
+                gradient()(w[max(0, t - late)], model_state, each)
+                for each in pieces[t * per_update : (t + 1) * per_update]
             ]
             counts = sum(count for _, _, count, _ in parts)
             total = jax.tree.map(lambda *g: sum(g), *(gradients for gradients, *_ in parts))
@@ -288,8 +289,8 @@ def test_evaluation_sees_the_newest_weights():
     _, state = trained("stash", "pipe 4 x data 2", "inputs", "adamw")
     batch = next(batches(1))
     total, count = built("stash", "pipe 4 x data 2", "inputs", "adamw")[0].evaluate(state, batch)["loss"]
-    params, rest = jax.device_get(state.params), first("adamw")[1].rest
-    sums = [gradient()(params, rest, each)[1:3] for each in microbatches(batch)]
+    params, model_state = jax.device_get(state.params), first("adamw")[1].model_state
+    sums = [gradient()(params, model_state, each)[1:3] for each in microbatches(batch)]
     np.testing.assert_allclose((total, count), np.sum(sums, 0), rtol=EXACT)
 
 
@@ -297,9 +298,9 @@ def test_metrics_are_those_of_the_whole_batch_and_the_last_update():
     step, state = built("vertical", "pipe 4")
     (batch,) = batches(1)
     _, metrics = step(jax.tree.map(jnp.copy, state), batch)
-    w, rest = [first("sgd")[1].params], first("sgd")[1].rest
+    w, model_state = [first("sgd")[1].params], first("sgd")[1].model_state
     for t, each in enumerate(microbatches(batch)):
-        gradients, _, count, _ = gradient()(w[max(0, t - 3)], rest, each)
+        gradients, _, count, _ = gradient()(w[max(0, t - 3)], model_state, each)
         w.append(jax.tree.map(lambda w, g, c=count: w - RATE * (g / c), w[t], gradients))
     assert float(metrics["tokens"]) == batch["mask"].sum()
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(gradients) / count, rtol=EXACT)
@@ -338,7 +339,7 @@ def try_to_train(*, pipe=2, fsdp=1, tied=False, loss=token_loss, **pipeline):
     given = {"schedule": "1f1b", "weights": "stash", "microbatches": 2 * MICROBATCHES} | pipeline
     parallel = jp.Parallel(pipe=pipe, fsdp=fsdp, pipeline=jp.Pipeline(**given))
     layout = jp.compose(partial(Staged, layers=4, tied=tied), parallel, jax.devices()[: pipe * fsdp])
-    step, state = jp.build(layout, loss, CHAINS["sgd"]), jp.create(layout, CHAINS["sgd"])
+    step, state = jp.train_step(layout, loss, CHAINS["sgd"]), jp.init_state(layout, CHAINS["sgd"])
     step(state, next(batches(1)))
 
 

@@ -73,20 +73,20 @@ def test_times_are_of_what_runs(profile):
 
 def test_pieces_one_after_the_other_are_the_model():
     pieces = Pieces.of(partial(jp.Decoder, SETTINGS), jp.next_token, Numerics())
-    params, rest = jax.jit(pieces.blueprint.init)(jax.random.key(0))
+    params, model_state = jax.jit(pieces.blueprint.init)(jax.random.key(0))
     flat = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in
             jax.tree_util.tree_leaves_with_path(params)}  # fmt: skip
     shared = {path: value for path, value in flat.items() if path not in pieces.stacked}
     batch = {name: jax.random.randint(jax.random.key(1), leaf.shape, 0, VOCAB) for name, leaf in BATCH.items()}
     block = jax.jit(pieces.block)
-    x, each = jax.jit(pieces.embed)(shared, (rest, batch))
+    x, each = jax.jit(pieces.embed)(shared, (model_state, batch))
     for layer in range(3):
         one = {path: flat[path][layer : layer + 1] for path in pieces.stacked}
         mine = jax.tree.map(lambda leaf, layer=layer: leaf[layer : layer + 1], each)
-        x = block(one, (rest, batch), mine, x)
-    whole = pieces.blueprint.bind(params, rest, lambda path, value: value, pieces.compute)
+        x = block(one, (model_state, batch), mine, x)
+    whole = pieces.blueprint.bind(params, model_state, lambda path, value: value, pieces.compute)
     want = jax.jit(lambda batch: jp.next_token(whole, batch)["loss"][0])(batch)
-    assert jax.jit(pieces.head)(shared, (rest, batch), x) == pytest.approx(want, rel=1e-5)
+    assert jax.jit(pieces.head)(shared, (model_state, batch), x) == pytest.approx(want, rel=1e-5)
 
 
 def test_a_users_own_model_and_loss():

@@ -22,7 +22,7 @@ EXACT = {"rel": 2e-3}
 def report(parallel, *, target="1x8", rows=16, dim=D, vocab=V, heads=HEADS, scan=True, **numerics):
     settings = jp.DecoderSettings(vocab=vocab, seq=S, layers=L, dim=dim, heads=heads, hidden=2 * dim, scan=scan)
     layout = jp.compose(partial(jp.Decoder, settings), parallel, jp.target_devices(f"h100:{target}"))
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3), **numerics)
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), **numerics)
     return jp.inspect(step, {name: jax.ShapeDtypeStruct((rows, S), jnp.int32) for name in ("inputs", "targets")})
 
 

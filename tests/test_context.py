@@ -81,7 +81,7 @@ def test_losses_and_parameters_equal_one_device(kind, variant, layout):
     want, reference = alone(kind, variant)
     got, state, _ = train(KINDS[kind], parallel(layout), loss=jp.next_token, **VARIANTS[variant])
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    assert_same_arrays((state.params, state.rest), (reference.params, reference.rest))
+    assert_same_arrays((state.params, state.model_state), (reference.params, reference.model_state))
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def lowered(monkeypatch, settings, backend, **sizes):
     monkeypatch.setattr(attending.jax, "default_backend", lambda: backend)
     monkeypatch.setattr(attending.jax.nn, "dot_product_attention", attention)
     layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(**sizes))
-    step = jp.build(layout, jp.next_token, optax.sgd(0.1), precision="bf16")
+    step = jp.train_step(layout, jp.next_token, optax.sgd(0.1), precision="bf16")
     ids = jax.ShapeDtypeStruct((8, settings.seq), jnp.int32)
     step.lower(step.abstract(), {"inputs": ids, "targets": ids})
     return asked, step
@@ -202,7 +202,7 @@ def compiled(**sizes):
     devices = jp.target_devices("h100:1x8")[: np.prod(list(sizes.values()))]
     layout = jp.compose(partial(jp.Decoder, LONG), jp.Parallel(**sizes), devices)
     batch = {name: jax.ShapeDtypeStruct((ROWS, LONG.seq), jnp.int32) for name in ("inputs", "targets")}
-    return jp.inspect(jp.build(layout, jp.next_token, optax.adamw(1e-3)), batch)
+    return jp.inspect(jp.train_step(layout, jp.next_token, optax.adamw(1e-3)), batch)
 
 
 @gpu_compiler

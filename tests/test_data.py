@@ -41,9 +41,7 @@ def test_held_out_and_training_examples_are_all_examples_once(examples, fraction
 
 def test_text_is_windows_of_the_files_and_targets_are_one_ahead(tmp_path):
     (tmp_path / "a.txt").write_text("abcdefghij" * 20)
-    source = jp.open_source(
-        jp.Data(source="text", path=str(tmp_path / "a.txt"), seq=5, held_out=0.1), tmp_path / "data"
-    )
+    source = jp.open_data(jp.Data(source="text", path=str(tmp_path / "a.txt"), seq=5, held_out=0.1), tmp_path / "data")
     batch = source.batch(0, 4)
     assert batch["inputs"].shape == batch["targets"].shape == (4, 5)
     assert batch["inputs"].dtype == np.int32
@@ -57,22 +55,22 @@ def test_folders_globs_and_lists_name_the_same_files(tmp_path):
         (tmp_path / f"{name}.txt").write_text(name * 100)
     ways = [str(tmp_path), str(tmp_path / "*.txt"), [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]]
     marks = {
-        jp.open_source(jp.Data(source="text", path=way, seq=5, pattern="*.txt"), tmp_path / "d").fingerprint
+        jp.open_data(jp.Data(source="text", path=way, seq=5, pattern="*.txt"), tmp_path / "d").fingerprint
         for way in ways
     }
     assert len(marks) == 1
     (tmp_path / "b.txt").write_text("c" * 100)
-    changed = jp.open_source(jp.Data(source="text", path=ways[1], seq=5), tmp_path / "d").fingerprint
+    changed = jp.open_data(jp.Data(source="text", path=ways[1], seq=5), tmp_path / "d").fingerprint
     assert changed not in marks
 
 
 def test_tokens_are_packed_once_and_memmapped(tmp_path):
     spec = jp.Data(source="text", path=str(tmp_path / "a.txt"), seq=5)
     (tmp_path / "a.txt").write_text("abcdefghij" * 20)
-    first = jp.open_source(spec, tmp_path / "data")
+    first = jp.open_data(spec, tmp_path / "data")
     (file,) = (tmp_path / "data").glob("tokens-*.bin")
     stamp = file.stat().st_mtime_ns
-    again = jp.open_source(spec, tmp_path / "data")
+    again = jp.open_data(spec, tmp_path / "data")
     assert file.stat().st_mtime_ns == stamp
     assert isinstance(again.tokens, np.memmap)
     assert np.array_equal(first.batch(3, 4)["inputs"], again.batch(3, 4)["inputs"])
@@ -81,7 +79,7 @@ def test_tokens_are_packed_once_and_memmapped(tmp_path):
 def test_a_bpe_is_trained_on_the_text_and_reads_back(tmp_path):
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 50)
     spec = jp.Data(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe", vocab=300, seq=8)
-    batch = jp.open_source(spec, tmp_path / "data").batch(0, 2)
+    batch = jp.open_data(spec, tmp_path / "data").batch(0, 2)
     assert batch["inputs"].max() < 300
     text = Text(tmp_path / "data", "bpe")
     assert text.decode(text.encode("the cat sat")) == "the cat sat"
@@ -97,7 +95,7 @@ def test_the_default_text_is_this_machines_python():
 
 
 def test_digits_are_handwriting(tmp_path):
-    source = jp.open_source(jp.Data(source="digits", held_out=0.2), tmp_path)
+    source = jp.open_data(jp.Data(source="digits", held_out=0.2), tmp_path)
     batch = source.batch(0, 32)
     assert batch["inputs"].shape == (32, 8, 8)
     assert 0 <= batch["inputs"].min() < batch["inputs"].max() <= 1

@@ -58,9 +58,9 @@ def test_the_model_of_the_readme_trains():
     code = next(block for block in blocks("python") if "nnx.Module" in block)
     names = {"jp": jp, "optax": optax, "nnx": nnx}
     exec(code, names)
-    state = jp.create(names["layout"], optax.sgd(0.1))
+    state = jp.init_state(names["layout"], optax.sgd(0.1))
     batch = {"x": np.ones((8, 64), np.float32), "y": np.zeros(8, np.int32)}
-    step, losses = jp.build(names["layout"], names["loss"], optax.sgd(0.1)), []
+    step, losses = jp.train_step(names["layout"], names["loss"], optax.sgd(0.1)), []
     for _ in range(3):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))

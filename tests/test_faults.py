@@ -20,13 +20,13 @@ import jaxpar as jp
 from jaxpar.data.arrays import Arrays
 from jaxpar.data.spec import Data
 from jaxpar.data.text import Tokens
-from jaxpar.data.validate import CorruptBatch, Sound
+from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import JaxparError
 from jaxpar.job import run as job_run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load, loads
 from jaxpar.train.faults import BadStep, Faults, Watch
-from jaxpar.train.skipped_batches import Careful, Detours
+from jaxpar.train.skipped_batches import CheckedSource, SkippedBatches
 
 # a step that skips
 
@@ -41,7 +41,7 @@ CASES = {
 
 
 def bits(state):
-    parts = (state.params, state.optimizer, state.rest)
+    parts = (state.params, state.optimizer, state.model_state)
     return [np.asarray(leaf).tobytes() for leaf in jax.device_get(jax.tree.leaves(jax.tree.map(tiny._bits, parts)))]
 
 
@@ -50,10 +50,10 @@ def test_a_skipped_step_leaves_the_state_bit_for_bit(case):
     model, parallel, numerics = CASES[case]
     chain = tiny.optimizer()
     layout = jp.compose(model, jp.Parallel(**parallel), jax.devices()[:2])
-    step = jp.build(layout, tiny.token_loss, chain, guard=True, **numerics)
+    step = jp.train_step(layout, tiny.token_loss, chain, guard=True, **numerics)
     first, bad, last = tiny.batches(3)
     bad["mask"][3, 1] = np.nan
-    state, metrics = step(jp.create(layout, chain, seed=1), first)
+    state, metrics = step(jp.init_state(layout, chain, seed=1), first)
     assert not metrics["skipped"]
     before = bits(state)
     state, metrics = step(state, bad)
@@ -72,7 +72,7 @@ def test_a_skipped_step_leaves_the_state_bit_for_bit(case):
 def test_a_step_that_does_not_guard_has_no_choice_in_it():
     layout = jp.compose(tiny.Annotated, jp.Parallel(data=2), jax.devices()[:2])
     chain, (batch,) = tiny.optimizer(), tiny.batches(1)
-    plain, guarded = (jp.build(layout, tiny.token_loss, chain, guard=guard) for guard in (False, True))
+    plain, guarded = (jp.train_step(layout, tiny.token_loss, chain, guard=guard) for guard in (False, True))
     looks = re.compile(r"is_finite %\S+ : \(tensor<f32>\)")
     assert not looks.search(plain.lower(plain.abstract(), batch).as_text())
     assert looks.search(guarded.lower(guarded.abstract(), batch).as_text())
@@ -175,8 +175,8 @@ def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
     _, never, _ = run(tmp_path / "never", gap=(8, 2))
     assert losses(rows) == losses(never)
     assert "the loss of step 10 is nan (grad_norm 0.0): back to step 8" in said
-    detours = json.loads((tmp_path / "back" / "detours.json").read_text())
-    assert [(each["at"], each["past"]) for each in detours["detours"]] == [(8, 2)]
+    skipped = json.loads((tmp_path / "back" / "skipped_batches.json").read_text())
+    assert [(each["at"], each["past"]) for each in skipped["skipped"]] == [(8, 2)]
 
 
 def test_a_run_that_went_back_and_is_stopped_goes_on_the_same(tmp_path):
@@ -187,7 +187,7 @@ def test_a_run_that_went_back_and_is_stopped_goes_on_the_same(tmp_path):
     _, resumed, said = run(tmp_path / "stopped", roll, bad=bad)
     assert "on from step 7" in said
     assert losses(resumed) == losses(rows)
-    again = json.loads((tmp_path / "stopped" / "detours.json").read_text())
+    again = json.loads((tmp_path / "stopped" / "skipped_batches.json").read_text())
     assert again["rollbacks"] == 2
 
 
@@ -212,7 +212,7 @@ def test_a_spike_is_a_bad_step(tmp_path, policy):
     outcome, rows, _ = run(tmp_path, *words, bad={19: "spike"})
     assert outcome["step"] == 24
     assert [row["step"] for row in rows if row.get("skipped")] == ([20] if policy == "skip" else [])
-    assert (tmp_path / "detours.json").exists() is (policy == "rollback")
+    assert (tmp_path / "skipped_batches.json").exists() is (policy == "rollback")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_a_corrupt_batch_that_is_skipped_was_never_there(tmp_path):
     assert losses(rows) == losses(never)
     assert said.count("passed over") == 2
     Planted.bad, Planted.gap = bad, (0, 0)
-    assert Detours(tmp_path / "skips", fresh=False).batch_of(8) == 10
+    assert SkippedBatches(tmp_path / "skips", fresh=False).batch_of(8) == 10
     with pytest.raises(JaxparError, match="3 corrupt batches one after the other"):
         run(tmp_path / "many", "faults.on_bad_batch=skip", "faults.skips=2", bad=dict.fromkeys(range(3, 9), "token"))
 
@@ -259,8 +259,8 @@ def test_two_processes_come_to_the_same_as_one(tmp_path, words):
         done = subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         rows = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
-        detours = json.loads((target / "detours.json").read_text())["detours"]
-        seen.append((losses(rows), [row.get("skipped") for row in rows], detours))
+        skipped = json.loads((target / "skipped_batches.json").read_text())["skipped"]
+        seen.append((losses(rows), [row.get("skipped") for row in rows], skipped))
     assert len(seen[0][0]) == 14
     assert seen[0] == seen[1]
 
@@ -309,25 +309,25 @@ def test_what_is_not_finite_is_named(loss, norm, got):
 
 
 def test_detours_within_detours_end_after_the_bad_batch(tmp_path):
-    detours = Detours(tmp_path, fresh=True)
-    detours.go_back(15, to=10, why="")
-    assert [detours.batch_of(step) for step in (9, 10, 11)] == [9, 15, 16]
-    detours.go_back(18, to=15, why="")
-    assert [detours.batch_of(step) for step in (14, 15)] == [19, 23]
-    detours.go_back(12, to=5, why="")  # the newer checkpoints were lost
-    assert [detours.batch_of(step) for step in (4, 5, 6, 30)] == [4, 17, 18, 42]
-    detours.pass_over(7, "")
-    assert [detours.batch_of(step) for step in (6, 7, 8)] == [18, 20, 21]
-    again = Detours(tmp_path, fresh=False)
-    assert (again.all, again.rollbacks) == (detours.all, 3)
-    (tmp_path / "detours.json").write_text("{")
+    skipped = SkippedBatches(tmp_path, fresh=True)
+    skipped.go_back(15, to=10, why="")
+    assert [skipped.batch_of(step) for step in (9, 10, 11)] == [9, 15, 16]
+    skipped.go_back(18, to=15, why="")
+    assert [skipped.batch_of(step) for step in (14, 15)] == [19, 23]
+    skipped.go_back(12, to=5, why="")  # the newer checkpoints were lost
+    assert [skipped.batch_of(step) for step in (4, 5, 6, 30)] == [4, 17, 18, 42]
+    skipped.pass_over(7, "")
+    assert [skipped.batch_of(step) for step in (6, 7, 8)] == [18, 20, 21]
+    again = SkippedBatches(tmp_path, fresh=False)
+    assert (again.all, again.rollbacks) == (skipped.all, 3)
+    (tmp_path / "skipped_batches.json").write_text("{")
     with pytest.raises(JaxparError, match="damaged"):
-        Detours(tmp_path, fresh=False)
-    assert Detours(tmp_path, fresh=True).all == []
+        SkippedBatches(tmp_path, fresh=False)
+    assert SkippedBatches(tmp_path, fresh=True).all == []
 
 
 def test_labels_that_do_not_count_may_be_none():
-    sound = Sound(below={"labels": 3})
+    sound = BatchSpec(below={"labels": 3})
     labels, mask = np.array([0, 2, -100]), np.array([1.0, 1.0, 0.0])
     assert sound.checked({"labels": labels, "mask": mask}, str)
     with pytest.raises(CorruptBatch, match=r"labels\[2\] is -100"):
@@ -336,7 +336,7 @@ def test_labels_that_do_not_count_may_be_none():
 
 def careful(source, folder, said, policy="stop", **below):
     faults = Faults(on_bad_batch=policy)
-    return Careful(source, Detours(folder, fresh=True), Sound(below=below), faults, said.append)
+    return CheckedSource(source, SkippedBatches(folder, fresh=True), BatchSpec(below=below), faults, said.append)
 
 
 def test_a_row_of_a_file_is_named_by_where_it_lies(tmp_path):

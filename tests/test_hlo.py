@@ -730,7 +730,7 @@ def spread(*devices, axis="data"):
 def test_what_is_not_jitted_is_not_inspected():
     with pytest.raises(JaxparError) as error:
         jp.inspect(lambda x: x, jnp.ones(8))
-    refused(error, "<lambda>", "a jitted function, or a Step of jp.build", "jax.jit(f)")
+    refused(error, "<lambda>", "a jitted function, or a Step of jp.train_step", "jax.jit(f)")
 
 
 @pytest.mark.parametrize("other", ["axis", "order"])

@@ -32,7 +32,7 @@ BATCH = {name: jax.ShapeDtypeStruct((16, 64), jnp.int32) for name in ("inputs", 
 def step_on(target, parallel, model=None, loss=jp.next_token, **numerics):
     devices = jp.target_devices(target) if target else None
     model = model or partial(jp.Decoder, SETTINGS)
-    return jp.build(jp.compose(model, parallel, devices), loss, optax.adamw(1e-3), **numerics)
+    return jp.train_step(jp.compose(model, parallel, devices), loss, optax.adamw(1e-3), **numerics)
 
 
 def mesh_of(**axes):

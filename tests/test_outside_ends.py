@@ -145,7 +145,7 @@ def test_outside_a_small_model_runs_the_program_of_a_head_on_the_last_stage():
     def text(head):
         pipeline = jp.Pipeline(microbatches=4, head=head)
         layout = jp.compose(partial(jp.Decoder, TINY), jp.Parallel(pipe=2, fsdp=4, pipeline=pipeline))
-        step = jp.build(layout, jp.next_token, optax.adamw(1e-3))
+        step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3))
         rows = jax.ShapeDtypeStruct((16, SEQ), jnp.int32)
         return step.lower(step.abstract(), {"inputs": rows, "targets": rows}).as_text()
 
@@ -160,7 +160,7 @@ def test_outside_a_gpu_holds_as_much_less_as_the_layout_says():
         model = partial(Staged, layers=4, tied=False, vocab=VAST, dim=WIDE, hidden=WIDE)
         parallel = jp.Parallel(pipe=4, fsdp=2, pipeline=jp.Pipeline(microbatches=8, head=head))
         layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
-        step = jp.build(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
+        step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
         rows = jax.ShapeDtypeStruct((16 * layout.replicas, 128), jnp.int32)
         return layout, compile_program(step.lower(step.abstract(), {"inputs": rows, "targets": rows}), platform="gpu")
 
@@ -213,7 +213,7 @@ def test_outside_the_planner_counts_ends_that_are_spread_once_over_the_stages():
 def test_outside_the_planner_stores_what_a_run_with_a_spread_head_stores():
     layout = large(devices=jax.devices(), vocab=16384, dim=256, hidden=512, head="spread")
     candidate = Candidate(pipe=4, fsdp=2, zero=3, schedule="1f1b_phased", microbatches=8, head="spread")
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3))
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3))
     found = sum(np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(step.abstract()))
     shape = Shape.of(jp.DecoderSettings(**{**vars(LARGE), "vocab": 16384, "dim": 256, "hidden": 512}))
     parameters, _, optimizer = static(shape, candidate, BYTES, "first", everywhere=True)

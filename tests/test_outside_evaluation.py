@@ -68,9 +68,9 @@ def token_loss(model, batch):
 
 def scores(source, model, loss, parallel, size, **numerics):
     layout = jp.compose(model, parallel)
-    step = jp.build(layout, loss, optax.sgd(0.1), **numerics)
+    step = jp.train_step(layout, loss, optax.sgd(0.1), **numerics)
     job = jp.Run(step=step, source=source, steps=1, global_batch=size)
-    return loop.evaluate(job, jp.create(layout, optax.sgd(0.1)), Feed(source, layout, size))
+    return loop.evaluate(job, jp.init_state(layout, optax.sgd(0.1)), Feed(source, layout, size))
 
 
 def rows(count):
@@ -107,14 +107,14 @@ def test_a_loss_with_its_own_mask_is_evaluated_as_on_one_device(name):
     arrays = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "counts": counts}
     source = Arrays(arrays, jp.Data(source="arrays", path="x.npz", held_out=0.5), seed=0)
     layout = jp.compose(Staged, parallel, jax.devices()[:devices])
-    step = jp.build(layout, token_loss, optax.sgd(0.1), **numerics)
+    step = jp.train_step(layout, token_loss, optax.sgd(0.1), **numerics)
     job = jp.Run(step=step, source=source, steps=1, global_batch=24)
-    found = loop.evaluate(job, jp.create(layout, optax.sgd(0.1), seed=1), Feed(source, layout, 24))
+    found = loop.evaluate(job, jp.init_state(layout, optax.sgd(0.1), seed=1), Feed(source, layout, 24))
     alone = jp.compose(Staged, jp.Parallel(), jax.devices()[:1])
     whole = {key: value[source.out] for key, value in arrays.items()}
     assert len(whole["counts"]) == 41
-    total, count = jp.build(alone, token_loss, optax.sgd(0.1)).evaluate(
-        jp.create(alone, optax.sgd(0.1), seed=1), whole
+    total, count = jp.train_step(alone, token_loss, optax.sgd(0.1)).evaluate(
+        jp.init_state(alone, optax.sgd(0.1), seed=1), whole
     )["loss"]
     assert found["eval_loss"] == pytest.approx(float(total) / float(count), rel=2e-6)
 
@@ -165,6 +165,6 @@ def test_an_own_source_may_end_its_evaluation_with_fewer_examples():
 
 def test_held_out_batches_have_the_arrays_of_the_data_and_no_others(tmp_path):
     (tmp_path / "a.txt").write_text("the cat sat on the mat. " * 50)
-    source = jp.open_source(jp.Data(source="text", path=str(tmp_path / "a.txt"), seq=8, held_out=0.1), tmp_path / "d")
+    source = jp.open_data(jp.Data(source="text", path=str(tmp_path / "a.txt"), seq=8, held_out=0.1), tmp_path / "d")
     trained, (held, *_) = source.batch(0, 8), source.evaluation(0, 8)
     assert held.batch.keys() == trained.keys()

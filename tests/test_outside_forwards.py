@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.pipeline.run.program import Kind, program
+from jaxpar.pipeline.run.program import TickKind, program
 from jaxpar.pipeline.tables.forwards import forwards
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 
@@ -66,7 +66,7 @@ def test_an_evaluation_has_the_head_in_no_tick_without_it(name):
 
 def unrolled(body):
     for each in body:
-        if isinstance(each, Kind):
+        if isinstance(each, TickKind):
             yield each
         else:
             yield from (kind for _ in range(each.repeats) for kind in unrolled(each.body))

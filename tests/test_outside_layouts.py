@@ -61,7 +61,7 @@ def test_what_is_compiled_for_gpus_is_read_too():
     layout = jp.compose(handwritten.Shifting, how, jp.target_devices("h100:1x8"))
     (batch,) = handwritten.batches(1)
     with pytest.raises(JaxparError, match=r"a collective-permute in .* inside of what only some stages of 1f1b do"):
-        jp.inspect(jp.build(layout, handwritten.one_hot, optax.sgd(0.1)), batch)
+        jp.inspect(jp.train_step(layout, handwritten.one_hot, optax.sgd(0.1)), batch)
 
 
 TOGETHER = 4  # combinations that share a process

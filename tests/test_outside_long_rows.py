@@ -30,19 +30,19 @@ LLAMA_8B = Shape(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=
 
 def asked(**given):
     usual = {"model": Transformer(shape=LLAMA_8B), "devices": 64, "rows": 8, "hardware": H100}
-    return Question(**usual | {"practice": JAXPAR_FUSED} | given)
+    return Question(**usual | {"software": JAXPAR_FUSED} | given)
 
 
 def test_outside_a_plan_has_the_attention_of_a_run_unless_it_is_compiled():
     job = load(JOB, [])
     given = lambda attention: asked_of(job, devices=8, chip="h100", per_node=None, given={"attention": attention})  # noqa: E731
-    assert given(None).practice == given("fused").practice == JAXPAR_FUSED
-    assert given("unfused").practice == JAXPAR
+    assert given(None).software == given("fused").software == JAXPAR_FUSED
+    assert given("unfused").software == JAXPAR
 
 
 def test_outside_fused_attention_plans_context_too_and_prices_it_as_it_runs():
     """Over pieces of sequences jaxpar's attention keeps scores: such a layout costs the same whichever is asked for."""
-    fused, plain = asked(), asked(practice=JAXPAR)
+    fused, plain = asked(), asked(software=JAXPAR)
     layouts = fused.legal()
     cut = pick(layouts, np.flatnonzero(layouts.context > 1)[::17])
     whole = pick(layouts, np.flatnonzero(layouts.context == 1)[::17])
@@ -50,7 +50,7 @@ def test_outside_fused_attention_plans_context_too_and_prices_it_as_it_runs():
     np.testing.assert_array_equal(fused.seconds(cut).total, plain.seconds(cut).total)
     np.testing.assert_array_equal(fused.bytes(cut).total, plain.bytes(cut).total)
     assert (fused.seconds(whole).total < plain.seconds(whole).total).all()
-    kept = [layer_bytes(LLAMA_8B, whole, practice)[1] for practice in (JAXPAR_FUSED, JAXPAR)]
+    kept = [layer_bytes(LLAMA_8B, whole, software)[1] for software in (JAXPAR_FUSED, JAXPAR)]
     assert (kept[0] < kept[1]).all()
 
 

@@ -144,30 +144,30 @@ def test_doctor_says_whether_the_run_folder_is_shared(shared, tmp_path):
 
 def test_a_node_that_comes_back_with_its_supervisor_joins_again(tmp_path):
     port, run = free_port(), tmp_path / "run"
-    homes = [tmp_path / "0", tmp_path / "1"]
-    for home in homes:
+    shardings = [tmp_path / "0", tmp_path / "1"]
+    for home in shardings:
         home.mkdir()
         write(home, steps=60, seconds=0.05, every=5)
 
     def launch(node):
         words = ["--nodes", "2", "--node", str(node), "--coordinator", f"127.0.0.1:{port}", "--restarts", "1"]
-        with open(homes[node] / "output", "ab") as output:
+        with open(shardings[node] / "output", "ab") as output:
             return start(
-                homes[node], "launch", "-n", "1", *words, "train", "job.toml", f"run.dir='{run}'",
+                shardings[node], "launch", "-n", "1", *words, "train", "job.toml", f"run.dir='{run}'",
                 stdout=output, stderr=output,
             )  # fmt: skip
 
     nodes = [launch(0), launch(1)]
     try:
         assert wait_until(lambda: len(rows(tmp_path)) > 10, seconds=60)
-        for each in started_by(homes[1]):  # the node is lost, with all that runs there
+        for each in started_by(shardings[1]):  # the node is lost, with all that runs there
             os.kill(each, signal.SIGKILL)
         nodes[1].wait()
         nodes[1] = launch(1)
-        assert [node.wait(60) for node in nodes] == [0, 0], [(home / "output").read_text() for home in homes]
+        assert [node.wait(60) for node in nodes] == [0, 0], [(home / "output").read_text() for home in shardings]
         assert len(rows(tmp_path)) == 60
     finally:
-        for home in homes:
+        for home in shardings:
             for each in started_by(home):
                 os.kill(each, signal.SIGKILL)
         for node in nodes:

@@ -77,7 +77,7 @@ def test_outside_what_is_proposed_for_wrong_heads_is_accepted(dim, heads, positi
 
 def asked(**given):
     shape = Shape(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=4096, gated=True)
-    usual = {"model": Transformer(shape=shape), "devices": 64, "rows": 128, "hardware": H100, "practice": JAXPAR}
+    usual = {"model": Transformer(shape=shape), "devices": 64, "rows": 128, "hardware": H100, "software": JAXPAR}
     return Question(**usual | given)
 
 
@@ -91,7 +91,7 @@ def test_outside_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_micro
     changed = {
         "twice the latencies": replace(question, hardware=replace(H100, launch=2 * H100.launch, **later)),
         "twice the traffic that nothing hides": replace(
-            question, practice=replace(JAXPAR, overlap=0.0, tensor_overlap=0.0, context_overlap=0.6)
+            question, software=replace(JAXPAR, overlap=0.0, tensor_overlap=0.0, context_overlap=0.6)
         ),
         "twice the fixed cost of a product": replace(
             question, hardware=replace(H100, gemm=replace(H100.gemm, half=2 * H100.gemm.half))
@@ -108,15 +108,15 @@ def test_outside_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_micro
     "given",
     [
         {"devices": 32},
-        {"practice": JAXPAR_FUSED, "devices": 32},
+        {"software": JAXPAR_FUSED, "devices": 32},
         {"hardware": replace(H100, between=replace(H100.between, bandwidth=1e9, latency=1e-3))},
     ],
 )
 def test_outside_no_layout_that_a_doubt_would_put_first_is_left_out(given):
     question = asked(**given)
     found = search(question, top=1).doubts
-    for what, hardware, practice in doubts(question.hardware, question.practice):
-        changed = replace(question, hardware=hardware, practice=practice)
+    for what, hardware, software in doubts(question.hardware, question.software):
+        changed = replace(question, hardware=hardware, software=software)
         assert search(changed, top=1).best[0].candidate == found[what].candidate, what
 
 
@@ -125,8 +125,8 @@ def test_outside_a_doubt_changes_no_step_by_more_than_twice():
     plan = search(question, top=1)
     some = pick(plan.points.layouts, np.arange(0, len(plan.points.seconds), 97))
     before = question.seconds(some)
-    for _, hardware, practice in doubts(question.hardware, question.practice):
-        after = replace(question, hardware=hardware, practice=practice).seconds(some)
+    for _, hardware, software in doubts(question.hardware, question.software):
+        after = replace(question, hardware=hardware, software=software).seconds(some)
         ratio = after.total / before.total
         assert (ratio >= 0.5 - 1e-9).all()
         assert (ratio <= 2 + 1e-9).all()

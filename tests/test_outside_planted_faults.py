@@ -33,7 +33,7 @@ def shapes(batch=BATCH, seq=SEQ):
 def lowered(model, parallel, precision="fp32", remat="none"):
     """Returns the text of a training step on simulated devices, as traced."""
     layout = jp.compose(model, parallel, jax.devices()[: devices(parallel)])
-    step = jp.build(layout, token_loss, optax.sgd(0.1), precision=precision, remat=remat)
+    step = jp.train_step(layout, token_loss, optax.sgd(0.1), precision=precision, remat=remat)
     return step.lower(step.abstract(), shapes()).as_text()
 
 
@@ -80,8 +80,8 @@ def ones(model, batch):
 
 def test_stages_draw_different_numbers():
     layout = jp.compose(Drawing, pipe(), jax.devices()[:2])
-    step = jp.build(layout, ones, optax.sgd(0.1))
-    _, metrics = step(jp.create(layout, optax.sgd(0.1)), next(batches(1)))
+    step = jp.train_step(layout, ones, optax.sgd(0.1))
+    _, metrics = step(jp.init_state(layout, optax.sgd(0.1)), next(batches(1)))
     assert 0.4 < float(metrics["ones"]) < 0.6  # 0 where both stages draw the same
 
 
@@ -95,11 +95,13 @@ def weighing(model, batch):
 def test_the_count_of_a_loss_is_not_differentiated(parallel):
     (batch,) = batches(1)
     layout = jp.compose(staged(), parallel, jax.devices()[:2])
-    state, step = jp.create(layout, optax.sgd(0.1)), jp.build(layout, weighing, optax.sgd(0.1))
+    state, step = jp.init_state(layout, optax.sgd(0.1)), jp.train_step(layout, weighing, optax.sgd(0.1))
     before = jax.device_get(state.params)
 
     def total(params):
-        return weighing(layout.blueprint.bind(params, state.rest, lambda path, value: value, Compute()), batch)[0]
+        return weighing(layout.blueprint.bind(params, state.model_state, lambda path, value: value, Compute()), batch)[
+            0
+        ]
 
     count = np.sum(np.square(before["embed"]["embedding"]))
     wanted = jax.tree.map(lambda w, g: w - 0.1 * g / count, before, jax.jit(jax.grad(total))(before))
@@ -113,8 +115,8 @@ MOMENTUM = optax.sgd(0.02, momentum=0.9)
 def unflushed(data):
     parallel = jp.Parallel(pipe=2, data=data, pipeline=jp.Pipeline(schedule="1f1b", microbatches=4, weights="stash"))
     layout = jp.compose(staged(), parallel, jax.devices()[: 2 * data])
-    step = jp.build(layout, token_loss, MOMENTUM)
-    return step(jp.create(layout, MOMENTUM, seed=1), next(batches(1)))
+    step = jp.train_step(layout, token_loss, MOMENTUM)
+    return step(jp.init_state(layout, MOMENTUM, seed=1), next(batches(1)))
 
 
 def test_replicas_of_a_stage_count_once_in_the_norm_of_its_gradients():
@@ -197,7 +199,7 @@ def compiled(parallel, *, layers=2, dim=128, **numerics):
     """Returns the report of a step as compiled for eight H100s, and the bytes of a stack of weights in float32."""
     model = partial(Staged, layers=layers, tied=False, vocab=256, dim=dim, hidden=2 * dim)
     layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
-    step = jp.build(layout, token_loss, optax.sgd(0.1), **numerics)
+    step = jp.train_step(layout, token_loss, optax.sgd(0.1), **numerics)
     return jp.inspect(step, shapes(16, 32)), 4 * layers * dim * 2 * dim
 
 
@@ -225,7 +227,7 @@ def test_gradients_of_hsdp_are_scattered_first_and_shards_reduced_between_replic
 def test_a_stage_keeps_its_piece_of_the_sequence():
     parallel = pipe(context=2)
     layout = jp.compose(staged(), parallel, jax.devices()[:4])
-    step = jp.build(layout, jp.next_token, optax.sgd(0.1))
+    step = jp.train_step(layout, jp.next_token, optax.sgd(0.1))
     batch = {name: value for name, value in shapes().items() if name != "mask"}
     text = compile_program(step.lower(step.abstract(), batch), platform="cpu").text
     slots = re.findall(rf"f32\[(\d+),{BATCH // 4},(\d+),{DIM}\]", text)

@@ -145,7 +145,7 @@ def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat
     pipeline = jp.Pipeline(microbatches=4) if "pipe" in sizes else jp.Pipeline()
     model, parallel = partial(jp.Decoder, settings), jp.Parallel(**sizes, pipeline=pipeline)
     layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3), precision="bf16", remat=remat)
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), precision="bf16", remat=remat)
     rows = jax.ShapeDtypeStruct((16, 64), jnp.int32)
     lowered = step.lower(step.abstract(), {"inputs": rows, "targets": rows})
     module, found = parse(compile_program(lowered, platform="gpu").text), Counter()
@@ -201,7 +201,7 @@ def test_no_gather_over_nodes_is_faster_than_the_ports_it_leaves_by(hardware, no
 )
 def test_models_that_ran_with_tensor_inside_a_node_are_planned_so(shape, devices, rows):
     asked = Question(
-        model=Transformer(shape=shape), devices=devices, rows=rows, hardware=A100, practice=JAXPAR_FUSED,
+        model=Transformer(shape=shape), devices=devices, rows=rows, hardware=A100, software=JAXPAR_FUSED,
         choices=Choices(context=1),
     )  # fmt: skip
     plan = search(asked)
@@ -217,7 +217,7 @@ def test_models_that_ran_with_tensor_inside_a_node_are_planned_so(shape, devices
 def test_tensor_on_several_nodes_is_left_out_by_name_unless_it_is_faster_by_the_margin():
     asked = Question(
         model=Transformer(shape=replace(GPT, layers=8, dim=4096, heads=32)), devices=16, rows=64, hardware=A100,
-        practice=JAXPAR_FUSED, choices=Choices(context=1),
+        software=JAXPAR_FUSED, choices=Choices(context=1),
     )  # fmt: skip
     plan = search(asked, top=1000)
     assert all(each.candidate.tensor <= 8 for each in plan.best)
@@ -229,7 +229,7 @@ def test_tensor_on_several_nodes_is_left_out_by_name_unless_it_is_faster_by_the_
 @pytest.mark.parametrize(("rows", "memory"), [(64, 0), (128, 0), (512, 0), (128, 40 * 2**30)])
 @pytest.mark.parametrize("devices", [8, 32, 64])
 def test_nothing_that_a_plan_lists_beats_its_first_in_both_time_and_memory(rows, memory, devices):
-    plan = search(replace(question(LLAMA_8B, devices, rows, memory=memory), practice=JAXPAR), top=50)
+    plan = search(replace(question(LLAMA_8B, devices, rows, memory=memory), software=JAXPAR), top=50)
     first = plan.best[0]
     for other in plan.best[1:]:
         assert other.time.total >= first.time.total or other.memory.total >= first.memory.total

@@ -27,18 +27,18 @@ def measured():
     return [run for run in runs if rows(run) == ROWS]
 
 
-def predicted(run, practice):
+def predicted(run, software):
     """Returns the seconds of a step."""
     shape = Shape(
         layers=int(run["layers"]), dim=int(run["hidden"]), heads=int(run["heads"]), vocab=int(run["vocab"]),
         seq=int(run["seq"]), learned=True, biases=True, tied=True,
     )  # fmt: skip
     sizes = {key: int(run[key]) for key in ("fsdp", "zero", "tensor", "pipe", "microbatch", "microbatches")}
-    return float(step_time(shape, Candidate(**sizes, remat=run["remat"]), JEAN_ZAY, practice).total)
+    return float(step_time(shape, Candidate(**sizes, remat=run["remat"]), JEAN_ZAY, software).total)
 
 
-def rank(runs, practice):
-    return rank_correlation([float(run["seconds"]) for run in runs], [predicted(run, practice) for run in runs])
+def rank(runs, software):
+    return rank_correlation([float(run["seconds"]) for run in runs], [predicted(run, software) for run in runs])
 
 
 def test_layouts_of_bloom_are_ranked_as_they_were_measured():

@@ -56,7 +56,7 @@ def job(tmp_path):
 def told(built):
     """Returns (step, optimizer) of the same job whose learning rate is a number in the state, to be set by hand."""
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0)
-    return jp.build(built.layout, resolve_loss(built.job), optimizer), optimizer
+    return jp.train_step(built.layout, resolve_loss(built.job), optimizer), optimizer
 
 
 def at_rate(state, rate):
@@ -73,7 +73,7 @@ def arrays(state):
 def test_every_update_of_a_step_has_the_rate_that_the_log_gives_the_step(weights, job):
     built = job(weights)
     step, optimizer = told(built)
-    state, other = jp.create(built.layout, built.optimizer), jp.create(built.layout, optimizer)
+    state, other = jp.init_state(built.layout, built.optimizer), jp.init_state(built.layout, optimizer)
     for index in range(built.job.train.steps):
         batch, before = built.source.batch(index, 8), arrays(state)
         state, _ = built.step(state, batch)
@@ -87,10 +87,10 @@ def test_every_update_of_a_step_has_the_rate_that_the_log_gives_the_step(weights
 def test_a_run_without_a_flush_goes_on_with_one_at_the_rate_of_its_step(job):
     built, after = job("stash"), job("flush")
     step, optimizer = told(after)
-    state, other = jp.create(built.layout, built.optimizer), jp.create(after.layout, optimizer)
+    state, other = jp.init_state(built.layout, built.optimizer), jp.init_state(after.layout, optimizer)
     for index in range(3):
         state, _ = built.step(state, built.source.batch(index, 8))
-    other = type(other)(other.step, jax.tree.map(jax.numpy.copy, state.params), other.optimizer, other.rest)
+    other = type(other)(other.step, jax.tree.map(jax.numpy.copy, state.params), other.optimizer, other.model_state)
     batch = built.source.batch(3, 8)
     state, _ = after.step(state, batch)
     other, _ = step(at_rate(other, after.learning_rate(3)), batch)
@@ -101,7 +101,7 @@ def test_a_run_without_a_flush_goes_on_with_one_at_the_rate_of_its_step(job):
 def test_a_schedule_in_a_users_chain_counts_steps_too(job):
     built = job("stash")
     injected = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.0, 1e-2, 4))
-    step, state = jp.build(built.layout, resolve_loss(built.job), injected), jp.create(built.layout, injected)
+    step, state = jp.train_step(built.layout, resolve_loss(built.job), injected), jp.init_state(built.layout, injected)
     for index in range(3):
         state, _ = step(state, built.source.batch(index, 8))
         assert float(state.optimizer.hyperparams["learning_rate"]) == np.float32(index * 1e-2 / 4)

@@ -11,7 +11,7 @@ from supervised import rows, start, started_by, wait_until, write
 
 TIMEOUT = 5
 ENDINGS = {
-    "lost": "from jaxpar.train.peers import _end; from jaxpar.errors import Problem; _end(Problem('a', 'b', 'c'))",
+    "lost": "from jaxpar.train.watchdog import thread; from jaxpar.errors import Problem; thread._end(Problem(*'abc'))",
     "crash": "from jaxpar.cli.main import _crash; _crash(ValueError, ValueError('a'), None)",
 }
 

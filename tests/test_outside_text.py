@@ -34,10 +34,10 @@ spec = jp.Data(source=kind, path=path, seq=128, held_out=0.1)
 (Path(folder) / "small").mkdir()
 small = Path(folder) / "small" / Path(path).name
 np.save(small, np.zeros((64, 128), np.uint16)) if kind == "arrays" else small.write_text("the cat sat. " * 500)
-source = jp.open_source(jp.Data(source=kind, path=str(small), seq=128, held_out=0.1), Path(folder) / "data")
+source = jp.open_data(jp.Data(source=kind, path=str(small), seq=128, held_out=0.1), Path(folder) / "data")
 source.batch(0, 8), source.evaluation(0, 8), source.fingerprint
 before = peak()
-source = jp.open_source(spec, Path(folder) / "data")
+source = jp.open_data(spec, Path(folder) / "data")
 source.batch(0, 8), source.evaluation(0, 8), source.fingerprint
 print(peak() - before)
 """
@@ -103,14 +103,14 @@ def test_text_that_is_packed_is_not_read_again_until_it_changes(tmp_path, monkey
             file.write_text(text)
         os.utime(file, (time.time() - age,) * 2)
         reads.clear()
-        return jp.open_source(spec, tmp_path / "data").fingerprint, len(reads)
+        return jp.open_data(spec, tmp_path / "data").fingerprint, len(reads)
 
     first, _ = opened("the cat sat. " * 20, 100)
     assert opened(None, 100)[0] == first
     os.utime(file, (1e9, 1e9))
-    assert jp.open_source(spec, tmp_path / "data").fingerprint == first  # touched: read, found the same, noted
+    assert jp.open_data(spec, tmp_path / "data").fingerprint == first  # touched: read, found the same, noted
     reads.clear()
-    assert jp.open_source(spec, tmp_path / "data").fingerprint == first
+    assert jp.open_data(spec, tmp_path / "data").fingerprint == first
     assert not reads
     assert opened("the dog sat. " * 20, 50)[0] != first
     again, count = opened("the pig sat. " * 20, 0)  # so new that its time says nothing
@@ -122,7 +122,7 @@ def test_long_work_on_a_text_tells_how_far_it_is(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("jaxpar.data.packing.EVERY", 0.0)
     (tmp_path / "a.txt").write_text("the cat sat. " * 2000)
     spec = jp.Data(source="text", path=str(tmp_path / "a.txt"), tokenizer="bpe", vocab=300, seq=8)
-    jp.open_source(spec, tmp_path / "data")
+    jp.open_data(spec, tmp_path / "data")
     said = capsys.readouterr().err
     for what in ("reading the text: 25.39 KiB of 25.39 KiB", "training a bpe: ", "tokenizing: ", " tokens in "):
         assert what in said
@@ -146,7 +146,7 @@ def test_a_mapped_array_of_64_bits_is_as_one_of_32(tmp_path):
     for dtype in (np.int64, np.int32):
         np.save(tmp_path / f"{np.dtype(dtype).name}.npy", values.astype(dtype))
     wide, narrow = (
-        jp.open_source(jp.Data(source="arrays", path=str(tmp_path / f"{name}.npy"))) for name in ("int64", "int32")
+        jp.open_data(jp.Data(source="arrays", path=str(tmp_path / f"{name}.npy"))) for name in ("int64", "int32")
     )
     assert wide.fingerprint == narrow.fingerprint
     assert wide.batch(1, 8)["inputs"].dtype == np.int32
@@ -155,4 +155,4 @@ def test_a_mapped_array_of_64_bits_is_as_one_of_32(tmp_path):
     with pytest.raises(JaxparError, match="inputs has 2147483648"):
         load_arrays(tmp_path / "int64.npy", whole=True)
     with pytest.raises(JaxparError, match="inputs has 2147483648"):
-        _ = jp.open_source(jp.Data(source="arrays", path=str(tmp_path / "int64.npy"))).fingerprint
+        _ = jp.open_data(jp.Data(source="arrays", path=str(tmp_path / "int64.npy"))).fingerprint

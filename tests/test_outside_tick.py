@@ -31,7 +31,7 @@ def compiled(schedule, gather):
     pipeline = jp.Pipeline(schedule=schedule, microbatches=4, gather=gather)
     layout = jp.compose(model, jp.Parallel(**MESH, pipeline=pipeline), jp.target_devices("h100:1x8"))
     shape = jax.ShapeDtypeStruct((2 * 4 * layout.replicas, SEQ), jnp.int32)
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
     return jp.inspect(step, {"inputs": shape, "targets": shape})
 
 

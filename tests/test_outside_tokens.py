@@ -55,34 +55,34 @@ def emptied(file):
 @pytest.mark.parametrize("damage", [cut, zeroed, altered, gone, emptied])
 def test_damaged_files_of_packed_tokens_are_made_again_with_a_word(tmp_path, capsys, what, damage):
     asked = spec(tmp_path, "bpe")
-    want = all_tokens(jp.open_source(asked, tmp_path / "data"))
+    want = all_tokens(jp.open_data(asked, tmp_path / "data"))
     capsys.readouterr()
     (file,) = (tmp_path / "data").glob(what)
     before = file.read_bytes()
     damage(file)
-    again = jp.open_source(asked, tmp_path / "data")
+    again = jp.open_data(asked, tmp_path / "data")
     assert np.array_equal(all_tokens(again), want)
     if not what.endswith("bin") or damage is not gone:
         assert "packed again" in capsys.readouterr().err
     assert what == "tokens-*.json" or file.read_bytes() == before
-    jp.open_source(asked, tmp_path / "data")
+    jp.open_data(asked, tmp_path / "data")
     assert capsys.readouterr().err == ""
 
 
 def test_tokens_that_cannot_be_made_again_are_refused(tmp_path, monkeypatch):
     asked = spec(tmp_path)
-    jp.open_source(asked, tmp_path / "data")
+    jp.open_data(asked, tmp_path / "data")
     (file,) = (tmp_path / "data").glob("tokens-*.bin")
     altered(file)
     monkeypatch.setattr("jaxpar.data.packing.byte_tokens", lambda *_: [b"other tokens"])
     with pytest.raises(JaxparError, match="packed again it is not what it was"):
-        jp.open_source(asked, tmp_path / "data")
+        jp.open_data(asked, tmp_path / "data")
 
 
 def test_tokens_of_an_older_version_are_packed_again_with_the_same_fingerprint(tmp_path, capsys):
     """Earlier versions wrote no list; what they called a text stays its name, so that their runs go on."""
     asked = spec(tmp_path)
-    first = jp.open_source(asked, tmp_path / "data")
+    first = jp.open_data(asked, tmp_path / "data")
     want = hashlib.sha256()
     for name in ("a.txt", "b.txt"):
         data = (tmp_path / name).read_bytes()
@@ -92,7 +92,7 @@ def test_tokens_of_an_older_version_are_packed_again_with_the_same_fingerprint(t
     assert file.name == f"tokens-bytes-256-{first.fingerprint}.bin"
     (tmp_path / "data" / f"{file.stem}.json").unlink()
     capsys.readouterr()
-    assert np.array_equal(all_tokens(jp.open_source(asked, tmp_path / "data")), all_tokens(first))
+    assert np.array_equal(all_tokens(jp.open_data(asked, tmp_path / "data")), all_tokens(first))
     assert "packed again" in capsys.readouterr().err
 
 
@@ -110,7 +110,7 @@ def test_packed_tokens_are_on_the_disk_before_they_have_their_name(tmp_path, mon
 
     monkeypatch.setattr(os, "fsync", seen)
     monkeypatch.setattr(Path, "replace", renamed)
-    jp.open_source(spec(tmp_path, "bpe"), tmp_path / "data")
+    jp.open_data(spec(tmp_path, "bpe"), tmp_path / "data")
     kinds = [(name.partition("-")[0], Path(name).suffix) for name, _ in named]
     assert kinds == [("bpe", ".json"), ("tokens", ".bin"), ("tokens", ".json")]
     assert all(done for _, done in named)
@@ -126,9 +126,7 @@ def test_text_is_tokenized_once_by_those_that_share_a_folder(tmp_path, monkeypat
 
     monkeypatch.setattr("jaxpar.data.packing.byte_tokens", counted)
     found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(jp.open_source(asked, tmp_path / "data"))) for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(jp.open_data(asked, tmp_path / "data"))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -140,8 +138,8 @@ def test_text_is_tokenized_once_by_those_that_share_a_folder(tmp_path, monkeypat
 
 def test_a_process_that_was_killed_while_it_packed_leaves_nothing_behind(tmp_path):
     asked = spec(tmp_path)
-    mark = jp.open_source(asked, tmp_path / "other").fingerprint
+    mark = jp.open_data(asked, tmp_path / "other").fingerprint
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / f"tokens-bytes-256-{mark}.host-1.part").write_bytes(b"half")
-    jp.open_source(asked, tmp_path / "data")
+    jp.open_data(asked, tmp_path / "data")
     assert not list((tmp_path / "data").glob("*.part"))

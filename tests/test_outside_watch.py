@@ -18,11 +18,11 @@ from simulated import Training, dogs, turns
 import jaxpar as jp
 from jaxpar.job import run
 from jaxpar.job.file.schema import Job, RunTable
-from jaxpar.train.peers import Peers
 from jaxpar.train.watchdog import tree
-from jaxpar.train.watchdog.beat import Beat, Files
+from jaxpar.train.watchdog.beat import Files, Heartbeat
 from jaxpar.train.watchdog.digest import NAMES, merge
 from jaxpar.train.watchdog.judge import judge
+from jaxpar.train.watchdog.thread import WatchdogThread
 from jaxpar.train.watchdog.watchdog import Watchdog
 
 opened: list[tuple[int, str]] = []  # thread, file; while `counting`
@@ -66,15 +66,15 @@ def test_the_watch_of_4096_processes_opens_few_files_and_takes_5_ms(tmp_path, op
 
 
 def test_a_step_opens_no_file(tmp_path, opens):
-    peers = [Peers(tmp_path, "a", process=p, count=20, limit=30.0) for p in range(20)]
+    watchdog = [WatchdogThread(tmp_path, "a", process=p, count=20, limit=30.0) for p in range(20)]
     opens.clear()
     for step in range(1, 200):
-        for each in peers:
+        for each in watchdog:
             each.at(step, "reading the batch")
             each.at(step, "training")
             assert each.stopping(None, step) is None
     mine = [file for thread, file in opens if thread == threading.get_ident()]
-    for each in peers:
+    for each in watchdog:
         each.close()
     assert mine == []
 
@@ -88,7 +88,7 @@ def test_who_reads_whom_is_a_tree():
 
 times = st.floats(0, 100)
 beats = st.builds(
-    Beat,
+    Heartbeat,
     process=st.just(0), place=st.integers(0, 3), doing=st.sampled_from(["training", "saving", "done", "failed: x"]),
     stuck=times, longest=st.dictionaries(st.sampled_from(["saving", "compiling"]), times),
     fact=st.tuples(st.integers(0, 2), st.sampled_from("ab")), hold=st.integers(0, 3), stop=st.sampled_from(["", "S"]),
@@ -97,7 +97,7 @@ beats = st.builds(
 
 @given(st.lists(st.tuples(beats, times), min_size=1, max_size=9), st.integers(0, 9))
 def test_digests_add_up_in_any_grouping(rows, cut):
-    each = [Beat(**vars(beat) | {"process": i}).digest(silent) for i, (beat, silent) in enumerate(rows)]
+    each = [Heartbeat(**vars(beat) | {"process": i}).digest(silent) for i, (beat, silent) in enumerate(rows)]
     whole, halves = merge(each), merge([merge(each[:cut]), merge(each[cut:])])
     assert judge(-1, whole, limit=9.0) == judge(-1, halves, limit=9.0)
     assert (whole.late, whole.longest, whole.holding, whole.hold) == (
@@ -177,17 +177,17 @@ def test_a_hang_in_a_step_is_found_in_time_whatever_was_compiled(tmp_path):
 def test_a_step_says_when_it_compiles(tmp_path):
     layout = jp.compose(tiny.Annotated, jp.Parallel(data=2), jax.devices()[:2])
     chain, batches, said = tiny.optimizer(), list(tiny.batches(2)), []
-    step = jp.build(layout, tiny.token_loss, chain)
-    peers = Peers(tmp_path, "a", process=0, count=1, limit=30.0)
-    step.compiling = lambda: said.append("compiling") or peers.compiling()
-    step.agree = lambda what, _: said.append(f"{peers._dog.beat.doing}: {what}")
-    peers.at(1, "training")
-    state = jp.create(layout, chain, seed=1)
+    step = jp.train_step(layout, tiny.token_loss, chain)
+    watchdog = WatchdogThread(tmp_path, "a", process=0, count=1, limit=30.0)
+    step.compiling = lambda: said.append("compiling") or watchdog.compiling()
+    step.agree = lambda what, _: said.append(f"{watchdog._dog.beat.doing}: {what}")
+    watchdog.at(1, "training")
+    state = jp.init_state(layout, chain, seed=1)
     for batch in batches:
         state, _ = step(state, batch)
-        assert peers._dog.beat.activity == "training (step 1)"
+        assert watchdog._dog.beat.activity == "training (step 1)"
     step.evaluate(state, batches[0])
-    peers.close()
+    watchdog.close()
     assert said == ["compiling", "compiling: train program (0)", "compiling", "compiling: eval program (1)"]
 
 

@@ -29,7 +29,7 @@ BF16 = 2
 
 def look(model, parallel, *, rows=32, **numerics):
     layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3), precision="bf16", **numerics)
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), precision="bf16", **numerics)
     shape = jax.ShapeDtypeStruct((rows, SEQ), jnp.int32)
     found = jp.inspect(step, {"inputs": shape, "targets": shape})
     return found, sum(place.leaf.size for place in layout.placements.values())
@@ -82,11 +82,11 @@ def test_outside_parameters_are_gathered_in_bf16_around_the_table_of_a_pipeline(
 @absent
 def test_outside_evaluation_gathers_them_once_in_bf16():
     layout = jp.compose(partial(jp.Decoder, WIDE), jp.Parallel(fsdp=8, zero=1), jp.target_devices("h100:1x8"))
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
     state, shape = step.abstract(), jax.ShapeDtypeStruct((32, SEQ), jnp.int32)
     batch = {name: step.shaped(name, shape) for name in ("inputs", "targets")}
     with step._traced():
-        found = jp.inspect(step._eval, state.params, state.rest, batch, mesh=layout.mesh)
+        found = jp.inspect(step._eval, state.params, state.model_state, batch, mesh=layout.mesh)
     count = sum(place.leaf.size for place in layout.placements.values())
     assert moved(found)["all-gather"] == ({"bf16"}, pytest.approx(BF16 * count, **EXACT))
 
@@ -194,10 +194,10 @@ def test_outside_a_checkpoint_of_zero_1_goes_on_under_zero_3_under_0_and_back(tm
     chain, step_of = optimizer(), {}
     for name, (fsdp, zero) in RING.items():
         layout = jp.compose(Annotated, jp.Parallel(fsdp=fsdp, zero=zero))
-        step_of[name] = jp.build(layout, token_loss, chain)
+        step_of[name] = jp.train_step(layout, token_loss, chain)
     given = list(batches(len(RING)))
     want, _, _ = on_one_device(Annotated, steps=len(RING))
-    state = jp.create(step_of["zero 1"].layout, chain, seed=1)
+    state = jp.init_state(step_of["zero 1"].layout, chain, seed=1)
     for number, (name, step) in enumerate(step_of.items()):
         if number:
             state, at = Store(tmp_path, Checkpoints()).restore(step.abstract())

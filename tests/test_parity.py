@@ -66,7 +66,7 @@ def test_losses_and_parameters_equal_one_device(kind, variant, layout):
     with pytest.warns(UserWarning, match="sequence=True, but") if unnamed else nullcontext():
         got, state, step = train(blueprint(kind), LAYOUTS[layout], **VARIANTS[variant])
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    assert_same_arrays((state.params, state.rest), (reference.params, reference.rest))
+    assert_same_arrays((state.params, state.model_state), (reference.params, reference.model_state))
     assert_bytes_follow_zero(step.layout, state)
 
 
@@ -109,8 +109,8 @@ def test_the_accumulator_of_gradients_is_sharded_as_zero_says(stage):
     """
     chain = optimizer()
     layout = jp.compose(blueprint("annotated"), jp.Parallel(fsdp=8, zero=stage))
-    step = jp.build(layout, token_loss, chain, accumulate=2)
-    text = step.lower(jp.create(layout, chain), step.put(next(batches(1)))).compile().as_text()
+    step = jp.train_step(layout, token_loss, chain, accumulate=2)
+    text = step.lower(jp.init_state(layout, chain), step.put(next(batches(1)))).compile().as_text()
     carried = max((line for line in text.splitlines() if " while(" in line), key=len).split(" while(")[0]
     layers, rows, columns = layout.placements["blocks/up/kernel"].leaf.shape
     whole = carried.count(f"f32[{layers},{rows},{columns}]")

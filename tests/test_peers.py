@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.train.peers import Alone, LostPeer, Peers
-from jaxpar.train.watchdog.beat import Beat, read
+from jaxpar.train.watchdog.beat import Heartbeat, read
 from jaxpar.train.watchdog.digest import merge
 from jaxpar.train.watchdog.judge import judge
+from jaxpar.train.watchdog.thread import LostPeer, SingleProcess, WatchdogThread
 
 LIMIT = 30.0
 
@@ -25,7 +25,7 @@ def beats(*others, **mine):
     rows = [{"place": 5, "doing": "training", "silent": 0.0, "stuck": 0.0} | row for row in (mine, *others)]
     return [
         (
-            Beat(
+            Heartbeat(
                 process=i, host=f"h{i}", pid=i, place=row["place"], step=row["place"], doing=row["doing"],
                 stuck=row["stuck"],
             ),
@@ -104,7 +104,7 @@ def test_who_is_blamed_is_silent_or_last(rows):
 
 
 def meet(folder, count, *, limit=1.0, end=None):
-    return [Peers(folder, "a", process=i, count=count, limit=limit, end=end) for i in range(count)]
+    return [WatchdogThread(folder, "a", process=i, count=count, limit=limit, end=end) for i in range(count)]
 
 
 def together(*calls):
@@ -127,13 +127,13 @@ def together(*calls):
 
 
 def test_processes_agree_or_the_odd_one_is_named(tmp_path):
-    peers = meet(tmp_path, 3)
-    assert together(*(partial(each.agree, "job", "a = 1\nb = 2") for each in peers)) == [None] * 3
+    watchdog = meet(tmp_path, 3)
+    assert together(*(partial(each.agree, "job", "a = 1\nb = 2") for each in watchdog)) == [None] * 3
     values = ["a = 1\nb = 2", "a = 1\nb = 2", "a = 1\nb = 3"]
-    for error in together(*(partial(each.agree, "job", value) for each, value in zip(peers, values, strict=True))):
+    for error in together(*(partial(each.agree, "job", value) for each, value in zip(watchdog, values, strict=True))):
         assert re.search(r"process 2 \(host .*\) has another job than the other 2: .*it has b = 3", str(error))
         assert error.status == 1
-    for each in peers:
+    for each in watchdog:
         each.close()
 
 
@@ -159,7 +159,7 @@ def test_a_stopped_thread_and_a_late_one_are_found_in_time(tmp_path):
 
 
 def test_all_stop_after_the_same_step(tmp_path):
-    peers, stopped = meet(tmp_path, 3, limit=30.0), {}
+    watchdog, stopped = meet(tmp_path, 3, limit=30.0), {}
 
     def train(each):
         for step in range(1, 10_000):
@@ -169,38 +169,38 @@ def test_all_stop_after_the_same_step(tmp_path):
                 return
 
     begin = time.monotonic()
-    assert together(*(partial(train, each) for each in peers)) == [None] * 3
+    assert together(*(partial(train, each) for each in watchdog)) == [None] * 3
     assert len(set(stopped.values())) == 1
     assert time.monotonic() - begin < 5.0
-    for each in peers:
+    for each in watchdog:
         each.close()
 
 
 def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch):
-    (peers,) = meet(tmp_path, 1)
-    peers._closed.set()
-    peers._asked.set()
-    peers._thread.join()
-    before = read(peers.folder, 0)
+    (watchdog,) = meet(tmp_path, 1)
+    watchdog._closed.set()
+    watchdog._asked.set()
+    watchdog._thread.join()
+    before = read(watchdog.folder, 0)
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
-    peers.at(123, "training")
-    peers._dog.turn()
-    after = read(peers.folder, 0)
+    watchdog.at(123, "training")
+    watchdog._dog.turn()
+    after = read(watchdog.folder, 0)
     assert (after.step, after.doing) == (123, "training")
     assert after.count > before.count
-    peers._dog.files.state(0, "eval program (1)")
-    assert peers._dog.files.stated(0) == ""
+    watchdog._dog.files.state(0, "eval program (1)")
+    assert watchdog._dog.files.stated(0) == ""
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
-        peers._dog.turn()
+        watchdog._dog.turn()
 
 
 def test_alone_there_is_nothing_to_agree_on():
-    alone = Alone()
+    alone = SingleProcess()
     assert alone.stopping("SIGINT", 3) == "SIGINT"
     alone.agree("job", "x")
     error = ValueError("Gloo")

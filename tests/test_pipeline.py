@@ -101,7 +101,7 @@ def alone(layers=8, tied=True, **numerics):
 def initial(layers, tied):
     """Returns the state that every layout starts from: to make it in place each time takes longer than the steps."""
     layout = jp.compose(model(layers, tied), jp.Parallel(), jax.devices()[:1])
-    return jax.device_get(jp.create(layout, optimizer(), seed=1))
+    return jax.device_get(jp.init_state(layout, optimizer(), seed=1))
 
 
 @lru_cache(maxsize=48)  # not all: a process can't hold so many programs, see conftest.py
@@ -109,7 +109,7 @@ def run(name, keep, mesh, *, fill=0.0, microbatches=0, tied=True, **numerics):
     """Returns (losses, state, step) after five steps; what buffers hold before they are written is `fill`."""
     layers = layers_of(name, mesh)
     layout = jp.compose(model(layers, tied), parallel(name, keep, mesh, microbatches), devices(mesh))
-    step = jp.build(layout, token_loss, optimizer(), **numerics)
+    step = jp.train_step(layout, token_loss, optimizer(), **numerics)
     step.pipelined.fill = fill
     state, losses = jax.device_put(initial(layers, tied), step.placed), []
     for batch in batches(5):
@@ -120,7 +120,7 @@ def run(name, keep, mesh, *, fill=0.0, microbatches=0, tied=True, **numerics):
 
 def assert_equals(got, want):
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    assert_same_arrays((got[1].params, got[1].rest), (want[1].params, want[1].rest))
+    assert_same_arrays((got[1].params, got[1].model_state), (want[1].params, want[1].model_state))
 
 
 def case_of(each, *marks):
@@ -356,7 +356,7 @@ def test_replicas_of_the_batch_drop_different_entries():
 
     given = jp.Parallel(pipe=2, data=2, pipeline=jp.Pipeline(schedule="1f1b"))
     layout, chain = jp.compose(model(rate=0.2), given, jax.devices()[:4]), optimizer()
-    step, state = jp.build(layout, loss, chain), jp.create(layout, chain)
+    step, state = jp.train_step(layout, loss, chain), jp.init_state(layout, chain)
     apart, _ = step.evaluate(state, batch)["apart"]
     _, metrics = step(state, batch)
     assert abs(float(apart)) < 1e-3 < 1 < abs(float(metrics["apart"]))
@@ -398,8 +398,8 @@ def test_stages_of_a_linen_model_drop_different_entries():
     layout = jp.compose(
         jp.linen(Dropping(), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)), jp.Parallel(pipe=4), jax.devices()[:4]
     )
-    step = jp.build(layout, loss, optimizer())
-    _, metrics = step(jp.create(layout, optimizer()), next(batches(1)))
+    step = jp.train_step(layout, loss, optimizer())
+    _, metrics = step(jp.init_state(layout, optimizer()), next(batches(1)))
     uneven = float(metrics["uneven"]) * layout.microbatches  # each microbatch counts one
     assert uneven > BATCH * SEQ * DIM / 2
 

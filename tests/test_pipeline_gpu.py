@@ -37,7 +37,7 @@ def step_of(name, mesh, *, microbatches, keep="inputs"):
     pipeline = jp.Pipeline(schedule=name, microbatches=microbatches, keep=keep)
     layout = jp.compose(model, jp.Parallel(**mesh, pipeline=pipeline), jp.target_devices("h100:1x8"))
     shape = jax.ShapeDtypeStruct((2 * microbatches * layout.replicas, SEQ), jnp.int32)
-    return jp.build(layout, jp.next_token, optax.adamw(1e-3)), {"inputs": shape, "targets": shape}
+    return jp.train_step(layout, jp.next_token, optax.adamw(1e-3)), {"inputs": shape, "targets": shape}
 
 
 @cache

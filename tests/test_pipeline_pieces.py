@@ -17,7 +17,7 @@ from test_schedule import grid
 from jaxpar.inspector.flop import forward_flop
 from jaxpar.models.remat import POLICIES, remat
 from jaxpar.pipeline.jaxprs.split_backward import halves
-from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Kind, program
+from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, TickKind, program
 from jaxpar.pipeline.run.redistribute import deal, rounds
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.schedule import Cut
@@ -277,7 +277,7 @@ def expanded(loops):
     for loop in loops:
         for _ in range(loop.repeats):
             for each in loop.body:
-                yield from [each] if isinstance(each, Kind) else expanded([each])
+                yield from [each] if isinstance(each, TickKind) else expanded([each])
 
 
 def replay(made, *, forward_only=False):

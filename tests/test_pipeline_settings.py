@@ -90,7 +90,7 @@ def test_what_is_stored_knows_no_schedule():
     ):
         layout = jp.compose(blueprint("untied"), jp.Parallel(**sizes, pipeline=jp.Pipeline(**settings)))
         shapes.add(tuple((path, place.leaf.shape) for path, place in layout.placements.items()))
-        made = jp.create(layout, optax.sgd(0.1), seed=3).params["blocks"]["mlp"]["up"]
+        made = jp.init_state(layout, optax.sgd(0.1), seed=3).params["blocks"]["mlp"]["up"]
         np.testing.assert_array_equal(made, reference_up())
     assert len(shapes) == 1
 
@@ -98,4 +98,4 @@ def test_what_is_stored_knows_no_schedule():
 @functools.cache
 def reference_up():
     layout = jp.compose(blueprint("untied"), jp.Parallel(), jax.devices()[:1])
-    return np.asarray(jp.create(layout, optax.sgd(0.1), seed=3).params["blocks"]["mlp"]["up"])
+    return np.asarray(jp.init_state(layout, optax.sgd(0.1), seed=3).params["blocks"]["mlp"]["up"])

@@ -35,7 +35,7 @@ def question(shape, devices, rows=64, *, memory=0, **bandwidths):
         devices=devices,
         rows=rows,
         hardware=replace(H100, **links),
-        practice=JAXPAR_FUSED,
+        software=JAXPAR_FUSED,
         memory=memory,
     )
 

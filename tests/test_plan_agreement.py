@@ -59,7 +59,7 @@ def built(sizes):
     candidate = Candidate(**sizes, schedule="1f1b_phased", microbatches=4 if "pipe" in sizes else 1)
     pipeline = jp.Pipeline(schedule="1f1b_phased", microbatches=4) if "pipe" in sizes else jp.Pipeline()
     layout = jp.compose(lambda rngs: jp.Decoder(MODEL, rngs=rngs), jp.Parallel(**sizes, pipeline=pipeline))
-    return jp.build(layout, jp.next_token, optax.adamw(optax.constant_schedule(1e-3))), candidate
+    return jp.train_step(layout, jp.next_token, optax.adamw(optax.constant_schedule(1e-3))), candidate
 
 
 def predicted(candidate):
@@ -124,7 +124,7 @@ def asked(**given):
         "devices": 8,
         "rows": 32,
         "hardware": HARDWARE["h100"],
-        "practice": JAXPAR,
+        "software": JAXPAR,
     }
     return Question(**({"model": Transformer(shape=SMALL)} | known | given))
 

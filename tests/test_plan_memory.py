@@ -161,20 +161,20 @@ def _layouts(random, count):
 
 
 @settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 2**31), practice=st.sampled_from([MEGATRON_2022, JAXPAR]))
-def test_more_sharding_and_more_recomputation_never_need_more(seed, practice):
+@given(seed=st.integers(0, 2**31), software=st.sampled_from([MEGATRON_2022, JAXPAR]))
+def test_more_sharding_and_more_recomputation_never_need_more(seed, software):
     many = _layouts(np.random.default_rng(seed), 60)
-    here = memory(LLAMA, many, practice)
-    kept = lambda remat: layer_bytes(LLAMA, replace(many, remat=remat), practice)[0]  # noqa: E731
-    assert (memory(LLAMA, replace(many, fsdp=2 * many.fsdp), practice).static <= here.static).all()
-    more = memory(LLAMA, replace(many, zero=np.minimum(many.zero + 1, 3)), practice)
+    here = memory(LLAMA, many, software)
+    kept = lambda remat: layer_bytes(LLAMA, replace(many, remat=remat), software)[0]  # noqa: E731
+    assert (memory(LLAMA, replace(many, fsdp=2 * many.fsdp), software).static <= here.static).all()
+    more = memory(LLAMA, replace(many, zero=np.minimum(many.zero + 1, 3)), software)
     # to stage 3 gradients of a 16-bit copy become those of float32 shards, and in a pipeline their sums are whole again
     to_3, one = many.zero == 2, many.pipe == 1
     assert (more.static <= here.static)[~to_3].all()
     assert (more.total <= here.total)[to_3 & one].all()
-    assert (memory(LLAMA, replace(many, tensor=2 * many.tensor), practice).total <= here.total).all()
-    assert (memory(LLAMA, replace(many, context=2 * many.context), practice).total <= here.total).all()
-    assert (memory(LLAMA, replace(many, sequence=True), practice).activations <= here.activations).all()
+    assert (memory(LLAMA, replace(many, tensor=2 * many.tensor), software).total <= here.total).all()
+    assert (memory(LLAMA, replace(many, context=2 * many.context), software).total <= here.total).all()
+    assert (memory(LLAMA, replace(many, sequence=True), software).activations <= here.activations).all()
     for less, more in (
         ("full", "op"),
         ("op", "dots"),

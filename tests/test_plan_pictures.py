@@ -22,7 +22,7 @@ from jaxpar.plan.pages.bars import LETTERS, bars, lengths
 from jaxpar.plan.pages.html import MEMORY, write
 from jaxpar.plan.pages.pareto_svg import Frame, kinds, memory_ticks, thinned, time_ticks
 from jaxpar.plan.pages.text import leaner, page
-from jaxpar.plan.pareto import front
+from jaxpar.plan.pareto import pareto
 from jaxpar.plan.search import Question, describe, search
 from jaxpar.plan.validation import Checked
 from jaxpar.units import show_bytes, show_seconds
@@ -37,7 +37,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, 
 @cache
 def plan(name="many"):
     h100 = HARDWARE["h100"]
-    asked = Question(model=Transformer(shape=LLAMA_8B), devices=64, rows=512, hardware=h100, practice=JAXPAR_FUSED)
+    asked = Question(model=Transformer(shape=LLAMA_8B), devices=64, rows=512, hardware=h100, software=JAXPAR_FUSED)
     far = replace(h100, between=replace(h100.between, bandwidth=1e9))
     return {
         "many": lambda: search(asked),
@@ -68,7 +68,7 @@ NAMES = ("many", "slow links", "one device", "small")
 @given(SIZES)
 def test_the_front_is_all_that_nothing_beats_in_order(points):
     seconds, needed = np.array(points, float).T
-    found = front(seconds, needed)
+    found = pareto(seconds, needed)
     assert (np.diff(seconds[found]) > 0).all()
     assert (np.diff(needed[found]) < 0).all()
     for i in range(len(points)):
@@ -93,7 +93,7 @@ def test_a_plan_has_the_points_of_all_that_fit(name):
     assert len(given.points.seconds) == len(given.points.bytes) == given.fitting
     assert given.points.seconds.min() == pytest.approx(given.fastest.time.total)
     assert given.points.bytes.max() <= given.question.room
-    assert [each["seconds"] for each in given.to_dict()["front"]] == given.points.seconds[given.points.front].tolist()
+    assert [each["seconds"] for each in given.to_dict()["front"]] == given.points.seconds[given.points.pareto].tolist()
     json.dumps(given.to_dict())
     less = leaner(given, 6)
     assert all(each.memory.total < given.best[0].memory.total for each in less)

@@ -38,7 +38,7 @@ LLAMA_405B = Shape(layers=126, dim=16384, heads=128, kv_heads=8, hidden=53248, v
 
 
 def question(shape=LLAMA_8B, devices=64, rows=512, **given):
-    return Question(model=Transformer(shape=shape), devices=devices, rows=rows, hardware=H100, practice=JAXPAR, **given)
+    return Question(model=Transformer(shape=shape), devices=devices, rows=rows, hardware=H100, software=JAXPAR, **given)
 
 
 def rows_of(candidates):
@@ -196,7 +196,7 @@ JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 
 def test_few_rows_of_many_tokens_want_a_context_axis():
     """4 rows of 32,768 tokens on 64 devices: 4 replicas and 8 heads of keys and values leave half of them idle."""
-    long = replace(question(replace(LLAMA_8B, seq=32_768), 64, 4, choices=Choices(pipe=1)), practice=UNFUSED)
+    long = replace(question(replace(LLAMA_8B, seq=32_768), 64, 4, choices=Choices(pipe=1)), software=UNFUSED)
     plan = search(long)
     assert all(each.candidate.context > 1 for each in plan.best)
     assert plan.best[0].time.context > 0
@@ -210,8 +210,8 @@ def test_fused_attention_takes_whole_sequences_and_the_plan_says_so():
     plain = asked_of(job, devices=64, chip="h100", per_node=None, given={"attention": "unfused"})
     for asked in (fused, plain):
         assert set(asked.legal().context.tolist()) == {1, 2, 4, 8, 16}
-    assert fused.model.attention(fused.practice).startswith("cuDNN's kernel, which keeps no scores; where context cuts")
-    assert plain.model.attention(plain.practice) == "XLA's own, which keeps the scores"
+    assert fused.model.attention(fused.software).startswith("cuDNN's kernel, which keeps no scores; where context cuts")
+    assert plain.model.attention(plain.software) == "XLA's own, which keeps the scores"
 
 
 def test_interleaved_pipelines_leave_more_memory_to_spare():

@@ -247,9 +247,9 @@ def test_a_hundred_thousand_layouts_take_seconds():
     seed=st.integers(0, 2**31),
     faster=st.floats(1.0, 50.0, **FINITE),
     part=st.sampled_from(["peak", "memory", "inside", "between", "streaming", "launch", "gemm"]),
-    practice=st.sampled_from([MEGATRON_2022, TORCHTITAN, JAXPAR]),
+    software=st.sampled_from([MEGATRON_2022, TORCHTITAN, JAXPAR]),
 )
-def test_better_hardware_is_never_slower(seed, faster, part, practice):
+def test_better_hardware_is_never_slower(seed, faster, part, software):
     link = lambda old: Link(latency=old.latency / faster, bandwidth=old.bandwidth * faster)  # noqa: E731
     chip = H100.chip
     better = {
@@ -262,7 +262,7 @@ def test_better_hardware_is_never_slower(seed, faster, part, practice):
         "gemm": lambda: replace(H100, gemm=replace(H100.gemm, half=H100.gemm.half / faster)),
     }[part]()
     many = _layouts(np.random.default_rng(seed), 50)
-    before, after = (step_time(LLAMA_8B, many, hardware, practice).total for hardware in (H100, better))
+    before, after = (step_time(LLAMA_8B, many, hardware, software).total for hardware in (H100, better))
     assert (after <= before * (1 + 1e-12)).all()
 
 

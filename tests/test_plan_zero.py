@@ -64,7 +64,7 @@ def bytes_of(tree, part=lambda leaf: leaf.ndim > 0):
 
 def composed(stage, optimizer, **numerics):
     layout = jp.compose(lambda rngs: jp.Decoder(MODEL, rngs=rngs), jp.Parallel(fsdp=8, zero=stage))
-    step = jp.build(layout, jp.next_token, optimizer, **numerics)
+    step = jp.train_step(layout, jp.next_token, optimizer, **numerics)
     return layout, step.abstract()
 
 

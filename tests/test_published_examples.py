@@ -55,7 +55,7 @@ def train(name, sizes, devices=None, **numerics):
     """Returns the losses of three steps on one batch, and the state after them."""
     model, loss, optimizer = example(name)
     layout = jp.compose(model, jp.Parallel(**sizes), devices)
-    state, step = jp.create(layout, optimizer), jp.build(layout, loss, optimizer, **numerics)
+    state, step = jp.init_state(layout, optimizer), jp.train_step(layout, loss, optimizer, **numerics)
     losses = []
     for _ in range(3):
         state, metrics = step(state, make_batch())
@@ -92,7 +92,7 @@ def test_a_published_model_trains_as_on_one_device(name, sizes):
     losses, state = train(name, sizes)
     expected, reference = on_one_device(name)
     np.testing.assert_allclose(losses, expected, **CLOSE)
-    assert_same((state.params, state.rest), (reference.params, reference.rest))
+    assert_same((state.params, state.model_state), (reference.params, reference.model_state))
     assert losses[-1] < losses[0]
     assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(state.params))
 

@@ -46,7 +46,7 @@ def step_of(name):
         settings["pipeline"] = jp.Pipeline(microbatches=4, **settings["pipeline"])
     count = math.prod(size for axis, size in settings.items() if axis not in ("zero", "pipeline"))
     layout = jp.compose(functools.partial(jp.Decoder, SETTINGS), jp.Parallel(**settings), jax.devices()[:count])
-    return jp.build(layout, jp.next_token, OPTIMIZER)
+    return jp.train_step(layout, jp.next_token, OPTIMIZER)
 
 
 OPTIMIZER = optimizer()
@@ -56,7 +56,7 @@ BATCHES = list(batches(4))
 @functools.cache
 def initial():
     alone = jp.compose(functools.partial(jp.Decoder, SETTINGS), jp.Parallel(), jax.devices()[:1])
-    return jax.device_get(jp.create(alone, OPTIMIZER, seed=1))
+    return jax.device_get(jp.init_state(alone, OPTIMIZER, seed=1))
 
 
 def go_on(name, state, until):

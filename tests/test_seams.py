@@ -59,8 +59,8 @@ def batch(step):
 
 def trained(parallel, steps=3, state=None, devices=None, first=0):
     layout = jp.compose(lambda rngs: Wide(rngs), parallel, devices)
-    state = jp.create(layout, OPTIMIZER) if state is None else state
-    step, losses = jp.build(layout, loss, OPTIMIZER), []
+    state = jp.init_state(layout, OPTIMIZER) if state is None else state
+    step, losses = jp.train_step(layout, loss, OPTIMIZER), []
     for i in range(first, first + steps):
         state, metrics = step(state, batch(i))
         losses.append(float(metrics["loss"]))
@@ -105,7 +105,9 @@ def test_an_axis_that_no_technique_uses_is_refused():
 
 def test_its_collective_is_found_in_the_ledger():
     devices = jp.target_devices("h100:1x8")
-    step = jp.build(jp.compose(lambda rngs: Wide(rngs), jp.Parallel(data=4, axes={"toy": 2}), devices), loss, OPTIMIZER)
+    step = jp.train_step(
+        jp.compose(lambda rngs: Wide(rngs), jp.Parallel(data=4, axes={"toy": 2}), devices), loss, OPTIMIZER
+    )
     report = jp.inspect(step, {"x": jax.ShapeDtypeStruct((16, 16), "float32")})
     assert any("toy" in entry.axis for entry in report.ledger)
 
@@ -125,7 +127,7 @@ def test_a_checkpoint_is_restored_under_another_layout(tmp_path):
     _, _, expected = trained(parallel, state=state, first=3)
     other = jp.Parallel(fsdp=8)
     layout = jp.compose(lambda rngs: Wide(rngs), other)
-    restored, _ = store.restore(jp.build(layout, loss, OPTIMIZER).abstract())
+    restored, _ = store.restore(jp.train_step(layout, loss, OPTIMIZER).abstract())
     _, _, losses = trained(other, state=restored, first=3)
     assert losses == pytest.approx(expected, rel=1e-5)
 

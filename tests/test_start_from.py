@@ -143,7 +143,7 @@ SETTINGS = jp.DecoderSettings(vocab=32, seq=8, layers=2, dim=16, heads=2, hidden
 def created(model, optimizer, **sizes):
     count = int(np.prod(list(sizes.values())))
     layout = jp.compose(model, jp.Parallel(**sizes), jax.devices()[:count])
-    return jp.create(layout, optimizer, seed=count)
+    return jp.init_state(layout, optimizer, seed=count)
 
 
 def test_parameters_are_taken_onto_another_layout_and_the_optimizer_begins_with_them(tmp_path):

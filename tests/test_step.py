@@ -131,7 +131,7 @@ def test_offload_is_refused_where_there_is_no_host_memory(monkeypatch):
     monkeypatch.setattr(device_type, "addressable_memories", lambda self: [Bare()], raising=False)
     layout = jp.compose(Small, CUBE)
     with pytest.raises(jp.JaxparError, match="pinned host memory"):
-        jp.create(layout, optax.sgd(0.1), offload=True)
+        jp.init_state(layout, optax.sgd(0.1), offload=True)
 
 
 @pytest.mark.parametrize("policy", some(POLICIES, ["full", "dots"]))
@@ -147,9 +147,9 @@ def test_full_remat_of_a_scanned_decoder_needs_less_memory():
         settings = jp.DecoderSettings(vocab=32, seq=64, layers=8, dim=32, heads=2)
         layout = jp.compose(lambda rngs: jp.Decoder(settings, rngs=rngs), jp.Parallel(fsdp=8))
         chain = optax.sgd(0.1)
-        step = jp.build(layout, jp.next_token, chain, remat=policy)
+        step = jp.train_step(layout, jp.next_token, chain, remat=policy)
         tokens = np.zeros((8, 64), np.int32)
-        lowered = step.lower(jp.create(layout, chain), step.put({"inputs": tokens, "targets": tokens}))
+        lowered = step.lower(jp.init_state(layout, chain), step.put({"inputs": tokens, "targets": tokens}))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert temporary("full") < 0.6 * temporary("none")
@@ -166,7 +166,7 @@ def test_the_reported_loss_is_the_sum_over_tokens_divided_once():
         return token_loss(model, batch)
 
     layout = jp.compose(Small, CUBE)
-    state = jp.create(layout, optax.sgd(0.0))
+    state = jp.init_state(layout, optax.sgd(0.0))
     params = jax.device_get(state.params)
     x = params["embed"]["embedding"][batch["inputs"]]
     h = np.maximum(x @ params["up"]["kernel"] + params["up"]["bias"], 0)
@@ -175,7 +175,7 @@ def test_the_reported_loss_is_the_sum_over_tokens_divided_once():
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
     want = (nll * batch["mask"]).sum() / batch["mask"].sum()
     for accumulate in (1, 2, 4):
-        step = jp.build(layout, loss, optax.sgd(0.0), accumulate=accumulate)
+        step = jp.train_step(layout, loss, optax.sgd(0.0), accumulate=accumulate)
         state, metrics = step(state, batch)
         assert float(metrics["loss"]) == pytest.approx(want, rel=1e-6)
         assert float(metrics["tokens"]) == batch["mask"].sum()
@@ -186,7 +186,7 @@ def test_the_reported_loss_is_the_sum_over_tokens_divided_once():
 
 def test_global_norm_clipping_sees_the_whole_gradient():
     chain = optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
-    before = jp.create(jp.compose(Small, CUBE), chain, seed=1).params
+    before = jp.init_state(jp.compose(Small, CUBE), chain, seed=1).params
     _, state, _ = train(Small, CUBE, chain=chain, steps=1)
     moved = jax.tree.map(
         lambda a, b: np.asarray(a) - np.asarray(b), jax.device_get(state.params), jax.device_get(before)
@@ -197,7 +197,7 @@ def test_global_norm_clipping_sees_the_whole_gradient():
 def test_a_hundred_unblocked_steps_do_not_deadlock_the_simulated_mesh():
     layout = jp.compose(Small, CUBE)
     chain = optax.sgd(0.1)
-    state, step = jp.create(layout, chain), jp.build(layout, token_loss, chain)
+    state, step = jp.init_state(layout, chain), jp.train_step(layout, token_loss, chain)
     batch = step.put(next(iter(batches(1))))
     for _ in range(100):
         state, metrics = step(state, batch)
@@ -228,14 +228,14 @@ def test_no_device_and_no_host_buffer_ever_holds_the_whole_model():
 
 
 def test_state_born_sharded_has_the_same_numbers_on_every_layout():
-    want = jp.create(jp.compose(Small, jp.Parallel(), jax.devices()[:1]), optax.sgd(0.1), seed=3).params
+    want = jp.init_state(jp.compose(Small, jp.Parallel(), jax.devices()[:1]), optax.sgd(0.1), seed=3).params
     for parallel in (jp.Parallel(data=8), jp.Parallel(fsdp=8), CUBE):
-        got = jp.create(jp.compose(Small, parallel), optax.sgd(0.1), seed=3).params
+        got = jp.init_state(jp.compose(Small, parallel), optax.sgd(0.1), seed=3).params
         assert_same_arrays(got, want, tolerance=1e-6)
 
 
 def test_the_batch_is_split_over_data_and_fsdp():
     layout = jp.compose(Small, jp.Parallel(data=2, fsdp=4))
-    step = jp.build(layout, token_loss, optax.sgd(0.1))
+    step = jp.train_step(layout, token_loss, optax.sgd(0.1))
     placed = step.put(next(iter(batches(1))))["inputs"]
     assert placed.addressable_shards[0].data.shape == (BATCH // 8, SEQ)

@@ -1,7 +1,7 @@
 """What is wrong is said, with the rule and a fix: no traceback, no guess, no silent other value.
 
 JOBS      job files                  `loads` and `check`; no device is used and nothing is compiled
-VALUES    the same from Python       `jp.compose`, `jp.create`, `jp.build`, the step
+VALUES    the same from Python       `jp.compose`, `jp.init_state`, `jp.train_step`, the step
 RUNS      damaged run folders        `jaxpar.job.run.train` going on from them
 COMMANDS  the command line           status and stderr
 """
@@ -458,7 +458,7 @@ ADAM = optax.adam(1e-3)
 @cache
 def state(optimizer=ADAM, **sizes):
     """A state that is never given up: the steps that see it refuse something else first."""
-    return jp.create(layout(**sizes), optimizer)
+    return jp.init_state(layout(**sizes), optimizer)
 
 
 def compose(model=Net, devices=None, **parallel):
@@ -467,12 +467,12 @@ def compose(model=Net, devices=None, **parallel):
 
 def step(batch=BATCH, loss=jp.classify, given=None, model=Net, **numerics):
     where = layout() if model is Net else compose(model)
-    made = given() if given else state() if model is Net else jp.create(where, ADAM)
-    return jp.build(where, loss, ADAM, **numerics)(made, batch)
+    made = given() if given else state() if model is Net else jp.init_state(where, ADAM)
+    return jp.train_step(where, loss, ADAM, **numerics)(made, batch)
 
 
 def twice(evaluate=False):
-    made, one = jp.create(layout(), ADAM), jp.build(layout(), jp.classify, ADAM)
+    made, one = jp.init_state(layout(), ADAM), jp.train_step(layout(), jp.classify, ADAM)
     one(made, BATCH)
     return one.evaluate(made, BATCH) if evaluate else one(made, BATCH)
 
@@ -527,21 +527,37 @@ VALUES = {
     "simulated none": (lambda: jp.simulate(0), "simulate(0)", "positive"),
     "simulated too late": (lambda: jp.simulate(4), "simulate(4)", "first thing"),
     # state and step
-    "an optimizer not called": (lambda: jp.create(layout(), optax.adam), "adam", "optax.adamw(3e-4)"),
-    "a list of optimizers": (lambda: jp.create(layout(), [ADAM]), "optimizer=[", "optax.adamw(3e-4)"),
-    "arguments swapped": (lambda: jp.create(ADAM, layout()), "layout=", "jp.compose"),
-    "a seed as text": (lambda: jp.create(layout(), ADAM, seed="0"), "seed='0'", "seed=0"),
-    "a seed of 65 bits": (lambda: jp.create(layout(), ADAM, seed=2**64), "seed=18446744073709551616", "seed=0"),
-    "offload as text": (lambda: jp.create(layout(), ADAM, offload="yes"), "offload='yes'", "offload=True"),
-    "a layout on no devices": (lambda: jp.create(compose(devices=16, data=16), ADAM), "without devices", "compose("),
-    "a remat unknown": (lambda: jp.build(layout(), jp.classify, ADAM, remat="ful"), "remat='ful'", "'full'"),
-    "a remat as a list": (lambda: jp.build(layout(), jp.classify, ADAM, remat=["dots"]), "['dots']", "dots"),
-    "a precision as dtype": (lambda: jp.build(layout(), jp.classify, ADAM, precision=jnp.float16), "float16", "bf16"),
-    "accumulate as float": (lambda: jp.build(layout(), jp.classify, ADAM, accumulate=2.0), "accumulate=2.0", "whole"),
-    "a setting unknown": (lambda: jp.build(layout(), jp.classify, ADAM, acumulate=2), "acumulate=2", "'accumulate'"),
-    "no loss": (lambda: jp.build(layout(), None, ADAM), "loss=None", "(model, batch)"),
-    "a loss by name": (lambda: jp.build(layout(), "classify", ADAM), "loss='classify'", "(model, batch)"),
-    "no layout": (lambda: jp.build(None, jp.classify, ADAM), "layout=None", "jp.compose"),
+    "an optimizer not called": (lambda: jp.init_state(layout(), optax.adam), "adam", "optax.adamw(3e-4)"),
+    "a list of optimizers": (lambda: jp.init_state(layout(), [ADAM]), "optimizer=[", "optax.adamw(3e-4)"),
+    "arguments swapped": (lambda: jp.init_state(ADAM, layout()), "layout=", "jp.compose"),
+    "a seed as text": (lambda: jp.init_state(layout(), ADAM, seed="0"), "seed='0'", "seed=0"),
+    "a seed of 65 bits": (lambda: jp.init_state(layout(), ADAM, seed=2**64), "seed=18446744073709551616", "seed=0"),
+    "offload as text": (lambda: jp.init_state(layout(), ADAM, offload="yes"), "offload='yes'", "offload=True"),
+    "a layout on no devices": (
+        lambda: jp.init_state(compose(devices=16, data=16), ADAM),
+        "without devices",
+        "compose(",
+    ),
+    "a remat unknown": (lambda: jp.train_step(layout(), jp.classify, ADAM, remat="ful"), "remat='ful'", "'full'"),
+    "a remat as a list": (lambda: jp.train_step(layout(), jp.classify, ADAM, remat=["dots"]), "['dots']", "dots"),
+    "a precision as dtype": (
+        lambda: jp.train_step(layout(), jp.classify, ADAM, precision=jnp.float16),
+        "float16",
+        "bf16",
+    ),
+    "accumulate as float": (
+        lambda: jp.train_step(layout(), jp.classify, ADAM, accumulate=2.0),
+        "accumulate=2.0",
+        "whole",
+    ),
+    "a setting unknown": (
+        lambda: jp.train_step(layout(), jp.classify, ADAM, acumulate=2),
+        "acumulate=2",
+        "'accumulate'",
+    ),
+    "no loss": (lambda: jp.train_step(layout(), None, ADAM), "loss=None", "(model, batch)"),
+    "a loss by name": (lambda: jp.train_step(layout(), "classify", ADAM), "loss='classify'", "(model, batch)"),
+    "no layout": (lambda: jp.train_step(None, jp.classify, ADAM), "layout=None", "jp.compose"),
     "constrain of too few names": (lambda: jp.constrain(jnp.ones((2, 3)), "batch"), "[2, 3]", "'batch'"),
     # batches
     "no batch": (lambda: step(None), "None", '"inputs"'),
@@ -570,11 +586,15 @@ VALUES = {
     "a loss without a gradient": (lambda: step(loss=careless.whole_number), "int32", "float32"),
     "a model that raises": (lambda: step(model=careless.RaisesWhenCalled), "to do", "careless.py"),
     # states
-    "no state": (lambda: step(given=lambda: {"params": 1}), "dict", "jp.create"),
-    "a state of another layout": (lambda: step(given=lambda: state(data=2, fsdp=2, tensor=2)), "layout", "jp.create"),
-    "a state of another optimizer": (lambda: step(given=lambda: state(optax.sgd(0.1))), "optimizer", "jp.create"),
+    "no state": (lambda: step(given=lambda: {"params": 1}), "dict", "jp.init_state"),
+    "a state of another layout": (
+        lambda: step(given=lambda: state(data=2, fsdp=2, tensor=2)),
+        "layout",
+        "jp.init_state",
+    ),
+    "a state of another optimizer": (lambda: step(given=lambda: state(optax.sgd(0.1))), "optimizer", "jp.init_state"),
     "a state of another model": (
-        lambda: step(given=lambda: jp.create(compose(lambda rngs: Net(32, rngs=rngs)), ADAM)),
+        lambda: step(given=lambda: jp.init_state(compose(lambda rngs: Net(32, rngs=rngs)), ADAM)),
         "[32]",
         "[16]",
     ),
@@ -593,7 +613,7 @@ def test_a_wrong_value_is_one_precise_problem(call, words):
 
 
 def test_a_refused_batch_leaves_the_state_alone():
-    made, one = jp.create(layout(), ADAM), jp.build(layout(), jp.classify, ADAM)
+    made, one = jp.init_state(layout(), ADAM), jp.train_step(layout(), jp.classify, ADAM)
     with pytest.raises(JaxparError):
         one(made, {"inputs": X[:15], "labels": Y[:15]})
     assert np.isfinite(one(made, BATCH)[1]["loss"])

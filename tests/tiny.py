@@ -172,8 +172,8 @@ def train(model, parallel, devices=None, *, steps=5, chain=None, loss=token_loss
     """Returns (losses, state, step) after some steps."""
     chain = chain or optimizer()
     layout = jp.compose(model, parallel, devices)
-    state = jp.create(layout, chain, seed=1, offload=numerics.get("offload", False))
-    step = jp.build(layout, loss, chain, **numerics)
+    state = jp.init_state(layout, chain, seed=1, offload=numerics.get("offload", False))
+    step = jp.train_step(layout, loss, chain, **numerics)
     losses = []
     for batch in data(steps):
         state, metrics = step(state, batch)

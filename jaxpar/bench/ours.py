@@ -16,7 +16,7 @@ def build(parallel: jp.Parallel):
     )
     layout = jp.compose(partial(Decoder, settings), parallel)
     optimizer = twin.make_optimizer()
-    return jp.create(layout, optimizer), jp.build(layout, jp.next_token, optimizer)
+    return jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token, optimizer)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Pieces:
         return (1, *shape[1:]) if path in self.stacked else shape
 
     def _called(self, params: Mapping[str, Any], known: Tree) -> Callable[[], Any]:
-        rest, batch = known
+        model_state, batch = known
         leaves = {
             path: params[path] if path in params else jnp.zeros(self._shape(path), leaf.dtype)
             for path, leaf in self.blueprint.leaves.items()
@@ -82,7 +82,7 @@ class Pieces:
             return value if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(dtype)
 
         tree = nest({tuple(path.split("/")): value for path, value in leaves.items()})
-        model = self.blueprint.bind(tree, rest, use, self.compute)
+        model = self.blueprint.bind(tree, model_state, use, self.compute)
         return lambda: self.loss(model, batch)
 
     def embed(self, shared: Tree, known: Tree) -> tuple[Any, tuple]:

@@ -64,7 +64,7 @@ def temporary(name: str, microbatches: int, devices: Any, *, keep: Keep = "input
     table = "gpipe" if name == BASELINE else name
     pipeline = jp.Pipeline(schedule=table, microbatches=microbatches, keep=keep)
     layout = jp.compose(partial(jp.Decoder, MODEL), jp.Parallel(pipe=STAGES, data=-1, pipeline=pipeline), devices)
-    step = jp.build(layout, jp.next_token, optax.adamw(1e-3))
+    step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3))
     if name == BASELINE:
         step.pipelined = Autodiff(layout, jp.next_token, step.numerics, None)
     tokens = jax.ShapeDtypeStruct((ROWS * microbatches * layout.replicas, SEQ), jnp.int32)

@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.bench.record import commit, versions
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware, capped
-from jaxpar.plan.machine.software import MAXTEXT, MEGATRON_2022, TORCHTITAN, Practice
+from jaxpar.plan.machine.software import MAXTEXT, MEGATRON_2022, TORCHTITAN, SoftwareModel
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.time import step_time
 
@@ -41,7 +41,7 @@ def published() -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def read(run: dict[str, str]) -> tuple[Shape, Candidate, Hardware, Practice, float]:
+def read(run: dict[str, str]) -> tuple[Shape, Candidate, Hardware, SoftwareModel, float]:
     """Returns a published run as the planner takes it, and its seconds per step."""
     number = {key: int(value) for key, value in run.items() if value.isdecimal()}
     gpt = run["system"] == "Megatron-LM"
@@ -65,8 +65,8 @@ def read(run: dict[str, str]) -> tuple[Shape, Candidate, Hardware, Practice, flo
 
 def predict(run: dict[str, str]) -> dict[str, Any]:
     """Returns a published run's seconds, the predicted ones by cause, and the error."""
-    shape, candidate, hardware, practice, seconds = read(run)
-    time = step_time(shape, candidate, hardware, practice)
+    shape, candidate, hardware, software, seconds = read(run)
+    time = step_time(shape, candidate, hardware, software)
     total = float(time.total)
     fitted = FITTED.get((run["system"], run["model"], run["recompute"]))
     return {

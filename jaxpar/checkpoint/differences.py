@@ -11,7 +11,7 @@ from typing import Literal
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.errors import Problem
 
-PARTS = {"params": "parameter", "optimizer": "array of the optimizer", "rest": "array of the model's rest"}
+PARTS = {"params": "parameter", "optimizer": "array of the optimizer", "model_state": "array of the model state"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +75,13 @@ def problems(found: list[Difference], run: str) -> list[Problem]:
     # the optimizer keeps copies of parameters: where those differ, its own say nothing new
     followed = tuple(f"/{each.name}" for each in model)
     chain = [each for each in found if each.part == "optimizer" and not each.path.endswith(followed)]
-    rest = [each for each in found if each.part not in ("params", "optimizer")]
+    model_state = [each for each in found if each.part not in ("params", "optimizer")]
     made = []
-    for part, those in (("params", model), ("rest", rest), ("optimizer", [e for e in chain if e.was and e.now])):
+    for part, those in (
+        ("params", model),
+        ("model_state", model_state),
+        ("optimizer", [e for e in chain if e.was and e.now]),
+    ):
         for kind in ("missing", "unexpected", "shape", "dtype"):
             if some := [each for each in those if each.kind == kind]:
                 made.append(_problem(part, kind, some, run))

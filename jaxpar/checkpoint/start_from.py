@@ -23,7 +23,7 @@ from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem, nearest
 from jaxpar.step.state import State
 
-PARTS = ("params", "rest")
+PARTS = ("params", "model_state")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
 
     Args:
       spec: `start_from`, `take`, `rename` and `cast`.
-      state: As made by `create`; it is given up.
+      state: As made by `init_state`; it is given up.
       optimizer: The chain whose state begins anew from these parameters.
 
     Raises:
@@ -81,7 +81,7 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
     placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)
     # some chains keep a copy of the parameters that they begin with
     began = jax.jit(optimizer.init, out_shardings=placed)(made.params)
-    return State(made.step, made.params, began, made.rest), origin
+    return State(made.step, made.params, began, made.model_state), origin
 
 
 def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> Origin:

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.parse import load
     from jaxpar.job.shrink import fewer
     from jaxpar.launch.supervise import Launch, supervise
-    from jaxpar.train.peers import report
+    from jaxpar.train.watchdog.thread import report
 
     allowed = args.allow_import
     folder = Path(load(args.job, args.overrides, allow_import=allowed).run.dir)  # what is wrong is said once

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         compiled_chip(asked.hardware)
     plan = search(asked, top=args.top)
     print(page(plan, colour=wants_colour()))
-    result: dict[str, Any] = plan.to_dict() | {"attention": asked.model.attention(asked.practice)}
+    result: dict[str, Any] = plan.to_dict() | {"attention": asked.model.attention(asked.software)}
     for row, each in zip(result["best"], plan.best, strict=True):
         row["speed"] = speed(asked, each).to_dict()
     if args.advise:

@@ -20,7 +20,7 @@ from jaxpar.data.text import Tokens, stdlib_files, text_files
 from jaxpar.errors import refuse, users_code
 
 
-def open_source(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None) -> Source:
+def open_data(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None) -> Source:
     """Returns the source of a job.
 
     Args:

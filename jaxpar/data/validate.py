@@ -15,7 +15,7 @@ class CorruptBatch(JaxparError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sound:
+class BatchSpec:
     """The properties of a good batch.
 
     Attributes:

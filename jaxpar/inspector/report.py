@@ -58,7 +58,7 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
     """Compiles a program for the devices of its mesh, runs nothing, and returns what XLA made of it.
 
     Args:
-      program: A `Step` of `jp.build`, or any jitted function.
+      program: A `Step` of `jp.train_step`, or any jitted function.
       *args: What it is called with: arrays, or `jax.ShapeDtypeStruct`s with shardings. For a `Step`, a batch.
       roles: For a jitted function, what each of its arguments is: `parameters`, `optimizer state`, `other state`,
         `batch` or `arguments`.

@@ -108,7 +108,7 @@ def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str
     if not hasattr(function, "lower"):
         raise refuse(
             f"inspect({getattr(function, '__name__', function)!r:.60}, ...)",
-            rule="what is inspected is compiled: a jitted function, or a Step of jp.build",
+            rule="what is inspected is compiled: a jitted function, or a Step of jp.train_step",
             fix="jax.jit(f), with arguments that have shardings",
         )
     if isinstance(roles, str) or not isinstance(roles, Sequence):

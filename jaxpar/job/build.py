@@ -14,14 +14,13 @@ from jaxpar.data.spec import Source
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.job.check import check
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.batches import check_evaluated, open_source
+from jaxpar.job.parts.batches import check_evaluated, open_data
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.mesh.devices import simulate, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
-from jaxpar.step.step import Step
-from jaxpar.step.step import build as build_step
+from jaxpar.step.step import Step, train_step
 
 BLOCK = 4096  # steps whose learning rates are computed at once
 
@@ -67,7 +66,7 @@ def build(job: Job, *, processes: int = 1) -> Built:
             fix=f"mesh.devices = {len(devices)}, or mesh.simulate = {job.mesh.devices}",
         )
     step = assemble(job, devices[: job.mesh.devices or None])
-    source = open_source(job)
+    source = open_data(job)
     check_evaluated(job, source)
     return Built(
         job=job,
@@ -100,7 +99,7 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     if problems := check(job):
         raise JaxparError(*problems)
     loss, train = resolve_loss(job), job.train
-    return build_step(
+    return train_step(
         compose(resolve_model(job, loss), job.parallel, devices), loss, chain.build(job.optimizer, train.steps),
         guard=job.faults.on_bad_step == "skip",
         accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,

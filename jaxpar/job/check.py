@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxpar.data import arrays, text
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_source
+from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.start import check_start, is_folder
 from jaxpar.mesh.axes import AXES, batch_axes, infer_sizes
@@ -30,7 +30,7 @@ from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
 from jaxpar.step.numerics import PRECISIONS, Numerics
 from jaxpar.step.pipelined.run import Pipelined
-from jaxpar.step.pipelined.unflushed import Updating
+from jaxpar.step.pipelined.unflushed import Unflushed
 from jaxpar.units import show_bytes
 
 
@@ -105,7 +105,7 @@ def _check_faults(job: Job) -> None:
 def _check_evaluation(job: Job) -> None:
     """Refuses evaluations that are asked for and cannot be; of text nothing is packed to see it."""
     if not job.data.is_text:
-        check_evaluated(job, open_source(job))
+        check_evaluated(job, open_data(job))
     elif not job.data.held_out:
         check_evaluated(job, None)
 
@@ -191,8 +191,8 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     batch = abstract_batch(job)
 
     def forward(key, batch):
-        params, rest = blueprint.init(key)
-        model = blueprint.bind(params, rest, lambda path, value: value, Compute(remat=job.train.remat))
+        params, model_state = blueprint.init(key)
+        model = blueprint.bind(params, model_state, lambda path, value: value, Compute(remat=job.train.remat))
         return losses.as_sums(loss(model, batch), accumulate=job.train.accumulate)
 
     with accepting(job, blueprint.name, batch):
@@ -209,13 +209,13 @@ def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, j
         tuple(layout.sizes[axis] for axis in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
     )
     parts = (dataclasses.replace(layout, mesh=mesh), loss, numerics, PRECISIONS[numerics.precision])
-    params, rest = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
+    params, model_state = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
     if layout.parallel.pipeline.weights == "flush":
         with jax.sharding.use_abstract_mesh(
             mesh
         ):  # as a step has it: ends that are spread are traced outside of islands
-            jax.eval_shape(Pipelined(*parts).gradients, params, rest, batch)
+            jax.eval_shape(Pipelined(*parts).gradients, params, model_state, batch)
     else:
         optimizer = chain.build(job.optimizer, job.train.steps)
         state = jax.eval_shape(optimizer.init, params)
-        jax.eval_shape(partial(Updating(*parts).updated, optimizer), params, state, rest, batch)
+        jax.eval_shape(partial(Unflushed(*parts).updated, optimizer), params, state, model_state, batch)

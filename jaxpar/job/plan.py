@@ -58,7 +58,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         devices=devices,
         rows=job.train.global_batch,
         hardware=dataclasses.replace(known, **links),
-        practice=JAXPAR if unfused else JAXPAR_FUSED,
+        software=JAXPAR if unfused else JAXPAR_FUSED,
         memory=pool.room(known.chip.visible) if memory is None else parse_bytes(memory),
         why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
     )

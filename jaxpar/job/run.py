@@ -42,10 +42,10 @@ from jaxpar.train import loop
 from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
-from jaxpar.train.peers import Alone, Peers, forget
 from jaxpar.train.progress import Progress
-from jaxpar.train.skipped_batches import Careful, Detours
+from jaxpar.train.skipped_batches import CheckedSource, SkippedBatches
 from jaxpar.train.watchdog.judge import SLOW
+from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
 
 
 def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
@@ -60,48 +60,50 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
       JaxparError: With what is wrong with the job, its data, its run folder or its loss.
     """
     folder = Path(job.run.dir)
-    peers = _meet(job, folder)
+    watchdog = _meet(job, folder)
     try:
-        peers.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
+        watchdog.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
         store = Store(folder / "checkpoints", job.checkpoint)
         _check_folder(job, folder, store)
 
         def say(text: str) -> None:
             print(text, file=stream or sys.stdout, flush=True)
 
-        with Lock(folder, say) if peers.process == 0 else nullcontext():
+        with Lock(folder, say) if watchdog.process == 0 else nullcontext():
             steps = _check_folder(job, folder, store)
             if at is not None:
-                steps = _go_back(store, steps, at, say if peers.process == 0 else None)
+                steps = _go_back(store, steps, at, say if watchdog.process == 0 else None)
             changed = changes.changes(folder, job) if steps else []
-            built = build(job, processes=peers.count)
+            built = build(job, processes=watchdog.count)
             _check_same_run(folder, built, steps)
-            peers.agree("data", built.source.fingerprint)
-            peers.agree("list of checkpoints", str(steps))
+            watchdog.agree("data", built.source.fingerprint)
+            watchdog.agree("list of checkpoints", str(steps))
             make_folder(folder)
-            result = _train(job, built, store, peers, steps, changed, stream)
-        peers.close()
+            result = _train(job, built, store, watchdog, steps, changed, stream)
+        watchdog.close()
         return result
     except JaxparError as error:
-        peers.close(f"failed: {error.problems[0].got}")
+        watchdog.close(f"failed: {error.problems[0].got}")
         raise
     except (ValueError, RuntimeError, OSError) as error:
-        meant = peers.explain(error)
-        peers.close(f"failed: {said(meant)}")
+        meant = watchdog.explain(error)
+        watchdog.close(f"failed: {said(meant)}")
         if meant is error:
             raise
         raise meant from error
     finally:
-        peers.close("failed: it ended before the run did")  # whatever ended it: else its thread would say that it lives
+        watchdog.close(
+            "failed: it ended before the run did"
+        )  # whatever ended it: else its thread would say that it lives
 
 
-def _meet(job: Job, folder: Path) -> Alone:
+def _meet(job: Job, folder: Path) -> SingleProcess:
     """Returns the processes of the run, connected."""
     cluster = detect(os.environ)
     if cluster is None:
         if os.environ.get("JAXPAR_ATTEMPT"):  # the only one that was launched adds up as several would, bit for bit
             connect(Cluster(coordinator=os.environ["JAXPAR_COORDINATOR"], processes=1, process=0, source="launch"))
-        return Alone()
+        return SingleProcess()
     make_folder(folder)
     attempt = ""
     if cluster.process == 0:
@@ -114,22 +116,28 @@ def _meet(job: Job, folder: Path) -> Alone:
         cluster, timeout=job.run.timeout * SLOW, heartbeat=heartbeat, word=attempt,
         check=lambda word: meeting.look(folder, word, process=cluster.process),
     )  # fmt: skip
-    return Peers(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
+    return WatchdogThread(folder, attempt, process=cluster.process, count=cluster.processes, limit=job.run.timeout)
 
 
 def _train(
-    job: Job, built: Built, store: Store, peers: Alone, steps: list[int], changed: list[changes.Change], stream
+    job: Job,
+    built: Built,
+    store: Store,
+    watchdog: SingleProcess,
+    steps: list[int],
+    changed: list[changes.Change],
+    stream,
 ) -> dict[str, Any]:
-    folder, first = Path(job.run.dir), peers.process == 0
-    if peers.count > 1:
-        built.step.agree, built.step.compiling = peers.agree, peers.compiling
+    folder, first = Path(job.run.dir), watchdog.process == 0
+    if watchdog.count > 1:
+        built.step.agree, built.step.compiling = watchdog.agree, watchdog.compiling
     devices = list(built.layout.on.devices.flat)
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),
         flops=step_flop(built), peak=_peak(devices), stream=stream if first else io.StringIO(),
     )  # fmt: skip
     store.say = progress.say
-    peers.at(0, "restoring" if steps else "starting")
+    watchdog.at(0, "restoring" if steps else "starting")
     start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
     changes.check(changed, job, at)  # after arrays that do not fit, which no word mends
     if first:  # one writer
@@ -145,7 +153,7 @@ def _train(
         if at >= job.train.steps:
             progress.say(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
         try:
-            outcome = loop.run(_loop(built, store, log, progress, peers), start)
+            outcome = loop.run(_loop(built, store, log, progress, watchdog), start)
         finally:
             store.close()
             log.close()
@@ -170,7 +178,7 @@ def _begin(built: Built, progress: Progress) -> state.State:
         made, said = pretrained.begin(built)
         progress.say(said)
         return made
-    made = state.create(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
+    made = state.init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
     if spec.start_from:
         made, origin = start_from.start(spec, made, built.optimizer)
         progress.say(str(origin))
@@ -194,16 +202,16 @@ def record(built: Built) -> dict[str, Any]:
     }
 
 
-def _loop(built: Built, store: Store, log: Log, progress: Progress, peers: Alone) -> loop.Run:
+def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: SingleProcess) -> loop.Run:
     job, train = built.job, built.job.train
-    detours = Detours(Path(job.run.dir), fresh=not store.steps())
+    skipped = SkippedBatches(Path(job.run.dir), fresh=not store.steps())
     back = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # how far a rollback may go
-    source = Careful(built.source, detours, sound(job), job.faults, progress.say)
+    source = CheckedSource(built.source, skipped, sound(job), job.faults, progress.say)
     return loop.Run(
         step=built.step, source=source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
-        store=store, log=log, progress=progress, learning_rate=built.learning_rate, peers=peers,
-        watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), detours=detours,
+        store=store, log=log, progress=progress, learning_rate=built.learning_rate, watchdog=watchdog,
+        watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), skipped=skipped,
     )  # fmt: skip
 
 

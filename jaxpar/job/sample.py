@@ -74,8 +74,8 @@ def sample(
         raise refuse("an empty prompt", rule="text begins with something", fix='--prompt "\\n"')
 
     @jax.jit
-    def next_token(params, rest, window, last, key):
-        model = layout.blueprint.bind(params, rest, lambda path, value: value, Compute(train=False))
+    def next_token(params, model_state, window, last, key):
+        model = layout.blueprint.bind(params, model_state, lambda path, value: value, Compute(train=False))
         logits = model(window[None])[0, last, :known].astype(jnp.float32)  # what is above is no token of the text
         drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
         return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
@@ -86,5 +86,5 @@ def sample(
         window = np.zeros((length,), np.int32)
         window[: len(recent)] = recent
         key = jax.random.fold_in(jax.random.key(seed), index)
-        ids.append(int(next_token(trained.params, trained.rest, window, len(recent) - 1, key)))
+        ids.append(int(next_token(trained.params, trained.model_state, window, len(recent) - 1, key)))
     return text.decode(ids)

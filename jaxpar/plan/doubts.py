@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 
 DOUBT = 0.3  # how wrong an assumed bandwidth or speed may be
 MOST = 2.0  # the factor by which a doubt changes a part of the time at most
@@ -20,8 +20,8 @@ MOST = 2.0  # the factor by which a doubt changes a part of the time at most
 _OVERLAPS = ("overlap", "tensor_overlap", "context_overlap")
 
 
-def doubts(hardware: Hardware, practice: Practice) -> Iterator[tuple[str, Hardware, Practice]]:
-    """Yields each doubt in words, with the hardware and the practice as they would then be."""
+def doubts(hardware: Hardware, software: SoftwareModel) -> Iterator[tuple[str, Hardware, SoftwareModel]]:
+    """Yields each doubt in words, with the hardware and the software as they would then be."""
     for sign, word in ((1 + DOUBT, "more"), (1 - DOUBT, "less")):
         for what, part, rate in (
             ("bandwidth inside a node", "inside", "bandwidth"),
@@ -30,12 +30,12 @@ def doubts(hardware: Hardware, practice: Practice) -> Iterator[tuple[str, Hardwa
         ):
             one = getattr(hardware, part)
             changed = replace(one, **{rate: getattr(one, rate) * sign})
-            yield f"{DOUBT:.0%} {word} {what}", replace(hardware, **{part: changed}), practice
+            yield f"{DOUBT:.0%} {word} {what}", replace(hardware, **{part: changed}), software
     for factor, word in ((MOST, "twice"), (1 / MOST, "half")):
-        yield f"{word} the latencies", _later(hardware, factor), practice
-        yield f"{word} the traffic that nothing hides", hardware, _exposed(practice, factor)
+        yield f"{word} the latencies", _later(hardware, factor), software
+        yield f"{word} the traffic that nothing hides", hardware, _exposed(software, factor)
         gemm = replace(hardware.gemm, half=hardware.gemm.half * factor)
-        yield f"{word} the fixed cost of a product", replace(hardware, gemm=gemm), practice
+        yield f"{word} the fixed cost of a product", replace(hardware, gemm=gemm), software
 
 
 def _later(hardware: Hardware, factor: float) -> Hardware:
@@ -44,8 +44,8 @@ def _later(hardware: Hardware, factor: float) -> Hardware:
     return replace(hardware, launch=min(1.0, hardware.launch * factor), **slower)
 
 
-def _exposed(practice: Practice, factor: float) -> Practice:
-    """Returns the practice with so many times the share of collectives that computation does not hide."""
-    left = {key: min(1.0, factor * (1 - getattr(practice, key))) for key in _OVERLAPS}
-    pieces = _exposed(practice.pieces, factor) if practice.pieces else None
-    return replace(practice, pieces=pieces, **{key: 1 - share for key, share in left.items()})
+def _exposed(software: SoftwareModel, factor: float) -> SoftwareModel:
+    """Returns the software with so many times the share of collectives that computation does not hide."""
+    left = {key: min(1.0, factor * (1 - getattr(software, key))) for key in _OVERLAPS}
+    pieces = _exposed(software.pieces, factor) if software.pieces else None
+    return replace(software, pieces=pieces, **{key: 1 - share for key, share in left.items()})

@@ -7,10 +7,10 @@
 
 Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, for any widths):
 
-    stream        10: 2 norm inputs, the inputs of two products, 2 masks, or as the practice keeps it; sharded with
+    stream        10: 2 norm inputs, the inputs of two products, 2 masks, or as the software keeps it; sharded with
                   sequence parallelism only
     inner         24 for q, k, v, attention's result, 2 or 3 times hidden; sharded by tensor
-    scores        5 heads seq / dim: softmax, mask, product, or as the practice keeps them; sharded by tensor; none in
+    scores        5 heads seq / dim: softmax, mask, product, or as the software keeps them; sharded by tensor; none in
                   a fused kernel
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 
@@ -84,14 +84,14 @@ def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tu
     return recipe.parameters * held(recipe.since), recipe.gradients * held(2), recipe.optimizer * held(1)
 
 
-def layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
+def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns what a layer keeps of one microbatch with the candidate's remat, and what its backward works with."""
-    kept, working = practice.cost(lambda own: _layer_bytes(shape, candidate, own), candidate)
+    kept, working = software.cost(lambda own: _layer_bytes(shape, candidate, own), candidate)
     return kept, working
 
 
-def _layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tuple[Any, Any]:
-    """Returns the same, for layouts that all have the attention of one practice."""
+def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
+    """Returns the same, for layouts that all have the attention of one software model."""
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     tensor = candidate.tensor
     stream = tokens * shape.dim / np.where(candidate.sequence, tensor, 1)
@@ -99,17 +99,17 @@ def _layer_bytes(shape: Shape, candidate: Candidate, practice: Practice) -> tupl
     result = 2 * tokens * shape.dim / tensor
     hidden = 2 * tokens * shape.width / tensor
     score = tokens * shape.heads * shape.seq / tensor
-    scores = practice.kept[0] * score
+    scores = software.kept[0] * score
     rows, keys = candidate.microbatch, (shape.kv_heads or shape.heads) / tensor
-    kept_twice, worked_twice = (practice.relaid * np.greater(*each) for each in ((rows * keys, 1), (rows, keys)))
+    kept_twice, worked_twice = (software.relaid * np.greater(*each) for each in ((rows * keys, 1), (rows, keys)))
     inner = qkv + result + (2 + shape.gated) * hidden
     others = 4 * tokens * shape.kv_dim / tensor * (candidate.context - 1)  # keys and values of the others' tokens
-    everything = (practice.residual + 2 * practice.dropout) * stream + inner + others + scores
+    everything = (software.residual + 2 * software.dropout) * stream + inner + others + scores
     working = everything + worked_twice / 4 * scores
     dots = 6 * stream + qkv + (1 + shape.gated) * hidden
     kept = {
         "none": everything,
-        "all_dots": dots + result + np.equal(candidate.context, 1) * practice.kept[1] * (1 + kept_twice) * score,
+        "all_dots": dots + result + np.equal(candidate.context, 1) * software.kept[1] * (1 + kept_twice) * score,
         "dots": dots,
         "selective": everything - scores,
         "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,
@@ -135,9 +135,9 @@ def in_flight(candidate: Candidate) -> tuple[Any, Any]:
     return pairs[:, 0].reshape(keys[0].shape), pairs[:, 1].reshape(keys[0].shape)
 
 
-def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe = JAXPAR) -> Memory:
+def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe = JAXPAR) -> Memory:
     """Returns what a device needs, of the first or the last stage, whichever is most in all."""
-    kept, everything = layer_bytes(shape, candidate, practice)
+    kept, everything = layer_bytes(shape, candidate, software)
     deep = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     ways = candidate.tensor * candidate.sharing
@@ -146,24 +146,24 @@ def memory(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recip
     one = np.equal(candidate.pipe, 1)
     moments = []
     for stage, flying in zip(("first", "last"), in_flight(candidate), strict=True):
-        parameters, gradients, optimizer = static(shape, candidate, recipe, stage, everywhere=practice.everywhere)
+        parameters, gradients, optimizer = static(shape, candidate, recipe, stage, everywhere=software.everywhere)
         at_loss, again = np.where(one | (stage == "last"), logits, 0.0), everything - kept
         moments.append(
             Memory(
                 parameters=parameters,
-                gradients=_gradients(shape, candidate, practice, recipe, gradients),
+                gradients=_gradients(shape, candidate, software, recipe, gradients),
                 optimizer=optimizer,
                 activations=flying * deep * kept,
                 logits=np.where(at_loss > again, at_loss, 0.0),
                 working=np.where(at_loss > again, 0.0, again)
-                + _gathered(shape, candidate, practice, recipe)
-                + _scattered(shape, candidate, practice, recipe),
+                + _gathered(shape, candidate, software, recipe)
+                + _scattered(shape, candidate, software, recipe),
             )
         )
     return Memory.largest(moments)
 
 
-def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe, held: Any) -> Any:
+def _gradients(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe, held: Any) -> Any:
     """Returns the bytes of gradients while they are made, `held` being those of ZeRO's stage.
 
     Reduced for every microbatch: of one, stage 1 can scatter them at once; of several, each is beside their sum. One
@@ -171,33 +171,35 @@ def _gradients(shape: Shape, candidate: Candidate, practice: Practice, recipe: R
     as products leave them, are beside their sum.
     """
     stacked = shape.layers * shape.layer_parameters / shape.parameters
-    held = while_made(held, candidate, practice, recipe, stacked=stacked)
-    if practice.everywhere:
+    held = while_made(held, candidate, software, recipe, stacked=stacked)
+    if software.everywhere:
         count = stage_parameters(shape, candidate, "last", everywhere=True)
         ways = np.where(np.equal(candidate.zero, 2), candidate.fsdp, 1)
-        together = recipe.gradients * count / ways + practice.wire[1] * _blocks(shape, candidate)
+        together = recipe.gradients * count / ways + software.wire[1] * _blocks(shape, candidate)
         held = np.where(np.equal(candidate.pipe, 1), held, together)
     return held
 
 
-def _scattered(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe) -> Any:
+def _scattered(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Any:
     """Returns the bytes of a chunk's gradients in the sum's dtype, which stage 2 scatters in every tick of a table."""
-    each_tick = practice.everywhere & np.greater(candidate.pipe, 1) & np.equal(candidate.zero, 2)
+    each_tick = software.everywhere & np.greater(candidate.pipe, 1) & np.equal(candidate.zero, 2)
     sent = each_tick & np.greater(candidate.fsdp, 1)
     return np.where(sent, recipe.gradients * _blocks(shape, candidate) / candidate.chunks, 0.0)
 
 
-def while_made(held: Any, candidate: Candidate, practice: Practice, recipe: Recipe, *, stacked: float = 1.0) -> Any:
+def while_made(
+    held: Any, candidate: Candidate, software: SoftwareModel, recipe: Recipe, *, stacked: float = 1.0
+) -> Any:
     """Returns the bytes of gradients while they are made, where they are reduced for every microbatch.
 
     A scan over layers gives their gradients all at once, `stacked` of all parameters; others are added as they come.
     They have the dtype of what they are gradients of: of stored parameters, or of the copy that is gathered for a step.
     """
-    if not practice.eager:
+    if not software.eager:
         return held
     one, several = np.equal(candidate.pipe, 1), np.greater(candidate.microbatches, 1)
     scattered = one & ~several & np.equal(candidate.zero, 1)
-    lighter = np.where(gathered_for_a_step(candidate, recipe), practice.wire[1] / max(recipe.gradients, 1e-9), 1.0)
+    lighter = np.where(gathered_for_a_step(candidate, recipe), software.wire[1] / max(recipe.gradients, 1e-9), 1.0)
     beside = np.where(one & several, stacked * lighter * held, 0.0)
     return np.where(scattered, held / candidate.fsdp, held) + beside
 
@@ -208,18 +210,18 @@ def gathered_for_a_step(candidate: Candidate, recipe: Recipe) -> Any:
     return between & np.greater(candidate.fsdp, 1)
 
 
-def _gathered(shape: Shape, candidate: Candidate, practice: Practice, recipe: Recipe) -> Any:
+def _gathered(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Any:
     """Returns the bytes of parameters made ready to compute with: a layer and the next, or all that a stage has.
 
     All are gathered for a step where shards are what is kept of them between steps, but in stage 3. Where a stage has
     several chunks its layers are not neighbours: they are dealt out, a copy more.
     """
     for_a_step = gathered_for_a_step(candidate, recipe)
-    of_stage = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
+    of_stage = stage_parameters(shape, candidate, "last", everywhere=software.everywhere)
     pair = np.where(np.equal(candidate.zero, 3) & np.greater(candidate.fsdp, 1), shape.cut_layer(candidate.tensor), 0)
     layers = np.where(for_a_step, of_stage, 2 * pair)
-    if practice.everywhere:
+    if software.everywhere:
         whole = stage_parameters(shape, candidate, "last", everywhere=True)
         dealt = _blocks(shape, candidate) * np.greater(candidate.chunks, 1)
         layers = np.where(np.equal(candidate.pipe, 1), layers, whole + dealt)
-    return practice.wire[0] * layers
+    return software.wire[0] * layers

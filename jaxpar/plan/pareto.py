@@ -25,18 +25,18 @@ class Points:
     bytes: np.ndarray
 
     @property
-    def front(self) -> np.ndarray:
+    def pareto(self) -> np.ndarray:
         """Indices of the layouts that no other one beats in both, fastest first."""
-        return front(self.seconds, self.bytes)
+        return pareto(self.seconds, self.bytes)
 
     def under(self, limits: np.ndarray) -> np.ndarray:
         """Returns the indices of the fastest layouts that need at most so many bytes, each once."""
-        best = self.front
+        best = self.pareto
         count = np.searchsorted(-self.bytes[best], -np.asarray(limits), side="left")
         return best[np.unique(count[count < len(best)])]
 
 
-def front(seconds: np.ndarray, needed: np.ndarray) -> np.ndarray:
+def pareto(seconds: np.ndarray, needed: np.ndarray) -> np.ndarray:
     """Returns the indices of what nothing beats in both, fastest first; of equals, the first.
 
     >>> front(np.array([1.0, 2.0, 3.0, 2.5]), np.array([9, 4, 4, 5])).tolist()

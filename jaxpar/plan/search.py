@@ -11,10 +11,10 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.doubts import MOST, doubts
 from jaxpar.plan.enumerate import Choices, at, pick
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory
 from jaxpar.plan.model.base import Model
-from jaxpar.plan.pareto import Points, front
+from jaxpar.plan.pareto import Points, pareto
 from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes
 
@@ -32,7 +32,7 @@ class Question:
       devices: How many.
       rows: Of a step's global batch.
       hardware: Which machines.
-      practice: What the program does with them.
+      software: What the program does with them.
       choices: What may vary besides the mesh.
       memory: Bytes of a device that a program may use; 0 means the hardware's.
       why: Of which memory these are and who says so, in words.
@@ -44,7 +44,7 @@ class Question:
     devices: int
     rows: int
     hardware: Hardware
-    practice: Practice
+    software: SoftwareModel
     choices: Choices = field(default_factory=Choices)
     memory: int = 0
     why: str = ""
@@ -71,11 +71,11 @@ class Question:
 
     def bytes(self, candidate: Candidate) -> Memory:
         """Returns what the fullest device needs."""
-        return self.model.memory(candidate, self.practice)
+        return self.model.memory(candidate, self.software)
 
     def seconds(self, candidate: Candidate) -> StepTime:
         """Returns what a step takes."""
-        return self.model.time(candidate, self.hardware, self.practice)
+        return self.model.time(candidate, self.hardware, self.software)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,7 @@ class Plan:
             "front": [
                 {"layout": describe(at(self.points.layouts, i)), "seconds": float(self.points.seconds[i]),
                  "bytes": float(self.points.bytes[i]), "how": "modelled"}
-                for i in self.points.front.tolist()
+                for i in self.points.pareto.tolist()
             ],
         }  # fmt: skip
 
@@ -218,7 +218,7 @@ def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[
     order = np.argsort(seconds, kind="stable")
     order = order[_compared(question, fitting, seconds)[order]]
     close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
-    close = close[front(seconds[close], needed[close])]  # what beats one of them is as close
+    close = close[pareto(seconds[close], needed[close])]  # what beats one of them is as close
     how = complexity(pick(fitting, close))
     simplest = close[how == how.min()]
     level = simplest[seconds[simplest] <= seconds[simplest[0]] * (1 + question.margin / 5)]
@@ -253,8 +253,8 @@ def _doubted(question: Question, fitting: Candidate, seconds: np.ndarray, needed
     """
     near = np.flatnonzero(seconds <= seconds.min() * MOST * (1 + question.margin))
     close, found = pick(fitting, near), {}
-    for what, hardware, practice in doubts(question.hardware, question.practice):
-        changed = replace(question, hardware=hardware, practice=practice)
+    for what, hardware, software in doubts(question.hardware, question.software):
+        changed = replace(question, hardware=hardware, software=software)
         found[what] = weigh(changed, at(close, int(_order(changed, close, needed[near])[1][0])))
     return found
 

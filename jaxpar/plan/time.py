@@ -3,7 +3,7 @@
     step = span of the schedule's table + sharding that nothing hides + optimizer
 
 The stage that ends last bears the head. All fields of a candidate may be arrays, and so is then every number here.
-Everything is modelled: formulas of their modules, on the constants of the hardware and the practice.
+Everything is modelled: formulas of their modules, on the constants of the hardware and the software.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from jaxpar.plan import bubble, traffic
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import stage_parameters
 from jaxpar.plan.model import layer_time
 from jaxpar.plan.model.shape import Shape
@@ -36,16 +36,16 @@ class StepTime(Causes):
     """
 
 
-def optimizer(held: Any, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
+def optimizer(held: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
     """Returns the seconds of the update: its bytes of memory, over the share of the `held` that a device updates."""
-    return hardware.stream(practice.update * held / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1))
+    return hardware.stream(software.update * held / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1))
 
 
-def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
     """Returns what a step takes, by cause."""
-    forward, backward, again = layer_time.block(shape, candidate, hardware, practice)
-    head_f, head_b = layer_time.head(shape, candidate, hardware, practice)
-    shared = {cause: each.block(shape, candidate, hardware, practice) for cause, each in TECHNIQUES.items()}
+    forward, backward, again = layer_time.block(shape, candidate, hardware, software)
+    head_f, head_b = layer_time.head(shape, candidate, hardware, software)
+    shared = {cause: each.block(shape, candidate, hardware, software) for cause, each in TECHNIQUES.items()}
     ahead, back = (sum(each) for each in zip(*shared.values(), strict=True))
     deep = candidate.layers(shape.layers)
 
@@ -59,10 +59,10 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         head_f.total + spread[0],
         head_b.total + spread[1],
     )
-    send = traffic.send(shape, candidate, hardware, practice)
+    send = traffic.send(shape, candidate, hardware, software)
     table = bubble.counts(
         *np.broadcast_arrays(candidate.schedule, candidate.pipe, candidate.microbatches, candidate.chunks, send)[:4],
-        run=practice.run,
+        run=software.run,
     )
     still = bubble.span(table, (*times, 0.0))
     moving = bubble.span(table, (*times, send))
@@ -70,8 +70,8 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     count = candidate.microbatches * candidate.chunks * deep
     heads = candidate.microbatches
     busy = count / deep * sum(times[:3]) + heads * (times[3] + times[4])
-    held = stage_parameters(shape, candidate, "last", everywhere=practice.everywhere)
-    traveling = sharding(held, candidate, hardware, practice, layers=candidate.chunks * deep, compute=moving)
+    held = stage_parameters(shape, candidate, "last", everywhere=software.everywhere)
+    traveling = sharding(held, candidate, hardware, software, layers=candidate.chunks * deep, compute=moving)
     return StepTime(
         products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
@@ -81,24 +81,24 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
         sharding=traveling,
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
         send=np.maximum(moving - still, 0.0) + heads * sum(spread),
-        optimizer=optimizer(held, candidate, hardware, practice),
+        optimizer=optimizer(held, candidate, hardware, software),
     )
 
 
 def sharding(
-    held: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, layers: Any, compute: Any
+    held: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any, compute: Any
 ) -> Any:
     """Returns the exposed seconds of fsdp's and data's collectives for `held` parameters of a device, of `layers`.
 
-    `compute` seconds, those of waiting for other stages and their messages too, may hide the practice's share of them.
+    `compute` seconds, those of waiting for other stages and their messages too, may hide the software's share of them.
 
     What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
     microbatch, beside the rest.
     """
-    shards = traffic.gradients(held, candidate, hardware, practice, layers=layers)
-    copies = traffic.replicas(held, candidate, hardware, practice, layers=layers)
+    shards = traffic.gradients(held, candidate, hardware, software, layers=layers)
+    copies = traffic.replicas(held, candidate, hardware, software, layers=layers)
     each, once = (one + other for one, other in zip(shards, copies, strict=True))
     last = compute / candidate.microbatches * 2 / 3
-    return traffic.exposed(each * candidate.microbatches, compute - last, practice.overlap) + traffic.exposed(
-        once, last, practice.overlap
+    return traffic.exposed(each * candidate.microbatches, compute - last, software.overlap) + traffic.exposed(
+        once, last, software.overlap
     )

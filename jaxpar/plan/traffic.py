@@ -7,7 +7,7 @@
              practice has it
     pipe     [tokens, dim] to the next part and its gradient back; where both ends are spread, five all-reduces of it
 
-Activations travel in bfloat16, parameters and gradients as the practice has them; gradients that a table has summed, in
+Activations travel in bfloat16, parameters and gradients as the software has them; gradients that a table has summed, in
 float32. Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.base import BYTES
@@ -25,7 +25,7 @@ from jaxpar.plan.techniques.base import BYTES
 SUMMED = 4  # of a gradient that one program on all stages has summed over its table: reduced as it is, in float32
 
 
-def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> Any:
+def send(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
     """Returns the seconds of a tick's messages between stages: those of the slowest link that any of them crosses.
 
     Scattered, each tensor rank sends its share through its own NIC and a gather inside the node puts them together,
@@ -33,7 +33,7 @@ def send(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pract
     """
     size = BYTES * tokens(shape, candidate) * shape.dim
     stride = candidate.tensor * candidate.context * candidate.fsdp * candidate.data
-    if not practice.scatter:
+    if not software.scatter:
         return hardware.send(size / np.where(candidate.sequence, candidate.tensor, 1), stride, candidate.pipe)
     gathered = np.where(candidate.sequence, 0.0, hardware.gather(size, candidate.tensor, 1))
     return hardware.send(size / candidate.tensor, stride, candidate.pipe) + gathered
@@ -52,18 +52,18 @@ def spread(shape: Shape, candidate: Candidate, hardware: Hardware) -> tuple[Any,
     return 2 * once, 3 * once
 
 
-def pieces(layers: Any, candidate: Candidate, practice: Practice) -> Any:
+def pieces(layers: Any, candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns in how many collectives a device's parameters are gathered, or its gradients reduced.
 
     A scan over `layers` has one for each, all weights of a layer together; embedding and head make one more. Around
-    the table of a pipeline, and where the practice keeps gradients in one buffer, all travel at once.
+    the table of a pipeline, and where the software keeps gradients in one buffer, all travel at once.
     """
-    together = practice.everywhere & np.greater(candidate.pipe, 1)
-    return np.where(together | (not practice.layerwise), 1, layers + 1)
+    together = software.everywhere & np.greater(candidate.pipe, 1)
+    return np.where(together | (not software.layerwise), 1, layers + 1)
 
 
 def gradients(
-    parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, layers: Any
+    parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any
 ) -> tuple[Any, Any]:
     """Returns the seconds of fsdp's collectives for so many parameters of a device: per microbatch, and per step.
 
@@ -71,13 +71,13 @@ def gradients(
     around its table; but stage 2 scatters in every tick that makes gradients, of those that are idle too. What stages 1
     and 2 gather once for all of a step comes at once.
     """
-    over, count = (candidate.fsdp, candidate.tensor * candidate.context), pieces(layers, candidate, practice)
-    around = practice.everywhere & np.greater(candidate.pipe, 1)
-    sizes = practice.wire[0], np.where(around, SUMMED, practice.wire[1])
+    over, count = (candidate.fsdp, candidate.tensor * candidate.context), pieces(layers, candidate, software)
+    around = software.everywhere & np.greater(candidate.pipe, 1)
+    sizes = software.wire[0], np.where(around, SUMMED, software.wire[1])
     gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in sizes)
-    whole = hardware.gather(practice.wire[0] * parameters, *over)
+    whole = hardware.gather(software.wire[0] * parameters, *over)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
-    eager = _eager(candidate, practice)
+    eager = _eager(candidate, software)
     stages = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
     nothing = 0.0 * gather
     each = np.select(stages, [nothing, nothing, ticks * scatter, ~around * (2 * gather + scatter)])
@@ -86,7 +86,7 @@ def gradients(
 
 
 def replicas(
-    parameters: Any, candidate: Candidate, hardware: Hardware, practice: Practice, *, layers: Any
+    parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any
 ) -> tuple[Any, Any]:
     """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
 
@@ -94,13 +94,13 @@ def replicas(
     microbatches. Around a table data comes once a step, after fsdp; context inside of it, where fsdp has not sharded
     anything yet.
     """
-    eager = _eager(candidate, practice)
+    eager = _eager(candidate, software)
     whole, beside = eager & np.equal(candidate.zero, 1), candidate.tensor * candidate.context
     shard = np.where(np.greater(candidate.zero, 0) & ~whole, candidate.fsdp, 1)
-    table = practice.everywhere & np.greater(candidate.pipe, 1)
-    size, data, context = practice.wire[1] * parameters, candidate.data, candidate.context
+    table = software.everywhere & np.greater(candidate.pipe, 1)
+    size, data, context = software.wire[1] * parameters, candidate.data, candidate.context
     near, far = hardware.members(context, candidate.tensor), hardware.members(data, beside * candidate.fsdp)
-    count = pieces(layers, candidate, practice)
+    count = pieces(layers, candidate, software)
     ways = np.where(whole, candidate.fsdp, 1)
     members = near * far * np.where(whole, hardware.members(candidate.fsdp, beside), 1)
     both = 2 * hardware.gather(size / shard, data * context * ways, candidate.tensor, members=members, pieces=count)
@@ -109,9 +109,9 @@ def replicas(
     return np.where(table, inside, eager * both), np.where(table, around, ~eager * both)
 
 
-def _eager(candidate: Candidate, practice: Practice) -> Any:
+def _eager(candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns whether gradients are reduced for every one of several microbatches."""
-    return practice.eager & np.equal(candidate.pipe, 1) & np.greater(candidate.microbatches, 1)
+    return software.eager & np.equal(candidate.pipe, 1) & np.greater(candidate.microbatches, 1)
 
 
 def exposed(traffic: Any, compute: Any, overlap: float) -> Any:

@@ -79,7 +79,7 @@ class Blueprint:
       leaves: Every parameter by its path, such as `blocks/attention/query`.
       init: Key to (params, rest); pure, traced inside jit.
       bind: (params, rest, use, compute) to the callable a loss function sees.
-      collect: A bound model to its `rest` after the call.
+      collect: A bound model to its `model_state` after the call.
       takes_remat: Whether the model places rematerialization itself.
     """
 

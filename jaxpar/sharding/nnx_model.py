@@ -53,7 +53,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
                     rule="a model keeps arrays in variables, which are born sharded with it",
                     fix=f"self.{key} = nnx.Variable(...), or nnx.Param(...) if it is trained",
                 )
-    graph, params, rest = nnx.split(abstract, nnx.Param, ...)
+    graph, params, model_state = nnx.split(abstract, nnx.Param, ...)
 
     def init(key) -> tuple[Tree, Tree]:
         _, made, other = nnx.split(build(key), nnx.Param, ...)
@@ -72,7 +72,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
         model = nnx.merge(
             graph,
             nnx.from_flat_state([(path, hooked(path, v)) for path, v in nnx.to_flat_state(params)]),
-            nnx.from_flat_state([(path, refilled(path, v)) for path, v in nnx.to_flat_state(rest)]),
+            nnx.from_flat_state([(path, refilled(path, v)) for path, v in nnx.to_flat_state(model_state)]),
         )
         return _configure(model, compute)
 
@@ -81,7 +81,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
         leaves={"/".join(_words(path)): _leaf(path, variable) for path, variable in nnx.to_flat_state(params)},
         init=init,
         bind=bind,
-        collect=partial(_collect, {_words(path) for path, _ in nnx.to_flat_state(rest)}, name),
+        collect=partial(_collect, {_words(path) for path, _ in nnx.to_flat_state(model_state)}, name),
         takes_remat=any(hasattr(module, "remat") for _, module in nnx.iter_modules(abstract)),
     )
 

@@ -18,7 +18,7 @@ _TOLERATED = 0.05  # share of matrix FLOP that may stay in float32: a router, a 
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
+class Matmuls:
     """The matrix products and convolutions of a lowered program.
 
     Attributes:
@@ -37,7 +37,7 @@ class Products:
         return f"{self.low} of {self.total} matrix products are bf16 ({self.share:.1%} of their multiplications)"
 
 
-def products(stablehlo: str) -> Products:
+def products(stablehlo: str) -> Matmuls:
     """Returns the matrix products of a StableHLO text."""
     rows = []
     for line in stablehlo.splitlines():
@@ -54,7 +54,7 @@ def products(stablehlo: str) -> Products:
             rows.append((work, low, f"{_shown(left)} * {_shown(right)}"))
     total = sum(work for work, _, _ in rows)
     others = sorted({(work, text) for work, low, text in rows if not low}, reverse=True)
-    return Products(
+    return Matmuls(
         total=len(rows),
         low=sum(low for _, low, _ in rows),
         share=sum(work for work, low, _ in rows if low) / total if total else 1.0,
@@ -62,7 +62,7 @@ def products(stablehlo: str) -> Products:
     )
 
 
-def check_bf16(found: Products) -> None:
+def check_bf16(found: Matmuls) -> None:
     """Refuses a program that was asked for bfloat16 and computes in float32.
 
     Raises:

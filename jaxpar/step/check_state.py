@@ -8,7 +8,7 @@ from jaxpar.errors import refuse
 from jaxpar.sharding.names import path_of
 from jaxpar.step.state import State
 
-_FIX = "state = jp.create(layout, optimizer), then state, metrics = step(state, batch)"
+_FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
 
 
 def check_there(state: Any) -> None:
@@ -20,7 +20,7 @@ def check_there(state: Any) -> None:
     if not isinstance(state, State):
         raise refuse(
             f"a state that is a {type(state).__name__}",
-            rule="a state comes from jp.create, or from the step before",
+            rule="a state comes from jp.init_state, or from the step before",
             fix=_FIX,
         )
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
@@ -42,7 +42,7 @@ def check_same(state: State, expected: State, placed: State) -> None:
     Raises:
       JaxparError: With the first array that is another, or elsewhere.
     """
-    for part, whose in (("params", "model"), ("optimizer", "optimizer"), ("rest", "model")):
+    for part, whose in (("params", "model"), ("optimizer", "optimizer"), ("model_state", "model")):
         given, wanted = getattr(state, part), getattr(expected, part)
         if jax.tree.structure(given) != jax.tree.structure(wanted):
             raise refuse(

@@ -6,7 +6,7 @@
 A parameter travels in the dtype that products run in if the model does nothing but cast it to that. One that the model
 also reads otherwise, in a penalty on its size say, travels as it is stored. One that is cast in several places, or in
 every turn of a loop, is float32 again after it has travelled: its gradient is a sum, and a sum is taken in float32.
-Stage 3 gathers where a layer runs (`Layout.use`), and pipelines around their table (`homes`).
+Stage 3 gathers where a layer runs (`Layout.use`), and pipelines around their table (`Shardings`).
 """
 
 from collections import Counter

@@ -35,11 +35,11 @@ def guarded(update: Callable, on_device: Callable) -> Callable:
         new, metrics = update(state, batch)
         loss, norm = metrics["loss"], metrics["grad_norm"]
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit) & are_finite(new.params)
-        params, optimizer, rest = jax.tree.map(
+        params, optimizer, model_state = jax.tree.map(
             lambda after, before: jnp.where(good, after, before),
-            (new.params, new.optimizer, new.rest),
-            (state.params, on_device(state.optimizer), state.rest),
+            (new.params, new.optimizer, new.model_state),
+            (state.params, on_device(state.optimizer), state.model_state),
         )
-        return State(new.step, params, optimizer, rest), metrics | {"skipped": ~good}
+        return State(new.step, params, optimizer, model_state), metrics | {"skipped": ~good}
 
     return _update

@@ -13,11 +13,11 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.run import Pipelined
-from jaxpar.step.pipelined.unflushed import Updating
+from jaxpar.step.pipelined.unflushed import Unflushed
 from jaxpar.step.state import State
 
 # in the order in which a state is flattened, which is that of the program's arguments
-_ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer state", "rest": "other state"}
+_ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer state", "model_state": "other state"}
 
 
 class Inspectable(Protocol):
@@ -57,7 +57,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
         )
     if step.numerics.offload:
         notes.append("optimizer state in host memory is counted apart from the device's")
-    if isinstance(step.pipelined, Updating) and layout.replicas > 1:
+    if isinstance(step.pipelined, Unflushed) and layout.replicas > 1:
         notes.append("weights change between ticks, so gradients are reduced over the replicas in every one of them")
     code = _code(step.loss)
     return Subject(
@@ -76,7 +76,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
         batch_axes=layout.batch_axes,
         whole=("fsdp",) if layout.parallel.stage == 1 else (),
         microbatches=step.numerics.accumulate * layout.microbatches,
-        updates=layout.microbatches // step.pipelined.plan.per_update if isinstance(step.pipelined, Updating) else 1,
+        updates=layout.microbatches // step.pipelined.plan.per_update if isinstance(step.pipelined, Unflushed) else 1,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
         notes=tuple(notes),
     )
@@ -87,8 +87,8 @@ def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
     blueprint, loss = step.layout.blueprint, step.loss
 
     def forward(key, batch):
-        params, rest = blueprint.init(key)
-        return loss(blueprint.bind(params, rest, lambda path, value: value, Compute()), batch)
+        params, model_state = blueprint.init(key)
+        return loss(blueprint.bind(params, model_state, lambda path, value: value, Compute()), batch)
 
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
     key = jax.random.key(0)

@@ -19,7 +19,7 @@ from jaxpar.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Placing:
+class BatchPlacement:
     """The placement of a step's batches.
 
     Attributes:

@@ -24,16 +24,18 @@ class State:
       step: Steps made so far, one update each but in pipelines without a flush. Shape [], int32.
       params: The parameters, float32 unless the model says otherwise.
       optimizer: The state of the optax chain.
-      rest: BatchNorm statistics, dropout keys and their kin.
+      model_state: BatchNorm statistics, dropout keys and their kin.
     """
 
     step: jax.Array
     params: Tree
     optimizer: Any
-    rest: Tree
+    model_state: Tree
 
 
-def create(layout: Layout, optimizer: optax.GradientTransformation, *, seed: int = 0, offload: bool = False) -> State:
+def init_state(
+    layout: Layout, optimizer: optax.GradientTransformation, *, seed: int = 0, offload: bool = False
+) -> State:
     """Returns the state at step 0, every array made on the devices that keep it.
 
     The numbers depend on the seed alone, never on the layout.
@@ -68,9 +70,9 @@ def initializer(layout: Layout, optimizer: optax.GradientTransformation):
         raise refuse(f"optimizer={optimizer!r:.80}", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)")
 
     def init(key) -> State:
-        params, rest = layout.blueprint.init(key)
+        params, model_state = layout.blueprint.init(key)
         with users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"):
-            return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), rest)
+            return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
 
     return init
 
@@ -102,7 +104,7 @@ def specs(layout: Layout, state: State) -> State:
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
         params=layout.stored,
         optimizer=layout.optimizer_specs(state.optimizer),
-        rest=jax.tree.map(lambda _: PartitionSpec(), state.rest),
+        model_state=jax.tree.map(lambda _: PartitionSpec(), state.model_state),
     )
 
 

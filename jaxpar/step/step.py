@@ -35,10 +35,10 @@ from jaxpar.step.inspectable import subject
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import PRECISIONS, Numerics
 from jaxpar.step.pipelined.run import Pipelined
-from jaxpar.step.pipelined.unflushed import Updating
-from jaxpar.step.shard_batch import Placing
+from jaxpar.step.pipelined.unflushed import Unflushed
+from jaxpar.step.shard_batch import BatchPlacement
 from jaxpar.step.state import State
-from jaxpar.step.whole import Accumulating, constrained
+from jaxpar.step.whole import Whole, constrained
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], Any]
@@ -66,7 +66,7 @@ class Step:
         guard: bool = False,
     ):
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
-        self.products: check.Products | None = None
+        self.products: check.Matmuls | None = None
         self.agree: Callable[[str, str], None] | None = None
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self.pipelined: Pipelined | None = None
@@ -77,10 +77,10 @@ class Step:
                     rule="a pipeline accumulates over its microbatches",
                     fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
                 )
-            kind = Pipelined if layout.parallel.pipeline.weights == "flush" else Updating
+            kind = Pipelined if layout.parallel.pipeline.weights == "flush" else Unflushed
             self.pipelined = kind(layout, loss, numerics, PRECISIONS[numerics.precision])
-        self._whole = Accumulating(layout, loss, numerics)
-        self._placing = Placing(layout=layout, accumulate=numerics.accumulate)
+        self._whole = Whole(layout, loss, numerics)
+        self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
         self._compiled: dict[Any, Any] = {}
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
@@ -96,7 +96,7 @@ class Step:
         """Makes one update.
 
         Args:
-          state: As made by `create` or by the step before; its buffers are reused.
+          state: As made by `init_state` or by the step before; its buffers are reused.
           batch: Name to array; every array's first dim is the global batch.
           limit: The loss above which a step that guards makes no update; others do not read it.
 
@@ -133,10 +133,10 @@ class Step:
             self._check_state(state)
             with self.compiling():
                 with self._users_code(batch), self._traced() as named:
-                    lowered = self._eval.lower(state.params, state.rest, batch)
+                    lowered = self._eval.lower(state.params, state.model_state, batch)
                 self._check(named, lowered)
                 self._compiled[key] = self._compile(key, lowered)
-        sums = self._run(key, state, state.params, state.rest, batch)
+        sums = self._run(key, state, state.params, state.model_state, batch)
         self._bound(sums)
         return sums
 
@@ -214,22 +214,22 @@ class Step:
             yield named
 
     @property
-    def _model(self) -> Accumulating | Pipelined:
+    def _model(self) -> Whole | Pipelined:
         """The maker of gradients: the table of a pipeline, where there is one."""
         return self._whole if self.pipelined is None else self.pipelined
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        if isinstance(self.pipelined, Updating):
-            params, optimizer, sums, rest, norm = self.pipelined.updated(
-                self.optimizer, state.params, self._on_device(state.optimizer), state.rest, batch
+        if isinstance(self.pipelined, Unflushed):
+            params, optimizer, sums, model_state, norm = self.pipelined.updated(
+                self.optimizer, state.params, self._on_device(state.optimizer), state.model_state, batch
             )
-            return State(state.step + 1, params, optimizer, rest), _metrics(sums, norm)
-        gradients, sums, rest = self._model.gradients(state.params, state.rest, batch)
+            return State(state.step + 1, params, optimizer, model_state), _metrics(sums, norm)
+        gradients, sums, model_state = self._model.gradients(state.params, state.model_state, batch)
         if self.layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
             gradients = constrained(self.layout, gradients, self.layout.updated)
         updates, optimizer = self.optimizer.update(gradients, self._on_device(state.optimizer), state.params)
         params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, optimizer, rest), _metrics(sums, optax.tree.norm(gradients))
+        return State(state.step + 1, params, optimizer, model_state), _metrics(sums, optax.tree.norm(gradients))
 
     def _on_device(self, optimizer: Any) -> Any:
         if not self.numerics.offload:
@@ -238,8 +238,8 @@ class Step:
             lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer
         )
 
-    def _measure(self, params: Tree, rest: Tree, batch: Batch) -> Sums:
-        return self._model.evaluate(params, rest, batch)
+    def _measure(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
+        return self._model.evaluate(params, model_state, batch)
 
 
 def _metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:
@@ -256,7 +256,7 @@ def _signature(kind: str, batch: Batch):
     )
 
 
-def build(
+def train_step(
     layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, *, guard: bool = False, **numerics: Any
 ) -> Step:
     """Returns the training step of a layout.
@@ -264,7 +264,7 @@ def build(
     Args:
       layout: As made by `compose`.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
-      optimizer: The optax chain that `create` was given.
+      optimizer: The optax chain that `init_state` was given.
       guard: Whether a step whose loss or gradients are not finite, or whose loss is above a limit, changes nothing.
       **numerics: `accumulate`, `precision`, `remat`, `offload`: see `Numerics`.
 

@@ -23,7 +23,7 @@ from jaxpar.step.numerics import PRECISIONS, Numerics
 
 
 @dataclass(frozen=True, eq=False)
-class Accumulating:
+class Whole:
     """A model and its loss, run as a whole.
 
     Attributes:
@@ -36,59 +36,61 @@ class Accumulating:
     loss: Callable
     numerics: Numerics
 
-    def gradients(self, params: Tree, rest: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
+    def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest afterwards."""
         count = self.numerics.accumulate
         if count == 1:
-            params = self._gathered(params, rest, batch, train=True)
+            params = self._gathered(params, model_state, batch, train=True)
             # no accumulator to keep whole, so stage 1 too can take a reduce-scatter for an all-reduce
-            return self._gradients(params, rest, batch, self.layout.updated, mean=True)
+            return self._gradients(params, model_state, batch, self.layout.updated, mean=True)
         # rows i, i + count, ... make microbatch i: each device splits its own rows, nothing moves
         micro = {
             name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
             for name, value in batch.items()
         }
         first = jax.tree.map(lambda value: value[0], micro)
-        params = self._gathered(params, rest, first, train=True)
+        params = self._gathered(params, model_state, first, train=True)
 
         def body(carry, batch):
-            gradients, sums, rest = carry
-            more, new, rest = self._gradients(params, rest, batch, self.layout.gradients, mean=False)
+            gradients, sums, model_state = carry
+            more, new, model_state = self._gradients(params, model_state, batch, self.layout.gradients, mean=False)
             gradients = constrained(self.layout, jax.tree.map(jnp.add, gradients, more), self.layout.gradients)
-            return (gradients, jax.tree.map(jnp.add, sums, new), rest), None
+            return (gradients, jax.tree.map(jnp.add, sums, new), model_state), None
 
-        shapes = jax.eval_shape(partial(self._gradients, specs=self.layout.gradients, mean=False), params, rest, first)
+        shapes = jax.eval_shape(
+            partial(self._gradients, specs=self.layout.gradients, mean=False), params, model_state, first
+        )
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
         zeros = (constrained(self.layout, zeros[0], self.layout.gradients), zeros[1])
-        (gradients, sums, rest), _ = jax.lax.scan(body, (*zeros, rest), micro)
+        (gradients, sums, model_state), _ = jax.lax.scan(body, (*zeros, model_state), micro)
         # in stage 1 the update takes shards: without this they reach into the loop, which gathers every time
         gradients = constrained(self.layout, gradients, self.layout.gradients)
         tokens = sums["loss"][1]
-        return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, rest
+        return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, model_state
 
-    def evaluate(self, params: Tree, rest: Tree, batch: Mapping[str, Any]) -> Sums:
+    def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Sums:
         """Returns the sums of a batch: one forward pass, without dropout."""
-        params = self._gathered(params, rest, batch, train=False)
-        return self._forward(params, rest, batch, train=False)[0]
+        params = self._gathered(params, model_state, batch, train=False)
+        return self._forward(params, model_state, batch, train=False)[0]
 
-    def _gathered(self, params: Tree, rest: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
+    def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
         """Returns the parameters as every microbatch of a step reads them."""
         dtype = PRECISIONS[self.numerics.precision]
-        return gathered(self.layout, params, partial(self._forward, train=train), rest, batch, dtype=dtype)
+        return gathered(self.layout, params, partial(self._forward, train=train), model_state, batch, dtype=dtype)
 
-    def _forward(self, params: Tree, rest: Tree, batch: Mapping[str, Any], *, train: bool) -> tuple[Sums, Tree]:
+    def _forward(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> tuple[Sums, Tree]:
         dtype = PRECISIONS[self.numerics.precision]
         compute = Compute(train=train, dtype=dtype, remat=self.numerics.remat)
         blueprint = self.layout.blueprint
-        model = blueprint.bind(params, rest, lambda path, value: self.layout.use(path, value, dtype), compute)
+        model = blueprint.bind(params, model_state, lambda path, value: self.layout.use(path, value, dtype), compute)
         sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
         return sums, blueprint.collect(model)
 
-    def _gradients(self, params: Tree, rest: Tree, batch: Mapping[str, Any], specs: Tree, *, mean: bool):
+    def _gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], specs: Tree, *, mean: bool):
         """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch, gradients placed by `specs`."""
 
         def objective(params):
-            sums, after = self._forward(params, rest, batch, train=True)
+            sums, after = self._forward(params, model_state, batch, train=True)
             total, count = sums["loss"]
             return (total / jax.lax.stop_gradient(count) if mean else total), (sums, after)
 

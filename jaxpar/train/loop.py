@@ -74,12 +74,12 @@ def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
 
     for index in range(start, job.steps):
         done = index + 1
-        job.peers.at(done, "reading the batch")
+        job.watchdog.at(done, "reading the batch")
         batch = feed.batch(index)
-        job.peers.at(done, "training")
+        job.watchdog.at(done, "training")
         state, metrics = job.step(state, batch, limit=job.watch.limit(done))
         flying.append((done, metrics))
-        stopped = job.peers.stopping(stop.name, done)
+        stopped = job.watchdog.stopping(stop.name, done)
         last = done == job.steps or stopped is not None
         evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))
         if stopped and job.progress:
@@ -103,7 +103,7 @@ def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
 def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:
     """Starts to save the state; of the last step it is on the disk afterwards, whatever comes then."""
     if job.store:
-        job.peers.at(step, "saving")
+        job.watchdog.at(step, "saving")
         check_before_save(step, state.params)
         job.store.save(step, state, _scores(row))
         if last:
@@ -116,7 +116,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
     Returns the signal that broke it off, or None.
     """
     step = row["step"]
-    job.peers.at(step, "evaluating")
+    job.watchdog.at(step, "evaluating")
     found = evaluate(job, state, feed, stop)
     row |= found or {}
     if found and job.log:

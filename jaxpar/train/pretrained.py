@@ -42,12 +42,12 @@ def start(
     where = {path_of(keys): on for keys, on in jax.tree_util.tree_flatten_with_path(placed.params)[0]}
     born = {path_of(keys): _born(params[path_of(keys)], leaf, where[path_of(keys)]) for keys, leaf in flat}
 
-    def rest(params, key) -> State:
+    def model_state(params, key) -> State:
         _, others = layout.blueprint.init(key)
         return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), others)
 
     tree = nest({tuple(path.split("/")): value for path, value in born.items()})
-    return jax.jit(rest, out_shardings=placed, donate_argnums=0)(tree, jax.random.key(seed))
+    return jax.jit(model_state, out_shardings=placed, donate_argnums=0)(tree, jax.random.key(seed))
 
 
 def _born(value: Any, leaf: jax.ShapeDtypeStruct, on: Any) -> jax.Array:

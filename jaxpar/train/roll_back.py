@@ -22,7 +22,7 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
       JaxparError: `bad` itself, after the last checkpoint was committed, if the job does not want this; if there is
         no checkpoint to go back to, or the run went back too often.
     """
-    faults, detours = job.watch.faults, job.detours
+    faults, skipped = job.watch.faults, job.skipped
     if job.store and (isinstance(bad, BadStep) or jax.process_count() == 1):  # else the others may never come to it
         job.store.wait()
     if not isinstance(bad, BadStep):
@@ -32,19 +32,19 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
     at_once = bad.step == start + 1 and start in steps and bool(older)
     if faults.on_bad_step != "rollback":
         raise _with_older(bad, older[-1]) if at_once else bad
-    if job.store is None or detours is None or not steps:
+    if job.store is None or skipped is None or not steps:
         raise refuse(f"{bad.problems[0].got}, and no checkpoint to go back to", rule="faults.on_bad_step = 'rollback' "
             "goes back to a checkpoint", fix="a smaller checkpoint.every") from bad  # fmt: skip
-    if detours.rollbacks >= faults.rollbacks:
-        raise refuse(f"{bad.problems[0].got}, after {detours.rollbacks} rollbacks", rule=f"a run goes back at most "
+    if skipped.rollbacks >= faults.rollbacks:
+        raise refuse(f"{bad.problems[0].got}, after {skipped.rollbacks} rollbacks", rule=f"a run goes back at most "
             f"faults.rollbacks = {faults.rollbacks} times", fix=bad.problems[0].fix) from bad  # fmt: skip
-    job.peers.at(bad.step, "restoring")
+    job.watchdog.at(bad.step, "restoring")
     if at_once and jax.process_index() == 0:
         left = ", ".join(job.store.leave(older[-1]))
         if job.progress:
             job.progress.say(f"the first step after step {start} is bad: what was saved there is called {left} now")
     state, back = job.store.restore(job.step.abstract())
-    detours.go_back(bad.step, to=back, why=bad.problems[0].got)
+    skipped.go_back(bad.step, to=back, why=bad.problems[0].got)
     job.watch.rewind(back)
     if job.log:
         job.log.rewind(back)

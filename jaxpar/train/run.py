@@ -10,9 +10,9 @@ from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.faults import Watch
 from jaxpar.train.metrics import Log
-from jaxpar.train.peers import Alone
 from jaxpar.train.progress import Progress
-from jaxpar.train.skipped_batches import Detours
+from jaxpar.train.skipped_batches import SkippedBatches
+from jaxpar.train.watchdog.thread import SingleProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class Run:
       log: Where rows go, or None.
       progress: What the user sees, or None.
       learning_rate: Step to learning rate, for the rows.
-      peers: The other processes of the run.
+      watchdog: The other processes of the run.
       watch: Judges each step's numbers.
-      detours: Batches that are passed over, or None where none can be.
+      skipped: Batches that are passed over, or None where none can be.
     """
 
     step: Step
@@ -47,9 +47,9 @@ class Run:
     log: Log | None = None
     progress: Progress | None = None
     learning_rate: Callable[[int], float] | None = None
-    peers: Alone = field(default_factory=Alone)
+    watchdog: SingleProcess = field(default_factory=SingleProcess)
     watch: Watch = field(default_factory=Watch)
-    detours: Detours | None = None
+    skipped: SkippedBatches | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
 """Maps a step to its batch, where some have been skipped: still a pure function of the step.
 
-step   0 1 2 3 4 5 6 ...         a detour at step 3, past 2 batches
+step   0 1 2 3 4 5 6 ...         step 3 skips 2 batches
 batch  0 1 2 5 6 7 8 ...
 
-RUN/detours.json remembers them, so that a run that is resumed passes over the same.
+RUN/skipped_batches.json remembers them, so that a run that is resumed passes over the same.
 """
 
 import json
@@ -16,14 +16,14 @@ import jax
 
 from jaxpar.data.iterables import some
 from jaxpar.data.spec import Batch, Rows, Source, Weighted
-from jaxpar.data.validate import CorruptBatch, Sound
+from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import reading, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.train.faults import Faults
 
 
 @dataclass(frozen=True, slots=True)
-class Detour:
+class Skip:
     """Batches that were passed over.
 
     Attributes:
@@ -37,8 +37,8 @@ class Detour:
     why: str
 
 
-class Detours:
-    """The detours of a run.
+class SkippedBatches:
+    """The batches that a run skips.
 
     Args:
       folder: The run folder.
@@ -49,7 +49,7 @@ class Detours:
     """
 
     def __init__(self, folder: Path, *, fresh: bool):
-        self.file = folder / "detours.json"
+        self.file = folder / "skipped_batches.json"
         self.rollbacks, self.all = 0, []
         if fresh and jax.process_index() == 0:
             self.file.unlink(missing_ok=True)
@@ -61,42 +61,44 @@ class Detours:
             ):
                 found = json.loads(self.file.read_text())
                 self.rollbacks = int(found["rollbacks"])
-                self.all = [Detour(int(each["at"]), int(each["past"]), str(each["why"])) for each in found["detours"]]
+                self.all = [Skip(int(each["at"]), int(each["past"]), str(each["why"])) for each in found["skipped"]]
 
     def batch_of(self, step: int) -> int:
         """Returns the batch that a step takes, both from 0."""
-        return step + sum(detour.past for detour in self.all if detour.at <= step)
+        return step + sum(skip.past for skip in self.all if skip.at <= step)
 
     def pass_over(self, step: int, why: str) -> None:
         """Makes a step, from 0, and all after it take the batch after the one that it would have taken."""
-        self._write([*self.all, Detour(step, 1, why)])
+        self._write([*self.all, Skip(step, 1, why)])
 
     def go_back(self, bad: int, *, to: int, why: str) -> None:
         """Makes the step after `to` take the batch after that of step `bad`, both from 1."""
         past = self.batch_of(bad - 1) + 1 - self.batch_of(to)
         self.rollbacks += 1
-        self._write([*(detour for detour in self.all if detour.at <= to), Detour(to, past, why)])
+        self._write([*(skip for skip in self.all if skip.at <= to), Skip(to, past, why)])
 
-    def _write(self, detours: list[Detour]) -> None:
-        self.all = detours
+    def _write(self, skipped: list[Skip]) -> None:
+        self.all = skipped
         if jax.process_index() == 0:
             make_folder(self.file.parent)
-            write_json(self.file, {"rollbacks": self.rollbacks, "detours": [asdict(detour) for detour in detours]})
+            write_json(self.file, {"rollbacks": self.rollbacks, "skipped": [asdict(skip) for skip in skipped]})
 
 
-class Careful:
-    """A source whose batches are looked at before they are fed, and that takes the run's detours.
+class CheckedSource:
+    """A source whose batches are looked at before they are fed, and that skips what the run skips.
 
     Args:
       source: Where batches come from.
-      detours: The run's.
+      skipped: The run's.
       sound: What a good batch is.
       faults: What is done about one that is not.
       say: Where it is told that a batch was passed over.
     """
 
-    def __init__(self, source: Source, detours: Detours, sound: Sound, faults: Faults, say: Callable[[str], None]):
-        self.source, self.detours, self.sound, self.faults, self.say = source, detours, sound, faults, say
+    def __init__(
+        self, source: Source, skipped: SkippedBatches, sound: BatchSpec, faults: Faults, say: Callable[[str], None]
+    ):
+        self.source, self.skipped, self.sound, self.faults, self.say = source, skipped, sound, faults, say
         self.fingerprint = source.fingerprint
         self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
 
@@ -110,12 +112,12 @@ class Careful:
         """
         passed: list[CorruptBatch] = []
         while True:
-            index = self.detours.batch_of(step)
+            index = self.skipped.batch_of(step)
             try:
                 return self._read(index, size, rows)
             except CorruptBatch as error:
                 self._pass(f"the batch of step {step + 1}", error, passed)
-                self.detours.pass_over(step, error.problems[0].got)
+                self.skipped.pass_over(step, error.problems[0].got)
 
     def _read(self, index: int, size: int, rows: Rows) -> Batch:
         alone = rows if self.faults.on_bad_batch == "stop" else None

@@ -12,12 +12,12 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 
 
-def open_source(job: Job) -> Source:
+def open_data(job: Job) -> Source:
     """Returns the source of a job's batches."""
     named = None
     if ":" in job.data.source:
         named = import_object(job.data.source, "data.source", allowed=job.allow_import)
-    return data.open_source(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
+    return data.open_data(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
 
 
 def check_evaluated(job: Job, source: Source | None) -> None:
@@ -42,7 +42,7 @@ def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
         tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)
         return {"inputs": tokens, "targets": tokens}
     try:
-        batch = open_source(job).batch(0, size)
+        batch = open_data(job).batch(0, size)
     except MemoryError as error:
         raise refuse(
             f"train.global_batch = {size}", rule="a batch fits into memory", fix="global_batch = 32"

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.data.validate import Sound
+from jaxpar.data.validate import BatchSpec
 from jaxpar.errors import JaxparError, Problem, few, nearest, refuse, users_code
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import validated
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.batches import abstract_batch, open_source
+from jaxpar.job.parts.batches import abstract_batch, open_data
 from jaxpar.models import decoder, mlp, resnet, vit
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.names import Blueprint
@@ -132,7 +132,7 @@ def _check_text(job: Job, settings: Any) -> None:
 
 
 def _check_labels(job: Job, settings: Any) -> None:
-    held = getattr(open_source(job), "arrays", {})
+    held = getattr(open_data(job), "arrays", {})
     labels = held.get("labels")
     if labels is not None and labels.dtype.kind in "iu" and not 0 <= labels.min() <= labels.max() < settings.classes:
         raise refuse(
@@ -154,11 +154,11 @@ def accepting(job: Job, name: str, batch: Mapping[str, jax.ShapeDtypeStruct]) ->
     )
 
 
-def sound(job: Job) -> Sound:
+def sound(job: Job) -> BatchSpec:
     """Returns what is known of a good batch of a job: ids that the model has, and the arrays of the user's own."""
     like = abstract_batch(job) if ":" in job.data.source else {}
     if job.model["name"] not in MODELS:
-        return Sound(like=like)
+        return BatchSpec(like=like)
     spec = MODELS[job.model["name"]][1]
     usual = {"vocab": job.data.tokens} if job.data.is_text else {}
     settings = {field.name: usual.get(field.name, field.default) for field in dataclasses.fields(spec)} | job.model
@@ -167,4 +167,4 @@ def sound(job: Job) -> Sound:
         below["targets"] = settings.get("vocab")
     if job.train.loss == "classify":
         below["labels"] = settings.get("classes")
-    return Sound(below={name: count for name, count in below.items() if isinstance(count, int)}, like=like)
+    return BatchSpec(below={name: count for name, count in below.items() if isinstance(count, int)}, like=like)

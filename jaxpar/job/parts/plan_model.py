@@ -63,7 +63,7 @@ def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
 
 def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devices: int) -> Traced:
     use, dtype = compose(blueprint, Parallel(), 1).use, PRECISIONS[job.train.precision]
-    params, rest = jax.eval_shape(blueprint.init, jax.random.key(0))
+    params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
     batch = abstract_batch(job)
 
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
@@ -74,7 +74,9 @@ def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devi
         return run
 
     def known(rows: int) -> Any:
-        return rest, {key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()}
+        return model_state, {
+            key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
+        }
 
     with accepting(job, blueprint.name, known(2)[1]):
         found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)

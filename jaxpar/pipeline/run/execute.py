@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxpar.pipeline.run.program import Kind, Loop, Program
+from jaxpar.pipeline.run.program import Loop, Program, TickKind
 from jaxpar.pipeline.run.stage import Keep, Stage
 from jaxpar.pipeline.run.sum_shards import Shards
 from jaxpar.pipeline.run.traced_model import Model
@@ -90,7 +90,7 @@ def _loop(loop: Loop, tick: Callable, state: dict, rows: jax.Array) -> dict:
 
     def body(state, rows):
         for at, each in _offsets(loop.body):
-            if isinstance(each, Kind):
+            if isinstance(each, TickKind):
                 state = tick(each, state, rows[at])
             else:
                 state = _loop(each, tick, state, rows[at : at + each.ticks])

@@ -25,7 +25,7 @@ COLUMNS = (
 OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
 
 
-class Kind(NamedTuple):
+class TickKind(NamedTuple):
     """The kind of a tick: what any stage does in it. Two ticks of one kind run the same code.
 
     Attributes:
@@ -48,18 +48,18 @@ class Kind(NamedTuple):
 class Loop(NamedTuple):
     """A piece of the table: a body that is repeated. The body is kinds, or loops inside it."""
 
-    body: "tuple[Kind | Loop, ...]"
+    body: "tuple[TickKind | Loop, ...]"
     repeats: int
 
     @property
     def ticks(self) -> int:
         """Rows of the table that it covers."""
-        return self.repeats * sum(1 if isinstance(each, Kind) else each.ticks for each in self.body)
+        return self.repeats * sum(1 if isinstance(each, TickKind) else each.ticks for each in self.body)
 
     @property
     def bodies(self) -> int:
         """Ticks that are compiled."""
-        return sum(1 if isinstance(each, Kind) else each.bodies for each in self.body)
+        return sum(1 if isinstance(each, TickKind) else each.bodies for each in self.body)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
     if not schedule.phased and not forward_only:
         ops = frozenset().union(*(kind.ops for kind in kinds))
         flags = [any(flag) for flag in zip(*(kind[1:] for kind in kinds), strict=True)]
-        kinds = [Kind(ops, *flags)] * len(kinds)
+        kinds = [TickKind(ops, *flags)] * len(kinds)
     kinds = _alike(kinds)
     return Program(
         schedule=schedule,
@@ -136,7 +136,7 @@ def _target(schedule: Schedule, op: str, part: int, stage: int) -> tuple[str, in
     return ("right" if at == (stage + 1) % schedule.stages and (schedule.stages > 2 or op == "F") else "left"), to
 
 
-def _kind(schedule: Schedule, row, *, forward_only: bool) -> Kind:
+def _kind(schedule: Schedule, row, *, forward_only: bool) -> TickKind:
     parts = [(cell.op, schedule.part(stage, cell.chunk), stage) for stage, cell in enumerate(row) if cell]
     last = any(op == "F" and part == schedule.parts - 1 for op, part, _ in parts)
     ways = {
@@ -144,7 +144,7 @@ def _kind(schedule: Schedule, row, *, forward_only: bool) -> Kind:
         for op, part, stage in parts
         if (way := _target(schedule, op, part, stage)) and not (forward_only and part == schedule.parts - 1)
     }
-    return Kind(
+    return TickKind(
         ops=frozenset(op for op, _, _ in parts),
         first=any(op in "FB" and part == 0 for op, part, _ in parts),
         last=last,
@@ -154,13 +154,13 @@ def _kind(schedule: Schedule, row, *, forward_only: bool) -> Kind:
     )
 
 
-def _alike(kinds: Sequence[Kind]) -> list[Kind]:
+def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
     """Lets all ticks with the same ops send in the same directions: an idle message costs less than a body more."""
     sends: dict[frozenset, list[bool]] = {}
     for kind in kinds:
         before = sends.setdefault(kind.ops, [False] * 3)
         sends[kind.ops] = [a or b for a, b in zip(before, kind[3:], strict=True)]
-    return [Kind(*kind[:3], *sends[kind.ops]) for kind in kinds]
+    return [TickKind(*kind[:3], *sends[kind.ops]) for kind in kinds]
 
 
 def _mail(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> int:
@@ -203,7 +203,7 @@ def _colour(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, in
     return len(free_from)
 
 
-def _nested(kinds: Sequence[Kind]) -> tuple[Loop, ...]:
+def _nested(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
     """Returns the kinds as loops, and runs of loops as loops again, with few bodies to compile."""
     loops = _loops(tuple(kinds), 8)
     while True:

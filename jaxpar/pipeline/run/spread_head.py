@@ -30,7 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.run.execute import run_table
-from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Kind, Program
+from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
 from jaxpar.pipeline.run.stage import Keep, Row, Stage, add, load
 from jaxpar.pipeline.run.traced_model import Model, Pieces
 
@@ -158,7 +158,7 @@ class Spread:
         """Replicas of the batch."""
         return int(np.prod([self.around.mesh.shape[axis] for axis in self.around.batch_axes]))
 
-    def tick(self, kind: Kind, state: dict, rows: jax.Array) -> dict:
+    def tick(self, kind: TickKind, state: dict, rows: jax.Array) -> dict:
         """Runs one tick: rows [stages, columns]."""
         (op,) = kind.ops  # the table is phased
         x = (self._looked_up(rows),) if kind.first and op != "W" else ()
@@ -190,7 +190,7 @@ class Spread:
         microbatch = self._each(rows[self.first, COLUMNS.index("microbatch")])
         return self._everywhere(self.around.on_replicas(embed)(self.embedding, self.known, microbatch))
 
-    def _with_head(self, kind: Kind, state: dict, rows: jax.Array, x: tuple) -> dict:
+    def _with_head(self, kind: TickKind, state: dict, rows: jax.Array, x: tuple) -> dict:
         """Runs a tick that goes forward to the head."""
 
         def chunk(stage: Stage, row: Row, state: dict, *x: Tree):

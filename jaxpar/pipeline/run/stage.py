@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Kind, Program
+from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
 from jaxpar.pipeline.run.sum_shards import Shards, sums_of, zeros_of
 from jaxpar.pipeline.run.traced_model import Model, Pieces, one_of
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, MESSAGE, SCOPE, TABLE
@@ -95,7 +95,7 @@ class Stage:
         }
 
     @jax.named_scope(TABLE)
-    def tick(self, kind: Kind, state: dict, numbers: jax.Array) -> dict:
+    def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick: the op of this stage, then what it writes, sends and receives."""
         return self.step(kind, state, Row(*(numbers[i] for i in range(len(COLUMNS)))))
 
@@ -103,7 +103,7 @@ class Stage:
         """Returns how a tick in which all stages do this op leaves no trace on one that idles."""
         return _Masked(row.op == OP_NUMBER[op])
 
-    def step(self, kind: Kind, state: dict, row: Row) -> dict:
+    def step(self, kind: TickKind, state: dict, row: Row) -> dict:
         """Runs one tick."""
         ops = {"F": self.forward, "B": self.backward, "W": self.weights}
         if len(kind.ops) == 1:
@@ -160,7 +160,7 @@ class Stage:
 
         return known, (known, jax.tree.map(mine, per_layer), count, part), x
 
-    def _input(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen"):
+    def _input(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen"):
         """Returns this op's (known, known of the stage, shared parameters, the chunk's, x)."""
         shared, chunk = self.parameters(state, row)
         known, mine, embedded = self._inputs(row, shared)
@@ -169,7 +169,7 @@ class Stage:
             x = self.place("x", choose(row.part == 0, lambda: embedded, lambda: x))
         return known, mine, shared, chunk, x
 
-    def forward(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
+    def forward(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
         """F."""
         known, mine, params, chunk, x = self._input(kind, state, row, choose)
         if self.forward_only or self.keep == "inputs":
@@ -195,7 +195,7 @@ class Stage:
         with jax.named_scope(AGAIN):
             return self.pieces.halves.forward(chunk, mine, x)[1]
 
-    def backward(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
+    def backward(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
         """B."""
         known, mine, params, chunk, x = self._input(kind, state, row, choose)
         kept, g = self._kept(state, row, mine, chunk, x), load(state["mail"], row.g)
@@ -215,7 +215,7 @@ class Stage:
             shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
         return _Done(out=dx, stash=stash, layers=layers, shared=shared if kind.first else None)
 
-    def weights(self, kind: Kind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
+    def weights(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
         """W."""
         assert self.pieces.halves.weight_grad is not None  # a table with W is split
         shared, chunk = self.parameters(state, row)
@@ -224,7 +224,7 @@ class Stage:
             dchunk = self.pieces.halves.weight_grad(chunk, mine, load(state["stash"], row.stash))
         return _Done(layers=dchunk)
 
-    def write(self, kind: Kind, state: dict, row: Row, done: _Done) -> dict:
+    def write(self, kind: TickKind, state: dict, row: Row, done: _Done) -> dict:
         """Returns the state with what an op left, and with what then arrives."""
         state = dict(state)
         if state["kept"] and done.kept is not None:
@@ -245,7 +245,7 @@ class Stage:
         state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
         return state if done.out is None else self.send(kind, state, row, done.out)
 
-    def send(self, kind: Kind, state: dict, row: Row, out: Tree) -> dict:
+    def send(self, kind: TickKind, state: dict, row: Row, out: Tree) -> dict:
         """Returns the state with what arrives when every stage sends what it computed."""
         state, out = dict(state), self.place("x", out)
         for way in ("right", "left", "own"):

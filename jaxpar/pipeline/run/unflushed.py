@@ -27,7 +27,7 @@ import optax
 
 from jaxpar.errors import refuse
 from jaxpar.pipeline.run.execute import run_table
-from jaxpar.pipeline.run.program import COLUMNS, Kind, Program
+from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind
 from jaxpar.pipeline.run.stage import Keep, Row, Stage, load, store
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.pipeline.tables.schedule import Schedule
@@ -146,7 +146,7 @@ class Trained(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unflushed:
+class UnflushedTable:
     """A stage that runs a table with its updates.
 
     Attributes:
@@ -196,7 +196,7 @@ class Unflushed:
 class _Updating(Stage):
     """A stage whose weights change between ticks."""
 
-    def __init__(self, how: Unflushed, params: tuple[Tree, Tree], known: Tree, scales: jax.Array):
+    def __init__(self, how: UnflushedTable, params: tuple[Tree, Tree], known: Tree, scales: jax.Array):
         super().__init__(how.plan.program, how.model, *params, known, keep=how.keep, place=how.place)
         self.plan, self.update, self.scales = how.plan, how.update, scales
 
@@ -210,7 +210,7 @@ class _Updating(Stage):
         """Returns one over the tokens of the update that this microbatch belongs to."""
         return load(self.scales, row.microbatch)
 
-    def tick(self, kind: Kind, state: dict, numbers: jax.Array) -> dict:
+    def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
         """Runs one tick, then the update that follows it."""
         state = super().tick(kind, state, numbers)
         row, versions = Row(*(numbers[i] for i in range(len(COLUMNS)))), self.plan.versions
@@ -235,7 +235,7 @@ class _Updating(Stage):
 
 
 def updating(optimizer: optax.GradientTransformation, join: Callable, split: Callable, reduce: Callable) -> Callable:
-    """Returns `update` of `Unflushed`: the chain on a stage's own parameters.
+    """Returns `update` of `UnflushedTable`: the chain on a stage's own parameters.
 
     Args:
       optimizer: The user's chain.

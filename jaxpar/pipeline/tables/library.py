@@ -20,7 +20,7 @@ MOST = 1_000_000  # cells in a table: seconds to make; larger ones are slips of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class ScheduleFamily:
     """A family of schedules.
 
     Attributes:
@@ -94,29 +94,29 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
     return kind.make(stages, microbatches, chunks)
 
 
-LIBRARY: Mapping[str, Kind] = {
-    "gpipe": Kind(
+LIBRARY: Mapping[str, ScheduleFamily] = {
+    "gpipe": ScheduleFamily(
         about="all forwards, then all backwards",
         source="Huang et al. 2018, arXiv:1811.06965",
         make=gpipe,
         ticks=lambda P, M, v: 2 * (M + P - 1),
         peak=lambda P, M, v, d: M,
     ),
-    "1f1b": Kind(
+    "1f1b": ScheduleFamily(
         about="each stage alternates as soon as it can: fewest activations kept",
         source="PipeDream-Flush: Narayanan et al. 2020, arXiv:2006.09503",
         make=one_f_one_b,
         ticks=lambda P, M, v: 2 * (M + P - 1),
         peak=lambda P, M, v, d: min(M, P - d),
     ),
-    "1f1b_phased": Kind(
+    "1f1b_phased": ScheduleFamily(
         about="1f1b that starts forwards early enough for all stages to go forward, or backward, together",
         source="eager 1F1B: Zhuang et al. 2022, arXiv:2211.05322",
         make=lambda P, M, v: phased("1f1b_phased", P, M, 1),
         ticks=lambda P, M, v: 2 * (M + P - 1),
         peak=lambda P, M, v, d: min(M, warm(P, 1, d)),
     ),
-    "interleaved": Kind(
+    "interleaved": ScheduleFamily(
         about="1f1b over several chunks per stage: the bubble is 1/chunks, messages are chunks times as many",
         source="Narayanan et al. 2021, arXiv:2104.04473, section 2.2.2",
         make=interleaved,
@@ -125,7 +125,7 @@ LIBRARY: Mapping[str, Kind] = {
         chunks=ANY,
         whole=True,
     ),
-    "interleaved_phased": Kind(
+    "interleaved_phased": ScheduleFamily(
         about="interleaved, with all stages going forward, or backward, together; keeps no more than interleaved",
         source="order of Narayanan et al. 2021, arXiv:2104.04473; ticks as in 1f1b_phased",
         make=lambda P, M, v: phased("interleaved_phased", P, M, v),
@@ -134,7 +134,7 @@ LIBRARY: Mapping[str, Kind] = {
         chunks=ANY,
         whole=True,
     ),
-    "looped_bfs": Kind(
+    "looped_bfs": ScheduleFamily(
         about="all microbatches through a chunk, then through the next: each chunk's weights are gathered once",
         source="breadth-first: Lamy-Poirier 2022, arXiv:2211.05953",
         make=looped_bfs,
@@ -142,14 +142,14 @@ LIBRARY: Mapping[str, Kind] = {
         peak=lambda P, M, v, d: M * v,
         chunks=range(1, ANY.stop),
     ),
-    "zb_h1": Kind(
+    "zb_h1": ScheduleFamily(
         about="1f1b with the weights' half of a backward in the bubble; keeps as much as 1f1b's first stage, on all",
         source="Qi et al. 2023, arXiv:2401.10241",
         make=zb_h1,
         ticks=lambda P, M, v: 2 * M + max(M, P) + P - 1,
         peak=lambda P, M, v, d: min(M, P),
     ),
-    "zb_h2": Kind(
+    "zb_h2": ScheduleFamily(
         about="no bubble between a stage's first and last op, for twice the activations",
         source="Qi et al. 2023, arXiv:2401.10241",
         make=zb_h2,
@@ -157,7 +157,7 @@ LIBRARY: Mapping[str, Kind] = {
         peak=lambda P, M, v, d: 2 * P - 1,
         least=lambda P: 2 * P - 1,
     ),
-    "zb_v": Kind(
+    "zb_v": ScheduleFamily(
         about="no bubble between a stage's first and last op, for the activations of 1f1b: parts placed as a v",
         source="Qi et al. 2024, arXiv:2405.15362",
         make=zb_v,
@@ -166,7 +166,7 @@ LIBRARY: Mapping[str, Kind] = {
         chunks=range(2, 3),
         least=lambda P: 2 * P - 1,
     ),
-    "dualpipe_v": Kind(
+    "dualpipe_v": ScheduleFamily(
         about="forwards of one chunk beside backwards of the other: parts placed as a v",
         source="DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1; cut in half: github.com/deepseek-ai/DualPipe",
         make=dualpipe_v,

@@ -15,12 +15,12 @@ from jaxpar.plan.candidate import Candidate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Practice:
+class SoftwareModel:
     """The way a program runs a transformer.
 
     Attributes:
       attention: "unfused": scores go to memory; "fused": they do not, and a causal kernel does half of them.
-      pieces: The practice of layouts that cut sequences, where it is another: cuDNN's kernel takes whole ones.
+      pieces: The software model of layouts that cut sequences, where it is another: cuDNN's kernel takes whole ones.
       core: Share of the peak that attention's products reach, forward and backward.
       scores: Bytes per score to and from memory, forward and backward, of unfused attention.
       kept: Bytes per score kept for the backward pass, and of them those of products alone; 0 where attention is fused.
@@ -50,7 +50,7 @@ class Practice:
     """
 
     attention: Literal["unfused", "fused"]
-    pieces: "Practice | None" = None
+    pieces: "SoftwareModel | None" = None
     core: tuple[float, float]
     scores: tuple[float, float] = (0.0, 0.0)
     kept: tuple[float, float] = (0.0, 0.0)
@@ -75,8 +75,8 @@ class Practice:
     scatter: bool = False
     source: str
 
-    def cost(self, of: Callable[["Practice"], tuple[Any, ...]], candidate: Candidate) -> tuple[Any, ...]:
-        """Returns what something costs by this practice, or by that of `pieces` where sequences are cut."""
+    def cost(self, of: Callable[["SoftwareModel"], tuple[Any, ...]], candidate: Candidate) -> tuple[Any, ...]:
+        """Returns what something costs by this software, or by that of `pieces` where sequences are cut."""
         whole = of(self)
         if self.pieces is None or not np.any(cut := np.greater(candidate.context, 1)):
             return whole
@@ -90,7 +90,7 @@ class Practice:
     def __post_init__(self):
         within(
             self,
-            "practice",
+            "software model",
             {key: (0.0, 1e4) for key in ("relaid", "residual", "logits", "accumulate", "update", "keep")}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")},
         )
@@ -101,11 +101,11 @@ class Practice:
             pair = getattr(self, key)
             if not (len(pair) == 2 and all(low <= number <= high for number in pair)):
                 raise refuse(
-                    f"practice.{key}={pair}", rule=f"two numbers within {low}..{high}", fix=f"{key}=(0.5, 0.5)"
+                    f"software.{key}={pair}", rule=f"two numbers within {low}..{high}", fix=f"{key}=(0.5, 0.5)"
                 )
 
 
-MEGATRON_2022 = Practice(
+MEGATRON_2022 = SoftwareModel(
     attention="unfused",
     core=(0.6, 0.5),  # assumed: products of width dim / heads, beside which scores are written and read
     # forward: QK^T writes 2, softmax 2 + 2, dropout 2 + 2 + mask 1, PV reads 2
@@ -141,7 +141,7 @@ MEGATRON_BLOCKING = replace(
     "as MEGATRON_2022",
 )
 
-TORCHTITAN = Practice(
+TORCHTITAN = SoftwareModel(
     attention="fused",
     core=(0.34, 0.30),  # FlashAttention-2 on H100, causal, heads of 128: Shah et al. 2024, arXiv:2407.08608, figs. 5, 6
     # twice: sum and norm read 2 + 2 and write 2 + 2; backward read 2 + 2 + 2, write 2, and 2 for the norm's weight

@@ -7,7 +7,7 @@ from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.enumerate import Choices, legal
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, layer_bytes, memory
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
@@ -36,7 +36,7 @@ class Model(Protocol):
         """Returns the FLOP of a step over so many rows, nothing computed twice: backward is twice forward."""
         ...
 
-    def attention(self, practice: Practice) -> str:
+    def attention(self, software: SoftwareModel) -> str:
         """Returns how attention is taken to run, in words; "" where nothing is known of it."""
         ...
 
@@ -48,15 +48,15 @@ class Model(Protocol):
         """Returns all layouts for so many devices and rows of a step, as arrays."""
         ...
 
-    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+    def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of the fullest device, by cause."""
         ...
 
-    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+    def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step, by cause."""
         ...
 
-    def largest(self, practice: Practice) -> float:
+    def largest(self, software: SoftwareModel) -> float:
         """Returns the bytes of the largest layer: its training state, and what it keeps of one row."""
         ...
 
@@ -92,11 +92,11 @@ class Transformer:
         """Returns the FLOP of a step; see `Shape.step_flop`."""
         return float(self.shape.step_flop(rows))
 
-    def attention(self, practice: Practice) -> str:
+    def attention(self, software: SoftwareModel) -> str:
         """Returns whose kernels run attention, and what they keep."""
-        if practice.attention == "unfused":
+        if software.attention == "unfused":
             return "XLA's own, which keeps the scores"
-        cut = "; where context cuts sequences XLA's own, which keeps the scores" * (practice.pieces is not None)
+        cut = "; where context cuts sequences XLA's own, which keeps the scores" * (software.pieces is not None)
         return f"cuDNN's kernel, which keeps no scores{cut}"
 
     def left_out(self, choices: Choices) -> tuple[str, ...]:
@@ -111,16 +111,16 @@ class Transformer:
         """Returns all layouts; see `jaxpar.plan.enumerate.legal`."""
         return legal(self.shape, devices=devices, rows=rows, choices=choices)
 
-    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+    def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""
-        return memory(self.shape, candidate, practice, self.recipe)
+        return memory(self.shape, candidate, software, self.recipe)
 
-    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+    def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step; see `jaxpar.plan.time`."""
-        return step_time(self.shape, candidate, hardware, practice)
+        return step_time(self.shape, candidate, hardware, software)
 
-    def largest(self, practice: Practice) -> float:
+    def largest(self, software: SoftwareModel) -> float:
         """Returns the bytes of a block with what it keeps, or of an embedding."""
         shape = self.shape
-        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), practice)[1])
+        block = self.recipe.total * shape.layer_parameters + float(layer_bytes(shape, Candidate(), software)[1])
         return max(block, *(self.recipe.total * ends for ends in (shape.embedding_parameters, shape.head_parameters)))

@@ -3,7 +3,7 @@
                  forward                        backward
     products     4 of 2 tokens weights / t      twice that: by the input and by the weights
     attention    4 tokens seq dim / t           twice that, or 5/2 where a fused kernel makes the scores again
-    passes       bytes of `Practice`            bytes of `Practice`, and the sum of gradients
+    passes       bytes of `SoftwareModel`            bytes of `SoftwareModel`, and the sum of gradients
 
 t is the tensor axis. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A, for what t divides.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import layer_bytes
 from jaxpar.plan.model.shape import Shape
 
@@ -54,7 +54,7 @@ def products(shape: Shape, candidate: Candidate, hardware: Hardware) -> Any:
     return sum(hardware.products(2.0 * count * i * o / candidate.tensor) for i, o in shape.matrices)
 
 
-def attention(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of attention's products, forward and backward.
 
     A fused kernel leaves out what the causal mask hides and makes the scores again going backward: 5 products for 2.
@@ -63,23 +63,23 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, practice: 
     every = 1.0 * tokens(shape, candidate) * shape.core_flop / candidate.tensor
     peak = hardware.chip.bf16_flops
 
-    def seconds(practice: Practice) -> tuple[Any, Any]:
-        fused = practice.attention == "fused"
+    def seconds(software: SoftwareModel) -> tuple[Any, Any]:
+        fused = software.attention == "fused"
         flop = every / 2 if fused and shape.causal else every
-        return flop / (peak * practice.core[0]), flop * (2.5 if fused else 2.0) / (peak * practice.core[1])
+        return flop / (peak * software.core[0]), flop * (2.5 if fused else 2.0) / (peak * software.core[1])
 
-    forward, backward = practice.cost(seconds, candidate)
+    forward, backward = software.cost(seconds, candidate)
     return forward, backward
 
 
-def scores(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+def scores(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of passes over the scores [rows, heads / t, seq, seq], forward and backward."""
     count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
-    forward, backward = practice.cost(lambda own: (own.scores[0] * count, own.scores[1] * count), candidate)
+    forward, backward = software.cost(lambda own: (own.scores[0] * count, own.scores[1] * count), candidate)
     return hardware.stream(forward), hardware.stream(backward)
 
 
-def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+def passes(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of a block's other passes, forward and backward with the sum of gradients.
 
     The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence. What is kept
@@ -89,48 +89,48 @@ def passes(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Pra
     count = 1.0 * tokens(shape, candidate)
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     inner = count * (shape.dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
-    forward, backward = (practice.stream[i] * stream + practice.inner[i] * inner for i in (0, 1))
-    sums = summed(shape.cut_layer(candidate.tensor), candidate, practice)
-    copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * practice.keep
+    forward, backward = (software.stream[i] * stream + software.inner[i] * inner for i in (0, 1))
+    sums = summed(shape.cut_layer(candidate.tensor), candidate, software)
+    copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * software.keep
     once = lambda own: layer_bytes(shape, candidate, replace(own, relaid=0.0, pieces=None))[:1]  # noqa: E731
-    beside = copied / 2 * practice.cost(once, candidate)[0]
-    waits = practice.waits
+    beside = copied / 2 * software.cost(once, candidate)[0]
+    waits = software.waits
     return hardware.stream(forward + beside) + waits[0], hardware.stream(backward + beside + sums) + waits[1]
 
 
-def summed(parameters: Any, candidate: Candidate, practice: Practice) -> Any:
+def summed(parameters: Any, candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns the bytes of adding a microbatch's gradients of so many parameters to their sum.
 
     Where each microbatch's are reduced, those of stages 2 and 3 are shards by then. A lone microbatch has no sum, so
     stage 1 scatters its gradients at once too. Where a copy of the parameters is gathered for a step, in stages 1 and
     2, gradients have its dtype, not the sum's.
     """
-    reduced = practice.eager & ~(practice.everywhere & np.greater(candidate.pipe, 1))
+    reduced = software.eager & ~(software.everywhere & np.greater(candidate.pipe, 1))
     alone = reduced & np.equal(candidate.microbatches, 1)
     copied = reduced & np.isin(candidate.zero, (1, 2)) & np.greater(candidate.fsdp, 1)
     sharded = reduced & np.greater_equal(candidate.zero, np.where(alone, 1, 2))
-    each = practice.accumulate - np.where(copied, SUM - practice.wire[1], 0.0) - np.where(alone, 2 * SUM, 0.0)
+    each = software.accumulate - np.where(copied, SUM - software.wire[1], 0.0) - np.where(alone, 2 * SUM, 0.0)
     return each * parameters / np.where(sharded, candidate.fsdp, 1)
 
 
-def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost, Cost]:
+def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost, Cost]:
     """Returns what a block costs forward, backward, and in what the backward computes again."""
     once = products(shape, candidate, hardware)
-    core, elementwise = attention(shape, candidate, hardware, practice), passes(shape, candidate, hardware, practice)
-    softmax = scores(shape, candidate, hardware, practice)
+    core, elementwise = attention(shape, candidate, hardware, software), passes(shape, candidate, hardware, software)
+    softmax = scores(shape, candidate, hardware, software)
     forward = Cost(once, core[0], softmax[0], elementwise[0])
     backward = Cost(2 * once, core[1], softmax[1], elementwise[1])
     again = Cost(*(share * cost for share, cost in zip(candidate.recomputed[:4], forward, strict=True)))
     return forward, backward, again
 
 
-def head(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Cost, Cost]:
+def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost]:
     """Returns what logits and loss cost forward and backward, on the last stage or on each that shares them.
 
     The logits are cut over the vocab.
     """
     count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
     once = hardware.products(count * shape.head_flop / ways)
-    loss = hardware.stream(practice.logits * count * shape.vocab / ways)
-    sums = hardware.stream(summed(shape.vocab * shape.dim / ways, candidate, practice))
+    loss = hardware.stream(software.logits * count * shape.vocab / ways)
+    sums = hardware.stream(summed(shape.vocab * shape.dim / ways, candidate, software))
     return Cost(once, 0.0, 0.0, loss / 2), Cost(2 * once, 0.0, 0.0, loss / 2 + sums)

@@ -18,7 +18,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.enumerate import Choices, pick, replicated
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, by_stage, gathered_for_a_step, while_made
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import Kind, Trace
@@ -78,7 +78,7 @@ class Traced:
         """Returns the FLOP of its products and convolutions, three times over for forward and backward."""
         return 3.0 * rows * sum(each.flop * each.times for each in self.trace.products)
 
-    def attention(self, practice: Practice) -> str:
+    def attention(self, software: SoftwareModel) -> str:
         """Returns what tracing shows: products, and what is kept between them."""
         return (
             "as traced, without a GPU's fused kernel" if any(p.kind == "batched" for p in self.trace.products) else ""
@@ -104,7 +104,7 @@ class Traced:
         found = replicated(devices=devices, rows=rows, choices=Choices(remats=remats))
         return pick(found, np.isin(found.fsdp, list(self.shards)) & (self.sums | (found.microbatches == 1)))
 
-    def memory(self, candidate: Candidate, practice: Practice) -> Memory:
+    def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of a device, by cause."""
         shard = self._shard(candidate)
         parameters, gradients, moments = by_stage(self.parameters, shard, candidate, self.recipe)
@@ -113,22 +113,22 @@ class Traced:
         gathered = self.itemsize * np.where(gathered_for_a_step(candidate, self.recipe), self.parameters, piece)
         return Memory(
             parameters=parameters,
-            gradients=while_made(gradients, candidate, self._practice(practice), self.recipe),
+            gradients=while_made(gradients, candidate, self._software(software), self.recipe),
             optimizer=moments,
             activations=kept,
             logits=0.0 * kept,
             working=(everything - kept) / max(self.trace.blocks, 1) + gathered,
         )
 
-    def time(self, candidate: Candidate, hardware: Hardware, practice: Practice) -> StepTime:
+    def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step, by cause."""
-        practice, rows, count = self._practice(practice), candidate.microbatch, candidate.microbatches
+        software, rows, count = self._software(software), candidate.microbatch, candidate.microbatches
         forward = {kind: self._seconds(kind, rows, hardware) for kind in AGAIN["full"]}
         once, everything = sum(forward.values()), rows * self.trace.kept["none"]
         again = self._by_remat(candidate, lambda name: sum(forward[kind] for kind in AGAIN[name]))
         repeated = hardware.stream(FORWARD * (everything - self._kept(candidate)))
         passes = hardware.stream((FORWARD + BACKWARD) * everything)
-        sums = np.where(np.greater(count, 1), hardware.stream(practice.accumulate * self.parameters), 0.0)
+        sums = np.where(np.greater(count, 1), hardware.stream(software.accumulate * self.parameters), 0.0)
         compute = count * (3 * once + again + repeated + passes + sums)
         nothing = 0.0 * compute
         return StepTime(
@@ -138,20 +138,20 @@ class Traced:
             recompute=count * (again + repeated),
             **dict.fromkeys(TECHNIQUES, nothing),
             sharding=sharding(
-                self.parameters, candidate, hardware, practice, layers=self.trace.blocks, compute=compute
+                self.parameters, candidate, hardware, software, layers=self.trace.blocks, compute=compute
             ),
             bubble=nothing,
             send=nothing,
-            optimizer=optimizer(self.parameters, candidate, hardware, practice),
+            optimizer=optimizer(self.parameters, candidate, hardware, software),
         )
 
-    def largest(self, practice: Practice) -> float:
+    def largest(self, software: SoftwareModel) -> float:
         """Returns the bytes of the largest piece's state, and of what a block keeps of one row."""
         return self.recipe.total * self.piece + self.trace.kept["none"] / max(self.trace.blocks, 1)
 
-    def _practice(self, practice: Practice) -> Practice:
+    def _software(self, software: SoftwareModel) -> SoftwareModel:
         """Returns how it is run: what travels has the size of what products run in."""
-        return replace(practice, wire=(float(self.itemsize),) * 2)
+        return replace(software, wire=(float(self.itemsize),) * 2)
 
     def _shard(self, candidate: Candidate) -> Any:
         """Returns the parameters on one device of fsdp; an even share where nobody asked the model."""

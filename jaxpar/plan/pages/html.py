@@ -49,7 +49,7 @@ def _where(plan: Plan) -> Markup:
         f"{asked.devices} × {hardware.chip.name}",
         f"{nodes} node{'s' * (nodes > 1)} of {min(hardware.per_node, asked.devices)}",
         batch_of(asked),
-        *[f"attention: {words}" for words in [asked.model.attention(asked.practice)] if words],
+        *[f"attention: {words}" for words in [asked.model.attention(asked.software)] if words],
     ]
     return tag("p", " · ".join(words), cls="jx-where")
 

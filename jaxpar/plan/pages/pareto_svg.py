@@ -109,8 +109,8 @@ def _field(points: Points, frame: Frame, sizes: list[float]) -> Markup:
         which = which[thinned(x[which], y[which])]
         dots = "".join(f"M{_n(x[i])} {_n(y[i])}h0" for i in which)
         drawn.append(_path(dots, f"jx-dots jx-p{number}") if dots else Markup())
-    front = points.front
-    steps = f"M{_n(x[front[0]])} {_n(y[front[0]])}" + "".join(f"H{_n(x[i])}V{_n(y[i])}" for i in front[1:])
+    pareto = points.pareto
+    steps = f"M{_n(x[pareto[0]])} {_n(y[pareto[0]])}" + "".join(f"H{_n(x[i])}V{_n(y[i])}" for i in pareto[1:])
     drawn.append(_path(f"{steps}H{WIDTH}", "jx-front"))
     return tag("svg", *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", preserveAspectRatio="none", role="img",
                aria_label="Memory against time of every layout that fits")  # fmt: skip

@@ -26,7 +26,7 @@ def page(plan: Plan, *, colour: bool = False) -> str:
 
 def _head(plan: Plan) -> str:
     asked = plan.question
-    hardware, attention = asked.hardware, asked.model.attention(asked.practice)
+    hardware, attention = asked.hardware, asked.model.attention(asked.software)
     nodes = -(-asked.devices // hardware.per_node)
     several = "s" * (nodes > 1)
     size = show_count(asked.model.parameters).replace("G", "B")
@@ -150,7 +150,7 @@ def _leaner(plan: Plan) -> str:
 def leaner(plan: Plan, count: int) -> list[Ranked]:
     """Returns layouts of the front that need less memory than the first: in equal steps, and the leanest."""
     limits = np.linspace(plan.best[0].memory.total, 0, count, endpoint=False)
-    found = np.unique(np.concatenate([plan.points.under(limits), plan.points.front[-1:]]))
+    found = np.unique(np.concatenate([plan.points.under(limits), plan.points.pareto[-1:]]))
     found = found[np.argsort(plan.points.seconds[found], kind="stable")]
     less = found[plan.points.bytes[found] < plan.best[0].memory.total]
     return [weigh(plan.question, at(plan.points.layouts, i)) for i in less.tolist()]

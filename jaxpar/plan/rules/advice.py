@@ -136,7 +136,7 @@ def situation_of(asked: Question) -> Situation:
         what: float(np.min(asked.bytes(Candidate(fsdp=n, zero=3 * (n > 1), remat=remat)).total))
         for what, n in (("device", 1), ("node", per_node))
     }
-    needs["layer"] = asked.model.largest(asked.practice)
+    needs["layer"] = asked.model.largest(asked.software)
     nodes = -(-asked.devices // asked.hardware.per_node)
     link = asked.hardware.between if nodes > 1 else asked.hardware.inside
     return situated(nodes=nodes, needs=needs, room=asked.limit(Candidate()), bandwidth=link.bandwidth)

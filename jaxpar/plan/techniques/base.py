@@ -6,11 +6,11 @@ from typing import Any
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import Shape
 
 BYTES = 2  # of a bfloat16: activations travel in it
-Block = Callable[[Shape, Candidate, Hardware, Practice], tuple[Any, Any]]
+Block = Callable[[Shape, Candidate, Hardware, SoftwareModel], tuple[Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,19 @@ from typing import Any
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.base import BYTES, Technique
 
 
-def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the exposed seconds of a block's collectives over the context axis, forward and backward.
 
     Every device has queries of its own tokens and keys and values of all, whose gradients are sums over the devices.
     They are gathered once more where attention is computed again.
     """
     size = 2 * BYTES * candidate.microbatch * shape.seq * shape.kv_dim / candidate.tensor
-    once = (1 - practice.context_overlap) * hardware.gather(size, candidate.context, candidate.tensor)
+    once = (1 - software.context_overlap) * hardware.gather(size, candidate.context, candidate.tensor)
     return once, (1 + candidate.recomputed[1]) * once
 
 

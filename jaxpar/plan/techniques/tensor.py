@@ -9,13 +9,13 @@ import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import Practice
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_time import tokens
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.base import BYTES, Technique
 
 
-def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Practice) -> tuple[Any, Any]:
+def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the exposed seconds of a block's collectives over the tensor axis, forward and backward.
 
     Forward nothing hides its two all-reduces, each a scatter and a gather. Backward an all-reduce runs beside the
@@ -24,8 +24,8 @@ def block(shape: Shape, candidate: Candidate, hardware: Hardware, practice: Prac
     the forward's again.
     """
     once = 2 * hardware.gather(BYTES * tokens(shape, candidate) * shape.dim, candidate.tensor, 1)
-    beside, forward = 1 - practice.tensor_overlap, 2 * once
-    backward = once * np.where(candidate.sequence, 1 + (1 + practice.regather) * beside, 2 * beside)
+    beside, forward = 1 - software.tensor_overlap, 2 * once
+    backward = once * np.where(candidate.sequence, 1 + (1 + software.regather) * beside, 2 * beside)
     return forward, backward + candidate.recomputed[4] * forward
 
 

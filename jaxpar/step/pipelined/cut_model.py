@@ -25,49 +25,54 @@ from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.model_state import salted
-from jaxpar.step.pipelined.shardings import Homes
+from jaxpar.step.pipelined.shardings import Shardings
 
 
 @dataclass(frozen=True, eq=False)
-class Cutting:
+class CutModel:
     """A model in pieces, whose parameters are where the table has them.
 
     Attributes:
-      homes: Where arrays live.
+      shardings: Where arrays live.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: How it computes.
     """
 
-    homes: Homes
+    shardings: Shardings
     loss: Callable
     numerics: Numerics
 
     def model(self, *, train: bool) -> Model:
         """Returns the three pieces, for training or for an evaluation."""
-        compute = Compute(train=train, dtype=self.homes.dtype, remat=self.numerics.remat)
-        homes, layout, blueprint, at = self.homes, self.homes.layout, self.homes.layout.blueprint, {"layers": False}
+        compute = Compute(train=train, dtype=self.shardings.dtype, remat=self.numerics.remat)
+        shardings, layout, blueprint, at = (
+            self.shardings,
+            self.shardings.layout,
+            self.shardings.layout.blueprint,
+            {"layers": False},
+        )
 
         def use(path: str, value: jax.Array) -> jax.Array:
-            if (path in homes.stacked) != at["layers"]:
+            if (path in shardings.stacked) != at["layers"]:
                 raise refuse(
                     f"{blueprint.name} reads {path} "
-                    + ("outside of its layers" if path in homes.stacked else "inside of its layers"),
+                    + ("outside of its layers" if path in shardings.stacked else "inside of its layers"),
                     rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
                     "them and no others: a stage has nothing else",
                     fix="pass it through x, or run it before or after jp.pipelined(layers, x)",
                 )
             with jax.named_scope(SCOPE + path.replace("/", ".")):
-                return homes.layer(path, value) if at["layers"] else homes.cast(value)
+                return shardings.layer(path, value) if at["layers"] else shardings.cast(value)
 
         def called(params: Mapping[str, Any], known) -> Callable[[], Any]:
-            rest, batch = known
+            model_state, batch = known
             absent = {path: place.leaf for path, place in layout.placements.items() if path not in params}
             zeros = {
-                path: jnp.zeros((1, *leaf.shape[1:]) if path in homes.stacked else leaf.shape, leaf.dtype)
+                path: jnp.zeros((1, *leaf.shape[1:]) if path in shardings.stacked else leaf.shape, leaf.dtype)
                 for path, leaf in absent.items()
             }
             tree = nest({tuple(path.split("/")): value for path, value in {**params, **zeros}.items()})
-            model = blueprint.bind(tree, rest, use, compute)
+            model = blueprint.bind(tree, model_state, use, compute)
             return lambda: self.loss(model, batch)
 
         def embed(shared, known):
@@ -93,7 +98,7 @@ class Cutting:
             def whole(layers, x):
                 return reached(called(layers, known), lambda inner, _, __: take(inner, x))
 
-            run = gathered_again(whole) if homes.per_tick else whole
+            run = gathered_again(whole) if shardings.per_tick else whole
             return (run if blueprint.takes_remat else remat(run, self.numerics.remat))(layers, x)
 
         def head(shared, known, y):
@@ -102,13 +107,13 @@ class Cutting:
 
         pieces = {"embed": embed, "stage": stage, "head": head}
         if tables_in_pieces(layout):
-            whole = lambda x: homes.constrained(x, ())  # noqa: E731
+            whole = lambda x: shardings.constrained(x, ())  # noqa: E731
             pieces = {name: whole_lookups(piece, whole) for name, piece in pieces.items()}
-        return Model(name=blueprint.name, layers=homes.uneven, **pieces)
+        return Model(name=blueprint.name, layers=shardings.uneven, **pieces)
 
     def microbatches(self, batch: Mapping[str, jax.Array]) -> Tree:
         """Returns the rows of this device as [microbatches, rows, ...]: rows i, i + count, ... make microbatch i."""
-        count = self.homes.layout.microbatches
+        count = self.shardings.layout.microbatches
 
         def split(value):
             rows = value.reshape(value.shape[0] // count, count, *value.shape[1:])

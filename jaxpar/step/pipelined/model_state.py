@@ -16,54 +16,54 @@ from jaxpar.models.stack import cut, reached
 from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
 from jaxpar.sharding.names import Compute, Tree, pick
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.shardings import Homes
+from jaxpar.step.pipelined.shardings import Shardings
 
 
 @dataclass(frozen=True, eq=False)
-class Rests:
+class ModelStates:
     """The rest of a model's state, through a step. Refuses models that a pipeline cannot cut.
 
     Attributes:
-      homes: Where arrays live.
+      shardings: Where arrays live.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: How it computes.
     """
 
-    homes: Homes
+    shardings: Shardings
     loss: Callable
     numerics: Numerics
 
-    def each(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
+    def each(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Tree]:
         """Returns the rest (dropout counts and their kin) before each microbatch, stacked, and after the last.
 
         Raises:
           JaxparError: If the model is not cut once, its layers enclose what is no parameter of theirs, or it keeps what
             follows from what it computes.
         """
-        blueprint = self.homes.layout.blueprint
-        compute = Compute(train=True, dtype=self.homes.dtype, remat=self.numerics.remat)
+        blueprint = self.shardings.layout.blueprint
+        compute = Compute(train=True, dtype=self.shardings.dtype, remat=self.numerics.remat)
         calls: list = []
 
         def at_cut(layers, x, per_layer):
             calls.append((x, per_layer))
             return layers(x, *per_layer)
 
-        def after(params, batch, rest):
-            model = blueprint.bind(params, rest, lambda path, value: value, compute)
+        def after(params, batch, model_state):
+            model = blueprint.bind(params, model_state, lambda path, value: value, compute)
             with cut(at_cut):
                 self.loss(model, batch)
             return blueprint.collect(model)
 
-        count = self.homes.layout.microbatches
+        count = self.shardings.layout.microbatches
         one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
-        traced = Traced(after, params, one, rest)
+        traced = Traced(after, params, one, model_state)
         if len(calls) != 1:
             raise refuse(
                 f"{blueprint.name} calls jp.pipelined {len(calls)} times",
                 rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
             )
-        self._check_enclosed(params, rest, one, calls[0], compute)
+        self._check_enclosed(params, model_state, one, calls[0], compute)
         reads = traced.reads()
         if any(jax.tree.leaves(reads[:2])):
             raise refuse(
@@ -72,30 +72,30 @@ class Rests:
                 fix="LayerNorm or GroupNorm, or pipe=1",
             )
         jaxpr = traced.flat.jaxpr
-        *_, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in (params, one, rest)])
+        *_, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in (params, one, model_state)])
         eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
         step = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
-        last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(rest), length=count)
-        restored = partial(jax.tree.unflatten, jax.tree.structure(rest))
+        last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(model_state), length=count)
+        restored = partial(jax.tree.unflatten, jax.tree.structure(model_state))
         return restored(each), restored(last)
 
-    def _check_enclosed(self, params: Tree, rest: Tree, batch: Tree, given: tuple, compute: Compute) -> None:
+    def _check_enclosed(self, params: Tree, model_state: Tree, batch: Tree, given: tuple, compute: Compute) -> None:
         """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""
         x, per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
-        blueprint = self.homes.layout.blueprint
+        blueprint = self.shardings.layout.blueprint
 
-        def run(params, batch, rest):
-            model = blueprint.bind(params, rest, lambda path, value: value, compute)
+        def run(params, batch, model_state):
+            model = blueprint.bind(params, model_state, lambda path, value: value, compute)
             return lambda: self.loss(model, batch)
 
         def each(*args):
             return reached(run(*args), lambda layers, x, per_layer: per_layer)
 
-        def alone(params, batch, rest, x, per_layer):
-            return reached(run(params, batch, rest), lambda layers, _, __: layers(x, *per_layer))
+        def alone(params, batch, model_state, x, per_layer):
+            return reached(run(params, batch, model_state), lambda layers, _, __: layers(x, *per_layer))
 
-        own = Traced(each, params, batch, rest).reads()[0] if jax.tree.leaves(per_layer) else {}
-        for path, words in {**self.homes.shared, **self.homes.stacked}.items():
+        own = Traced(each, params, batch, model_state).reads()[0] if jax.tree.leaves(per_layer) else {}
+        for path, words in {**self.shardings.shared, **self.shardings.stacked}.items():
             if own and pick(own, words):
                 raise refuse(
                     f"{blueprint.name} gives its layers {path} one by one, in jp.pipelined(layers, x, ...)",
@@ -103,8 +103,8 @@ class Rests:
                     fix="stack it with the other parameters of the layers",
                 )
 
-        reads = Traced(alone, params, batch, rest, x, per_layer).reads()[0]
-        for path, words in self.homes.shared.items():
+        reads = Traced(alone, params, batch, model_state, x, per_layer).reads()[0]
+        for path, words in self.shardings.shared.items():
             if pick(reads, words):
                 raise refuse(
                     f"{blueprint.name} reads {path} inside of its layers, or what follows from it",
@@ -114,12 +114,12 @@ class Rests:
                 )
 
 
-def folded(rests: Tree, replica: jax.Array, replicas: int) -> Tree:
+def folded(model_states: Tree, replica: jax.Array, replicas: int) -> Tree:
     """Returns random keys that differ between replicas of the batch: each draws for its own rows."""
-    return rests if replicas == 1 else salted(rests, replica)
+    return model_states if replicas == 1 else salted(model_states, replica)
 
 
-def salted(rest: Tree, salt: jax.Array) -> Tree:
+def salted(model_state: Tree, salt: jax.Array) -> Tree:
     """Returns the random keys of a model's state made different by a number."""
 
     def fold(x):
@@ -128,4 +128,4 @@ def salted(rest: Tree, salt: jax.Array) -> Tree:
         flat = jax.vmap(lambda key: jax.random.fold_in(key, salt))(x.reshape(-1))
         return flat.reshape(x.shape)
 
-    return jax.tree.map(fold, rest)
+    return jax.tree.map(fold, model_state)

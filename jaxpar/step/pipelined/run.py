@@ -7,9 +7,9 @@ Around the table everything is left to XLA. Inside it `pipe`, `data` and `fsdp` 
 reduced before the last microbatch is done, but for those that zero=2 and gather="tick" reduce at once, to shards;
 `tensor` is XLA's, so that blocks need not know of it.
 
-    homes     where arrays live, around the table and inside of it
-    cutting   the model in three pieces, cut where it calls `jp.pipelined(layers, x)`
-    rests     what the model keeps beside its parameters, before each microbatch
+    shardings    where arrays live, around the table and inside of it
+    cut_model    the model in three pieces, cut where it calls `jp.pipelined(layers, x)`
+    model_state  what the model keeps beside its parameters, before each microbatch
 """
 
 from collections.abc import Callable, Mapping
@@ -29,72 +29,72 @@ from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.cut_model import Cutting
-from jaxpar.step.pipelined.model_state import Rests, folded
-from jaxpar.step.pipelined.shardings import Homes
+from jaxpar.step.pipelined.cut_model import CutModel
+from jaxpar.step.pipelined.model_state import ModelStates, folded
+from jaxpar.step.pipelined.shardings import Shardings
 
 
 class Pipelined:
     """A model and its loss, run by the table of a layout.
 
     Attributes:
-      homes: Where its arrays live.
-      cutting: The model in pieces.
-      rests: What the model keeps beside its parameters.
+      shardings: Where its arrays live.
+      cut_model: The model in pieces.
+      model_states: What the model keeps beside its parameters.
     """
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, dtype: Any):
-        self.layout, self.schedule, self.homes = layout, layout.schedule, Homes(layout, dtype)
-        self.cutting = Cutting(self.homes, loss, numerics)
-        self.rests = Rests(self.homes, loss, numerics)
+        self.layout, self.schedule, self.shardings = layout, layout.schedule, Shardings(layout, dtype)
+        self.cut_model = CutModel(self.shardings, loss, numerics)
+        self.model_states = ModelStates(self.shardings, loss, numerics)
         self.fill = 0.0  # what buffers hold before they are written: a test makes it nan
 
-    def gradients(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
+    def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest afterwards."""
-        rests, after = self.rests.each(params, rest, batch)
-        sums, shared, layers = self._run(params, rests, batch, train=True)
+        model_states, after = self.model_states.each(params, model_state, batch)
+        sums, shared, layers = self._run(params, model_states, batch, train=True)
         with jax.named_scope(GRADIENT):
-            layers = self.homes.stored(layers)
+            layers = self.shardings.stored(layers)
         tokens = sums["loss"][1]
         gradients = nest(
-            {self.homes.shared[path]: value for path, value in shared.items()}
-            | {self.homes.stacked[path]: value for path, value in layers.items()}
+            {self.shardings.shared[path]: value for path, value in shared.items()}
+            | {self.shardings.stacked[path]: value for path, value in layers.items()}
         )
         return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, after
 
-    def evaluate(self, params: Tree, rest: Tree, batch: Mapping[str, jax.Array]) -> Sums:
+    def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> Sums:
         """Returns the sums of a batch: the forwards of the table, nothing kept."""
-        rests = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)), rest)
-        return self._run(params, rests, batch, train=False)[0]
+        model_states = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)), model_state)
+        return self._run(params, model_states, batch, train=False)[0]
 
-    def _run(self, params: Tree, rests: Tree, batch: Mapping[str, jax.Array], *, train: bool):
-        homes = self.homes
+    def _run(self, params: Tree, model_states: Tree, batch: Mapping[str, jax.Array], *, train: bool):
+        shardings = self.shardings
         table = program(self.schedule, forward_only=not train)
-        shared = {path: homes.whole(path, pick(params, words)) for path, words in homes.shared.items()}
-        layers = {path: pick(params, words) for path, words in homes.stacked.items()}
-        if not homes.per_tick:  # else they are cast where they are gathered, and have gradients of their own dtype
-            layers = {path: homes.cast(value) for path, value in layers.items()}
+        shared = {path: shardings.whole(path, pick(params, words)) for path, words in shardings.shared.items()}
+        layers = {path: pick(params, words) for path, words in shardings.stacked.items()}
+        if not shardings.per_tick:  # else they are cast where they are gathered, and have gradients of their own dtype
+            layers = {path: shardings.cast(value) for path, value in layers.items()}
         with jax.named_scope(f"{SCOPE}layers dealt to the stages"):
-            layers = homes.dealt(layers)
-        if not homes.per_tick:
-            layers = {path: homes.gathered(path, value) for path, value in layers.items()}
+            layers = shardings.dealt(layers)
+        if not shardings.per_tick:
+            layers = {path: shardings.gathered(path, value) for path, value in layers.items()}
 
         if self.layout.parallel.pipeline.head == "spread":
-            return self._run_spread(table, shared, layers, rests, batch, train=train)
+            return self._run_spread(table, shared, layers, model_states, batch, train=train)
 
-        def local(rows, replica, shared, layers, rests, batch):
-            with homes.inside():
-                known = (folded(rests, replica[0], homes.replicas), self.cutting.microbatches(batch))
-                model = self.cutting.model(train=train)
+        def local(rows, replica, shared, layers, model_states, batch):
+            with shardings.inside():
+                known = (folded(model_states, replica[0], shardings.replicas), self.cut_model.microbatches(batch))
+                model = self.cut_model.model(train=train)
                 done = self._execute(table, model, rows[:, 0], shared, layers, known)
-            sums = jax.tree.map(lambda x: jax.lax.psum(x, homes.manual), done.sums)
+            sums = jax.tree.map(lambda x: jax.lax.psum(x, shardings.manual), done.sums)
             if not train:
                 return sums, {}, {}
             # over fsdp first: else XLA sums whole over both axes at once
-            over = homes.batch_axes[1:]
+            over = shardings.batch_axes[1:]
 
             def one(path: str, x: jax.Array) -> jax.Array:  # shards are summed over fsdp already
-                return (jax.lax.psum(x, over) if over and not homes.cut(path) else x)[None]
+                return (jax.lax.psum(x, over) if over and not shardings.cut(path) else x)[None]
 
             with jax.named_scope(GRADIENT):
                 summed = ({path: one(path, x) for path, x in tree.items()} for tree in (done.shared, done.layers))
@@ -103,40 +103,49 @@ class Pipelined:
         outs = {}, {}
         if train:
             outs = (
-                {path: PartitionSpec(("pipe", "data"), *homes.cut(path)) for path in shared},
-                {path: PartitionSpec("data", "pipe", *homes.cut(path)[1:]) for path in layers},
+                {path: PartitionSpec(("pipe", "data"), *shardings.cut(path)) for path in shared},
+                {path: PartitionSpec("data", "pipe", *shardings.cut(path)[1:]) for path in layers},
             )
         rows = PartitionSpec(None, "pipe")
-        each = PartitionSpec(homes.batch_axes)
+        each = PartitionSpec(shardings.batch_axes)
         sums, shared, layers = jax.shard_map(
             local,
             mesh=self.layout.on,
-            axis_names=set(homes.manual),
-            in_specs=(rows, each, PartitionSpec(), {path: homes.held(path) for path in layers}, PartitionSpec(), each),
+            axis_names=set(shardings.manual),
+            in_specs=(
+                rows,
+                each,
+                PartitionSpec(),
+                {path: shardings.held(path) for path in layers},
+                PartitionSpec(),
+                each,
+            ),
             out_specs=(PartitionSpec(), *outs),
             check_vma=False,
-        )(table.rows, jnp.arange(homes.replicas), shared, layers, rests, batch)
-        shared = {path: homes.summed(path, value, ("pipe", "data")) for path, value in shared.items()}
-        layers = {path: homes.summed(path, value, "data") for path, value in layers.items()}
+        )(table.rows, jnp.arange(shardings.replicas), shared, layers, model_states, batch)
+        shared = {path: shardings.summed(path, value, ("pipe", "data")) for path, value in shared.items()}
+        layers = {path: shardings.summed(path, value, "data") for path, value in layers.items()}
         return sums, shared, layers
 
-    def _run_spread(self, table: Program, shared: dict, layers: dict, rests: Tree, batch: Mapping, *, train: bool):
+    def _run_spread(
+        self, table: Program, shared: dict, layers: dict, model_states: Tree, batch: Mapping, *, train: bool
+    ):
         """Runs the table with embedding and head between the stages."""
-        homes = self.homes
+        shardings = self.shardings
         around = Around(
             mesh=self.layout.on,
-            batch_axes=homes.batch_axes,
-            stages=homes.inside,
-            head=homes.between,
-            place=homes.place,
-            place_head=lambda tree: {path: homes.spread(path, value) for path, value in tree.items()},
+            batch_axes=shardings.batch_axes,
+            stages=shardings.inside,
+            head=shardings.between,
+            place=shardings.place,
+            place_head=lambda tree: {path: shardings.spread(path, value) for path, value in tree.items()},
         )
 
-        def known(replica, rests, batch):
-            return folded(rests, replica[0], homes.replicas), self.cutting.microbatches(batch)
+        def known(replica, model_states, batch):
+            return folded(model_states, replica[0], shardings.replicas), self.cut_model.microbatches(batch)
 
-        model = self.cutting.model(train=train)
-        stacked = around.known(known)(jnp.arange(homes.replicas), rests, batch)
+        model = self.cut_model.model(train=train)
+        stacked = around.known(known)(jnp.arange(shardings.replicas), model_states, batch)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), stacked)
         embed = Traced(model.embed, shared, one)
         before = embed.reads()[0]
@@ -151,15 +160,15 @@ class Pipelined:
             return sums, {}, {}
         with jax.named_scope(GRADIENT):
             layers, ends = around.reduced(done["stages"]["layers"], done["ends"]["shared"])
-            layers = {path: homes.summed(path, value, "data") for path, value in layers.items()}
-            summed = {path: homes.summed(path, value, "data") for path, value in ends.items()}
-        leaves = {path: self.layout.placements[path].leaf for path in homes.shared}
+            layers = {path: shardings.summed(path, value, "data") for path, value in layers.items()}
+            summed = {path: shardings.summed(path, value, "data") for path, value in ends.items()}
+        leaves = {path: self.layout.placements[path].leaf for path in shardings.shared}
         return sums, {path: summed.get(path, jnp.zeros(leaf.shape)) for path, leaf in leaves.items()}, layers
 
     def _execute(self, table: Program, model: Model, rows: jax.Array, shared: Tree, layers: Tree, known: Tree):
         """Runs the table on one stage's arrays."""
-        keep, homes = self.layout.parallel.pipeline.keep, self.homes
+        keep, shardings = self.layout.parallel.pipeline.keep, self.shardings
         return execute(
             table, model, rows, shared, layers, known,
-            keep=keep, place=homes.place, shards=homes.shards, fill=self.fill,
+            keep=keep, place=shardings.place, shards=shardings.shards, fill=self.fill,
         )  # fmt: skip

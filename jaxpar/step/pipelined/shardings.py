@@ -26,7 +26,7 @@ from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, pick
 
 
 @dataclass(frozen=True, eq=False)
-class Homes:
+class Shardings:
     """Shardings of the arrays of a pipelined step. Paths are those of parameters, such as `blocks/mlp/up`.
 
     Attributes:

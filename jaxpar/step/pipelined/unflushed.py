@@ -16,14 +16,14 @@ from jaxpar.errors import refuse
 from jaxpar.optim.pace import advanced, standing
 from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.run.program import program
-from jaxpar.pipeline.run.unflushed import Unflushed, plan, updating
+from jaxpar.pipeline.run.unflushed import UnflushedTable, plan, updating
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.losses import Sums
 from jaxpar.step.pipelined.model_state import folded
 from jaxpar.step.pipelined.run import Pipelined
 
 
-class Updating(Pipelined):
+class Unflushed(Pipelined):
     """A model and its loss, run by a table that updates the weights as it goes."""
 
     def __init__(self, layout, loss, numerics, dtype):
@@ -35,48 +35,48 @@ class Updating(Pipelined):
                 rule="a stage that updates its weights in the middle of a step holds them whole",
                 fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
             )
-        if self.homes.uneven:
+        if self.shardings.uneven:
             raise refuse(
-                f"weights={weights!r} with layers={self.homes.uneven}",
+                f"weights={weights!r} with layers={self.shardings.uneven}",
                 rule="where weights change in the middle of a step, every stage has as many layers",
                 fix="layers=(), or weights='flush'",
             )
         self.plan = plan(program(self.schedule), weights)
 
     def updated(
-        self, optimizer: optax.GradientTransformation, params: Tree, state: Any, rest: Tree, batch: Mapping
+        self, optimizer: optax.GradientTransformation, params: Tree, state: Any, model_state: Tree, batch: Mapping
     ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
         """Returns (params, optimizer state, sums, rest, norm of the last update's gradients) after a batch."""
         self._check_state(state)
-        rests, after = self.rests.each(params, rest, batch)
-        shared = {path: pick(params, words) for path, words in self.homes.shared.items()}
-        layers = {path: pick(params, words) for path, words in self.homes.stacked.items()}
+        model_states, after = self.model_states.each(params, model_state, batch)
+        shared = {path: pick(params, words) for path, words in self.shardings.shared.items()}
+        layers = {path: pick(params, words) for path, words in self.shardings.stacked.items()}
         specs = jax.tree.map(
             lambda spec: PartitionSpec("pipe") if spec[:1] == ("pipe",) else PartitionSpec(),
             self.layout.optimizer_specs(state),
             is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
 
-        def local(rows, replica, shared, layers, state, rests, batch):
-            model = self.cutting.model(train=True)
-            with self.homes.inside():
-                known = (folded(rests, replica[0], self.homes.replicas), self.cutting.microbatches(batch))
+        def local(rows, replica, shared, layers, state, model_states, batch):
+            model = self.cut_model.model(train=True)
+            with self.shardings.inside():
+                known = (folded(model_states, replica[0], self.shardings.replicas), self.cut_model.microbatches(batch))
                 owners = self._owners(model, shared, known)
-                unflushed = Unflushed(
+                table = UnflushedTable(
                     plan=self.plan,
                     model=model,
                     update=updating(standing(optimizer), self._join, self._split, self._reduce),
-                    place=self.homes.place,
+                    place=self.shardings.place,
                     keep=self.layout.parallel.pipeline.keep,
                     fill=self.fill,
                 )
-                done = unflushed.train(
+                done = table.train(
                     rows[:, 0], (shared, layers), state, known, scales=self._scales(model, shared, known)
                 )
             stage = jax.lax.axis_index("pipe")
 
             def owned(path: str, value: jax.Array) -> jax.Array:
-                with jax.named_scope(SCOPE + (path.replace("/", ".") or "rest")):
+                with jax.named_scope(SCOPE + (path.replace("/", ".") or "model_state")):
                     mine = jnp.where(stage == owners.get(path, 0), value, jnp.zeros_like(value))
                     return jax.lax.psum(mine, "pipe")
 
@@ -86,25 +86,25 @@ class Updating(Pipelined):
             shared, layers = done.params
             shared = {path: owned(path, value) for path, value in shared.items()}
             state = jax.tree_util.tree_map_with_path(settled, specs, done.optimizer)
-            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.homes.manual), (done.sums, done.square))
-            return shared, layers, state, sums, square / self.homes.replicas
+            sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.shardings.manual), (done.sums, done.square))
+            return shared, layers, state, sums, square / self.shardings.replicas
 
-        each, whole, split = PartitionSpec(self.homes.batch_axes), PartitionSpec(), PartitionSpec("pipe")
+        each, whole, split = PartitionSpec(self.shardings.batch_axes), PartitionSpec(), PartitionSpec("pipe")
         shared, layers, state, sums, square = jax.shard_map(
             local,
             mesh=self.layout.on,
-            axis_names=set(self.homes.manual),
+            axis_names=set(self.shardings.manual),
             in_specs=(PartitionSpec(None, "pipe"), each, whole, split, specs, whole, each),
             out_specs=(whole, split, specs, whole, whole),
             check_vma=False,
-        )(self.plan.program.rows, jnp.arange(self.homes.replicas), shared, layers, state, rests, batch)
+        )(self.plan.program.rows, jnp.arange(self.shardings.replicas), shared, layers, state, model_states, batch)
         return self._tree(shared, layers), advanced(state), sums, after, jnp.sqrt(square)
 
     def _check_state(self, state: Any) -> None:
         """Refuses an optimizer whose state for a stack cannot be cut as the stack is, such as Adafactor's."""
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
             words = path_of(keys).split("/")
-            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.homes.stacked), None)
+            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.shardings.stacked), None)
             if owner and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
                 raise refuse(
                     f"an optimizer that keeps {list(leaf.shape)} for {owner}",
@@ -114,23 +114,23 @@ class Updating(Pipelined):
                 )
 
     def _tree(self, shared: Mapping, layers: Mapping) -> Tree:
-        stacked = {self.homes.stacked[path]: value for path, value in layers.items()}
-        return nest({self.homes.shared[path]: value for path, value in shared.items()} | stacked)
+        stacked = {self.shardings.stacked[path]: value for path, value in layers.items()}
+        return nest({self.shardings.shared[path]: value for path, value in shared.items()} | stacked)
 
     def _join(self, shared: Mapping, chunks: Mapping) -> Tree:
         return self._tree(shared, {path: value[0] for path, value in chunks.items()})
 
     def _split(self, tree: Tree) -> tuple[dict, dict]:
-        shared = {path: pick(tree, words) for path, words in self.homes.shared.items()}
-        return shared, {path: pick(tree, words)[None] for path, words in self.homes.stacked.items()}
+        shared = {path: pick(tree, words) for path, words in self.shardings.shared.items()}
+        return shared, {path: pick(tree, words)[None] for path, words in self.shardings.stacked.items()}
 
     def _reduce(self, gradients: Tree) -> Tree:
         with jax.named_scope(GRADIENT):
-            return jax.tree.map(lambda x: jax.lax.psum(x, self.homes.batch_axes), gradients)
+            return jax.tree.map(lambda x: jax.lax.psum(x, self.shardings.batch_axes), gradients)
 
     def _owner_path(self, keys) -> str:
         words = path_of(keys).split("/")
-        return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.homes.shared), "")
+        return next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.shardings.shared), "")
 
     def _owners(self, model, shared: Mapping, known: Tree) -> dict[str, int]:
         """Returns the stage that reads each shared parameter."""
@@ -164,6 +164,6 @@ class Updating(Pipelined):
         eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
         count = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
         counts = jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(known))
-        per_update = jax.lax.psum(counts, self.homes.batch_axes).reshape(-1, self.plan.per_update).sum(1)
+        per_update = jax.lax.psum(counts, self.shardings.batch_axes).reshape(-1, self.plan.per_update).sum(1)
         scales = jnp.where(per_update == 0, 0.0, 1.0 / per_update)  # where nothing counts there is no gradient
         return jnp.repeat(scales, self.plan.per_update)

@@ -12,5 +12,5 @@ grow with the number of processes; everybody judges the same one.
     beat      what a process says of itself        digest   what is known of many, and how two of these add up
     tree      who reads whom, and how often        judge    from a digest to what is wrong
     stop      how all stop after the same step     facts    what must be the same everywhere
-    watchdog  one process's part in all of this, without a thread; `jaxpar.train.peers` gives it one
+    watchdog  one process's part in all of this, without a thread; `jaxpar.train.watchdog.thread` gives it one
 """

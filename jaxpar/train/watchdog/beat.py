@@ -17,7 +17,7 @@ MOST = 1 << 20  # bytes of a beat: a few names and numbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """The heartbeat of a process.
 
     Attributes:
@@ -92,9 +92,9 @@ class Beat:
         )
 
 
-def unknown(process: int) -> Beat:
+def unknown(process: int) -> Heartbeat:
     """Returns what is known of a process that has said nothing yet."""
-    return Beat(process=process, host="unknown", pid=0)
+    return Heartbeat(process=process, host="unknown", pid=0)
 
 
 class Files:
@@ -108,11 +108,11 @@ class Files:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def read(self, process: int) -> Beat | None:
+    def read(self, process: int) -> Heartbeat | None:
         """Returns what a process last said, or None if it has said nothing yet."""
         return read(self.folder, process)
 
-    def write(self, beat: Beat) -> None:
+    def write(self, beat: Heartbeat) -> None:
         """Says what a process has to say."""
         write(self.folder, beat)
 
@@ -132,13 +132,13 @@ class Files:
         return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
-def read(folder: Path, process: int) -> Beat | None:
+def read(folder: Path, process: int) -> Heartbeat | None:
     """Returns what a process last said, or None if it has said nothing yet."""
     for _ in range(3):
         try:
             said = json.loads(_bytes(f"{folder}/{process}.json"))
             below = said.pop("below")
-            return Beat(**said, below=None if below is None else Digest.parse(below))
+            return Heartbeat(**said, below=None if below is None else Digest.parse(below))
         except (OSError, TypeError, KeyError):  # not written yet, or by another version
             return None
         except ValueError:  # on a full disk it is written in its place
@@ -155,7 +155,7 @@ def _bytes(path: str) -> bytes:
         os.close(handle)
 
 
-def write(folder: Path, beat: Beat) -> None:
+def write(folder: Path, beat: Heartbeat) -> None:
     """Writes what a process says, whole or not at all; on a full disk over what it said before, in its place."""
     text, file = json.dumps(dataclasses.asdict(beat)), folder / f"{beat.process}.json"
     part = folder / f".{beat.process}.{os.getpid()}.part"

@@ -14,11 +14,11 @@ by the watching thread, which goes on while the training waits in a collective: 
 
 from dataclasses import replace
 
-from jaxpar.train.watchdog.beat import Beat
+from jaxpar.train.watchdog.beat import Heartbeat
 from jaxpar.train.watchdog.digest import Digest
 
 
-def promise(mine: Beat, first: Beat, reached: int) -> Beat:
+def promise(mine: Heartbeat, first: Heartbeat, reached: int) -> Heartbeat:
     """Returns a process's beat with the step that it does not pass, once process 0 asks for it.
 
     Args:
@@ -29,7 +29,7 @@ def promise(mine: Beat, first: Beat, reached: int) -> Beat:
     return replace(mine, hold=reached + 1) if first.stop and not mine.hold else mine
 
 
-def decide(first: Beat, known: Digest, count: int) -> Beat:
+def decide(first: Heartbeat, known: Digest, count: int) -> Heartbeat:
     """Returns the beat of process 0 with the wish of any process, and the last step once all hold.
 
     Args:
@@ -44,11 +44,11 @@ def decide(first: Beat, known: Digest, count: int) -> Beat:
     return first
 
 
-def holds(mine: Beat, first: Beat, step: int) -> bool:
+def holds(mine: Heartbeat, first: Heartbeat, step: int) -> bool:
     """Whether a process waits after this step for process 0 to say which one is the last."""
     return 0 < mine.hold <= step and not first.stop_at and not first.ended
 
 
-def stops(first: Beat, step: int) -> str | None:
+def stops(first: Heartbeat, step: int) -> str | None:
     """Returns the signal because of which all stop after this step, or None."""
     return first.stop if 0 < first.stop_at <= step else None

@@ -2,7 +2,7 @@
 
     at, wish, state ─► beat ─► turn: children's files ─► digest ─► own file;  process 0's file ─► what all know
 
-Nothing here waits, and only a turn opens files: `jaxpar.train.peers` takes one every so often, in a thread.
+Nothing here waits, and only a turn opens files: `jaxpar.train.watchdog.thread` takes one every so often, in a thread.
 """
 
 import threading
@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from jaxpar.errors import Problem
 from jaxpar.train.watchdog import stop, tree
-from jaxpar.train.watchdog.beat import Beat, Files, unknown
+from jaxpar.train.watchdog.beat import Files, Heartbeat, unknown
 from jaxpar.train.watchdog.digest import Digest, merge
 from jaxpar.train.watchdog.facts import agreed
 from jaxpar.train.watchdog.judge import TOGETHER, judge
@@ -41,7 +41,7 @@ class Watchdog:
         self.interval, self.limit = tree.interval(count, limit), tree.patience(count, limit)
         self._children = tree.children(process, count)
         self._lock = threading.Lock()
-        self._beat = Beat(process=process)
+        self._beat = Heartbeat(process=process)
         self._reached = 0
         self._heard: dict[int, tuple[tuple[int, int], float]] = {}  # process to a sign of life, and when it was new
         self._before, self._awake, self._began = clock(), 0.0, 0.0
@@ -49,12 +49,12 @@ class Watchdog:
         self.known = Digest()
 
     @property
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """The heartbeat of this process."""
         return self._beat
 
     @property
-    def first(self) -> Beat:
+    def first(self) -> Heartbeat:
         """The heartbeat of process 0, as far as this one knows."""
         return self._said if self.process else self._beat
 
@@ -119,7 +119,7 @@ class Watchdog:
             self._beat = stop.promise(self._beat, self.first, self._reached)
         return judge(self.process, self.known, limit=self.limit)
 
-    def _begin(self, beat: Beat) -> None:
+    def _begin(self, beat: Heartbeat) -> None:
         """Begins the next thing, and keeps what the one before it took; the lock is held."""
         now, before = self._age(), self._beat
         longest = before.longest
@@ -142,7 +142,7 @@ class Watchdog:
         alone = beat.digest(self._silence(beat, now))
         return alone if beat.below is None else alone + beat.below
 
-    def _silence(self, beat: Beat, now: float) -> float:
+    def _silence(self, beat: Heartbeat, now: float) -> float:
         """Returns for how many seconds a process has said the same, by this one's clock."""
         life = (beat.pid, beat.count)
         if beat.process not in self._heard or self._heard[beat.process][0] != life:

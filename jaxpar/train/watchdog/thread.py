@@ -36,7 +36,7 @@ class LostPeer(JaxparError):
     status = LOST
 
 
-class Alone:
+class SingleProcess:
     """The one process of a run: it has nobody to tell."""
 
     count, process = 1, 0
@@ -64,7 +64,7 @@ class Alone:
         """Says that this process ends."""
 
 
-class Peers(Alone):
+class WatchdogThread(SingleProcess):
     """All processes of a run, from the point of view of one.
 
     Args:
