@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
-FEW = 20  # problems of one kind that are told one by one
+FEW = 20  # problems of one kind that are listed one by one
 STOPPED = {name: 128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGTERM")}  # and saved; as shells count
 
 
@@ -42,7 +42,7 @@ class Problem:
 class JaxparError(ValueError):
     """The one error jaxpar raises for input it refuses; carries every problem found at once."""
 
-    status = 1  # with which a verb ends
+    status = 1  # exit status of a command that ends with it
 
     def __init__(self, *problems: Problem):
         self.problems = problems
@@ -57,8 +57,8 @@ def plain(text: str) -> str:
 _SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
-def few(names: Sequence[str], problem: Callable[[str], Problem]) -> list[Problem]:
-    """Returns a problem for each of the first names, and one for all that are more than a person reads."""
+def first_problems(names: Sequence[str], problem: Callable[[str], Problem]) -> list[Problem]:
+    """Returns one problem for each of the first 20 names, and a single one that counts the others."""
     made = [problem(name) for name in names[:FEW]]
     if len(names) > FEW:
         made.append(Problem(f"{len(names) - FEW} more like them", made[-1].rule, "leave them out"))
@@ -82,11 +82,11 @@ def users_code(what: str, *, rule: str, fix: str) -> Iterator[None]:
     except JaxparError:
         raise
     except (Exception, SystemExit) as error:
-        raise refuse(f"{what}: {said(error)}", rule=rule, fix=fix) from error
+        raise refuse(f"{what}: {describe_exception(error)}", rule=rule, fix=fix) from error
 
 
-def said(error: BaseException) -> str:
-    """Returns an exception in one line, with the user's own line that raised it."""
+def describe_exception(error: BaseException) -> str:
+    """Returns an exception as one line of text, with the file and line of the user's code that raised it."""
     text = str(error).strip().splitlines()
     what = f"no entry {error}" if isinstance(error, KeyError) else text[0] if text else ""
     if type(error).__name__ not in ("KeyError", "TypeError", "ValueError", "OSError"):
@@ -101,14 +101,16 @@ def said(error: BaseException) -> str:
 
 
 @contextmanager
-def reading(path: Path, *, rule: str, fix: str, say: Callable[[BaseException], str] = said) -> Iterator[None]:
+def reading(
+    path: Path, *, rule: str, fix: str, say: Callable[[BaseException], str] = describe_exception
+) -> Iterator[None]:
     """Turns whatever is wrong with a file that jaxpar wrote itself into a refusal; jaxpar's refusals pass.
 
     Args:
-      path: The file, which is read in this context.
-      rule: What it is for.
-      fix: What to do without it.
-      say: An exception to its words.
+      path: The file that is read inside this context.
+      rule: Rule of the error: the purpose of the file.
+      fix: How to go on without the file.
+      say: Describes an exception in one line.
 
     Raises:
       JaxparError: If it cannot be read, is not of its format, or holds something else.
@@ -134,7 +136,7 @@ def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lam
     Args:
       number: A positive number.
       near: What was asked for.
-      good: What else must hold of it.
+      good: A further condition on the divisor.
 
     >>> nearest_divisor(4096, 7), nearest_divisor(4099, 7)
     (8, None)
@@ -144,14 +146,16 @@ def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lam
     return min(close, key=lambda n: (abs(n - near), n), default=None)
 
 
-def within(spec: object, section: str, ranges: Mapping[str, tuple[float, float]], *, below: Iterable[str] = ()) -> None:
-    """Checks numbers of a dataclass against (lowest, highest), all at once; `nan` is in no range.
+def check_ranges(
+    spec: object, section: str, ranges: Mapping[str, tuple[float, float]], *, below: Iterable[str] = ()
+) -> None:
+    """Checks the numbers of a dataclass against their ranges, all at once; NaN is in no range.
 
     Args:
       spec: The dataclass.
-      section: What its keys are called by, or "".
-      ranges: Key to lowest and highest.
-      below: The keys whose highest is out itself.
+      section: The table of the job file that it was read from, which prefixes its keys in the error; "" for none.
+      ranges: Key to (lowest, highest), both allowed.
+      below: The keys whose highest value is itself not allowed.
 
     Raises:
       JaxparError: With every number that is out of its range.
@@ -179,12 +183,12 @@ def within(spec: object, section: str, ranges: Mapping[str, tuple[float, float]]
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], *, of: str) -> dict[str, list[str]]:
-    """Returns how arrays differ from the shapes that are wanted: what is wrong to the names of which it is.
+    """Returns how arrays differ from the shapes that are wanted, as {kind of difference: names}.
 
     Args:
-      found: Name to what has a `shape`.
+      found: Name to an array, or anything else with a `shape`.
       wanted: Name to shape.
-      of: Whose arrays are wanted, for what is none of them.
+      of: Owner of the wanted arrays, as in "not of the model".
 
     >>> import numpy as np
     >>> differences({"a": np.ones(2), "b": np.ones(3)}, {"a": (2, 1), "c": (4,)}, of="the model")

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Checkpoints:
     def __post_init__(self):
         most = 2**31 - 1
         ranges = {"every": (0, most), "minutes": (0.0, 1e6), "keep_last": (1, most), "keep_best": (0, most)}
-        within(self, "checkpoint", ranges)
+        check_ranges(self, "checkpoint", ranges)
         for key, usual in (("take", ("*",)), ("rename", {}), ("cast", False)):
             if not self.start_from and getattr(self, key) != usual:
                 raise refuse(

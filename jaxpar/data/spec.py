@@ -5,7 +5,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, nearest, within
+from jaxpar.errors import JaxparError, Problem, check_ranges, nearest
 
 Batch = dict[str, np.ndarray]
 
@@ -48,7 +48,7 @@ class Data:
     def __post_init__(self):
         problems: list[Problem] = []
         try:
-            within(self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5)})
+            check_ranges(self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5)})
         except JaxparError as error:
             problems += error.problems
         known = ("stdlib", "text", "digits", "arrays")

@@ -24,7 +24,7 @@ from jaxpar.bench.record import versions, where
 from jaxpar.checkpoint import Store, start_from
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
-from jaxpar.errors import JaxparError, reading, refuse, said
+from jaxpar.errors import JaxparError, describe_exception, reading, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.job import meeting, pretrained
 from jaxpar.job.build import Built, build
@@ -87,7 +87,7 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
         raise
     except (ValueError, RuntimeError, OSError) as error:
         meant = watchdog.explain(error)
-        watchdog.close(f"failed: {said(meant)}")
+        watchdog.close(f"failed: {describe_exception(meant)}")
         if meant is error:
             raise
         raise meant from error

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpar.errors import within
+from jaxpar.errors import check_ranges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Link:
     combine: float = 0.0
 
     def __post_init__(self):
-        within(self, "", {"latency": (0.0, 60.0), "bandwidth": (1.0, 1e18), "combine": (0.0, 1.0)})
+        check_ranges(self, "", {"latency": (0.0, 60.0), "bandwidth": (1.0, 1e18), "combine": (0.0, 1.0)})
 
     def time(self, size: float) -> float:
         """Returns the seconds that a message of so many bytes takes.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 from jaxpar.models.attention import Attend, Rope, attend
 from jaxpar.models.heads import check_heads
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
@@ -64,7 +64,7 @@ class DecoderSettings:
 
     def __post_init__(self):
         most = 2**31 - 1
-        within(
+        check_ranges(
             self,
             "model",
             {name: (1, most) for name in ("vocab", "seq", "layers", "dim", "heads")}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import within
+from jaxpar.errors import check_ranges
 from jaxpar.models.layers import weight
 from jaxpar.models.named import constrain
 
@@ -31,7 +31,7 @@ class MLPSettings:
 
     def __post_init__(self):
         most = 2**31 - 1
-        within(
+        check_ranges(
             self,
             "model",
             {"inputs": (1, most), "classes": (1, most), "layers": (0, most), "dim": (1, most), "hidden": (1, most)},

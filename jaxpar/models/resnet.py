@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ResNetSettings:
 
     def __post_init__(self):
         most = 2**31 - 1
-        within(self, "model", {"channels": (1, most), "classes": (1, most), "width": (1, most)})
+        check_ranges(self, "model", {"channels": (1, most), "classes": (1, most), "width": (1, most)})
         if not self.blocks or min(self.blocks) < 1:
             raise refuse(
                 f"model.blocks = {list(self.blocks)}", rule="every stage has a block", fix="blocks = [1, 1, 1]"

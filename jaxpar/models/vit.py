@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import nearest_divisor, refuse, within
+from jaxpar.errors import check_ranges, nearest_divisor, refuse
 from jaxpar.models.heads import check_heads
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
@@ -43,7 +43,7 @@ class ViTSettings:
 
     def __post_init__(self):
         most = 2**31 - 1
-        within(
+        check_ranges(
             self,
             "model",
             {name: (1, most) for name in ("size", "channels", "patch", "classes", "layers", "dim", "heads")}

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import optax
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Optimizer:
 
     def __post_init__(self):
         most = 3.4e38  # float32
-        within(
+        check_ranges(
             self,
             "optimizer",
             {

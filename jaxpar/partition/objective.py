@@ -15,7 +15,7 @@ from math import inf
 
 import numpy as np
 
-from jaxpar.errors import nearest, refuse, within
+from jaxpar.errors import check_ranges, nearest, refuse
 from jaxpar.mesh.links import Link
 
 COEFFICIENTS = {
@@ -55,7 +55,7 @@ class Objective:
                 rule=f"a coefficient is one of {', '.join(COEFFICIENTS)}",
                 fix=nearest(self.coefficient, COEFFICIENTS),
             )
-        within(self, "", {"overlap": (0.0, 1.0), "margin": (0.0, 10.0), "memory": (1.0, inf)})
+        check_ranges(self, "", {"overlap": (0.0, 1.0), "margin": (0.0, 10.0), "memory": (1.0, inf)})
 
     def times(self, replicas: int) -> float:
         """Returns c(m).

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxpar.errors import JaxparError, Problem, refuse, within
+from jaxpar.errors import JaxparError, Problem, check_ranges, refuse
 from jaxpar.step.guard import are_finite
 
 WINDOW = 32  # losses whose median a spike is measured by
@@ -46,7 +46,7 @@ class Faults:
     rollbacks: int = 3
 
     def __post_init__(self):
-        within(self, "faults", {"spike": (0.0, 1e9), "skips": (1, 2**31 - 1), "rollbacks": (1, 2**31 - 1)})
+        check_ranges(self, "faults", {"spike": (0.0, 1e9), "skips": (1, 2**31 - 1), "rollbacks": (1, 2**31 - 1)})
         if 0 < self.spike <= 1:
             raise refuse(
                 f"faults.spike = {self.spike}",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import reading, refuse, within
+from jaxpar.errors import check_ranges, reading, refuse
 from jaxpar.files import FULL, write_text
 
 RECENT = 1024  # rows of an earlier run that are remembered
@@ -28,7 +28,7 @@ class Metrics:
     tensorboard: bool = False
 
     def __post_init__(self):
-        within(self, "metrics", {"show_every": (1, 2**31 - 1)})
+        check_ranges(self, "metrics", {"show_every": (1, 2**31 - 1)})
 
 
 class Log:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxpar.errors import JaxparError, nearest, refuse, said
+from jaxpar.errors import JaxparError, describe_exception, nearest, refuse
 
 
 def import_object(name: str, key: str, *, allowed: bool) -> Any:
@@ -54,7 +54,9 @@ def import_object(name: str, key: str, *, allowed: bool) -> Any:
         ) from error
     except (Exception, SystemExit) as error:  # an import runs the user's code
         raise refuse(
-            f"{key} = {name!r}: {said(error)}", rule="the module can be imported", fix=f"python -c 'import {module}'"
+            f"{key} = {name!r}: {describe_exception(error)}",
+            rule="the module can be imported",
+            fix=f"python -c 'import {module}'",
         ) from error
     try:
         for word in attribute.split("."):

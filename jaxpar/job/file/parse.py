@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic
 
-from jaxpar.errors import FEW, JaxparError, Problem, few, nearest, refuse
+from jaxpar.errors import FEW, JaxparError, Problem, first_problems, nearest, refuse
 from jaxpar.job.file.dump import shown
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, walk
 
@@ -58,8 +58,8 @@ def read(
         path = Path(path)
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, TypeError) as error:
-        said = getattr(error, "strerror", error)
-        raise refuse(f"job file {path!s:.200}: {said}", rule="a job is a TOML file", fix=way_out) from error
+        reason = getattr(error, "strerror", error)
+        raise refuse(f"job file {path!s:.200}: {reason}", rule="a job is a TOML file", fix=way_out) from error
     except ValueError as error:  # no utf-8, or a null byte in the path
         raise refuse(f"job file {path} is no text", rule="a job is a TOML file in utf-8", fix=way_out) from error
     job, problems = _read(text, overrides, str(path), allow_import=allow_import)
@@ -126,7 +126,9 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
 def _validated(raw: dict[str, Any]) -> tuple[Job | None, list[Problem]]:
     problems: list[Problem] = []
     made: dict[str, Any] = {}
-    problems += few([name for name in raw if name not in SECTIONS], lambda name: _no_section(name, raw[name]))
+    problems += first_problems(
+        [name for name in raw if name not in SECTIONS], lambda name: _no_section(name, raw[name])
+    )
     for section in (name for name in raw if name in SECTIONS):
         table = raw[section]
         if not isinstance(table, dict):

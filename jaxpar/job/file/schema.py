@@ -11,7 +11,7 @@ from typing import Any, Literal, get_type_hints
 
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.data.spec import Data
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 from jaxpar.mesh.target import parse_target
 from jaxpar.optim.chain import Optimizer
 from jaxpar.parallel.declare import Parallel
@@ -40,7 +40,7 @@ class RunTable:
     timeout: float = 30.0
 
     def __post_init__(self):
-        within(self, "run", {"timeout": (1.0, 86400.0)})
+        check_ranges(self, "run", {"timeout": (1.0, 86400.0)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class MeshTable:
                 rule="the GPUs of the target are the devices of the job",
                 fix=f"mesh.devices = {meant}, or leave it out",
             )
-        within(self, "mesh", {"simulate": (0, 2**16), "devices": (0, 2**31 - 1)})
+        check_ranges(self, "mesh", {"simulate": (0, 2**16), "devices": (0, 2**31 - 1)})
         if self.simulate and self.devices:
             raise refuse(
                 f"mesh.simulate = {self.simulate} and mesh.devices = {self.devices}",
@@ -111,7 +111,7 @@ class TrainTable:
     def __post_init__(self):
         most = 2**31 - 1  # the step is an int32; a seed has 32 bits
         lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
-        within(self, "train", {key: (low, most) for key, low in lows.items()})
+        check_ranges(self, "train", {key: (low, most) for key, low in lows.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

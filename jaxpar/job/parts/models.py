@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.data.validate import BatchSpec
-from jaxpar.errors import JaxparError, Problem, few, nearest, refuse, users_code
+from jaxpar.errors import JaxparError, Problem, first_problems, nearest, refuse, users_code
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import validated
 from jaxpar.job.file.schema import Job
@@ -105,7 +105,9 @@ def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> No
         rule = f"{name} takes {', '.join(own) or 'no settings'}"
         usual = "leave it out"
         raise JaxparError(
-            *few(unknown, lambda key: Problem(f"unknown key model.{key}", rule, nearest(key, own) if own else usual))
+            *first_problems(
+                unknown, lambda key: Problem(f"unknown key model.{key}", rule, nearest(key, own) if own else usual)
+            )
         )
 
 

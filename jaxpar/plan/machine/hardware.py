@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.links import Link
 
@@ -42,7 +42,7 @@ class Gemm:
     source: str
 
     def __post_init__(self):
-        within(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15)})
+        check_ranges(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15)})
 
     def share(self, flop: Any) -> Any:
         """Returns the share of the peak for products of so many FLOP, a number or an array.
@@ -79,8 +79,8 @@ class Hardware:
 
     def __post_init__(self):
         shares = {key: (1e-3, 1.0) for key in ("streaming",)}
-        within(self, "hardware", {"per_node": (1, 2**31 - 1), "launch": (0.0, 1.0)} | shares)
-        within(self.chip, "chip", {"bf16_flops": (1.0, 1e21), "bandwidth": (1.0, 1e18), "memory": (1, 2**60)})
+        check_ranges(self, "hardware", {"per_node": (1, 2**31 - 1), "launch": (0.0, 1.0)} | shares)
+        check_ranges(self.chip, "chip", {"bf16_flops": (1.0, 1e21), "bandwidth": (1.0, 1e18), "memory": (1, 2**60)})
 
     @property
     def memory(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 from jaxpar.plan.candidate import Candidate
 
 
@@ -88,7 +88,7 @@ class SoftwareModel:
         return self.run == "barrier"
 
     def __post_init__(self):
-        within(
+        check_ranges(
             self,
             "software model",
             {key: (0.0, 1e4) for key in ("relaid", "residual", "logits", "accumulate", "update", "keep")}

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpar.errors import nearest_divisor, refuse, within
+from jaxpar.errors import check_ranges, nearest_divisor, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class Shape:
 
     def __post_init__(self):
         most = 2**31 - 1
-        within(
+        check_ranges(
             self,
             "shape",
             {key: (1, most) for key in ("layers", "dim", "heads", "vocab", "seq")}

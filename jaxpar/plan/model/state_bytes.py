@@ -17,7 +17,7 @@ Source: Rajbhandari et al. (2020), arXiv:1910.02054, figure 1.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jaxpar.errors import nearest, refuse, within
+from jaxpar.errors import check_ranges, nearest, refuse
 
 STAGES = (0, 1, 2, 3)
 
@@ -43,7 +43,7 @@ class Recipe:
     since: int = 3
 
     def __post_init__(self):
-        within(self, "recipe", {key: (0.0, 1024.0) for key in ("parameters", "gradients", "optimizer")})
+        check_ranges(self, "recipe", {key: (0.0, 1024.0) for key in ("parameters", "gradients", "optimizer")})
 
     @property
     def total(self) -> float:

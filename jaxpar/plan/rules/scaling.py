@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Sync:
     def __post_init__(self):
         if isinstance(self.workers, bool) or not isinstance(self.workers, int):
             raise refuse(f"workers={self.workers!r}", rule="a whole number of workers", fix="workers=8")
-        within(
+        check_ranges(
             self,
             "",
             {"workers": (1, 2**31 - 1), "compute": (1e-12, 1e12), "sync": (0.0, 1e12)}

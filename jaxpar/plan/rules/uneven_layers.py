@@ -8,7 +8,7 @@ better spread over the stages (`head="spread"`), and unequal numbers serve only 
 
 from dataclasses import dataclass
 
-from jaxpar.errors import refuse, within
+from jaxpar.errors import check_ranges, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def split(layers: int, stages: int, *, head: float = 0.0, embedding: float = 0.0
     if type(layers) is not int or type(stages) is not int or not 1 <= stages <= layers:
         raise refuse(f"{layers} layers on {stages} stages", rule="each stage has a layer at least", fix="stages = 1")
     started = Split(layers=(1,) * stages, head=head, embedding=embedding)
-    within(started, "", {"head": (0.0, 1e9), "embedding": (0.0, 1e9)})
+    check_ranges(started, "", {"head": (0.0, 1e9), "embedding": (0.0, 1e9)})
     work, counts = list(started.work), [1] * stages
     for _ in range(layers - stages):
         least = work.index(min(work))

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from jaxpar.errors import LOST, JaxparError, Problem, said
+from jaxpar.errors import LOST, JaxparError, Problem, describe_exception
 from jaxpar.leaving import leave
 from jaxpar.train.watchdog import facts, tree
 from jaxpar.train.watchdog.beat import Files, read, write
@@ -152,7 +152,7 @@ class WatchdogThread(SingleProcess):
             return LostPeer(Problem(failed, "all processes of a run train until its end", ON))
         silent = self._dog.known.silent
         who = f"{silent[1]}, which was {silent[2]}" if silent and silent[0] > quiet else "a process"
-        got = f"the connection to {who} is gone ({said(error):.160})"
+        got = f"the connection to {who} is gone ({describe_exception(error):.160})"
         return LostPeer(Problem(got, "all processes of a run train until its end", ON))
 
     def close(self, doing: str = "done") -> None:
