@@ -53,7 +53,7 @@ def built(weights, mesh, keep="inputs", chain="sgd", name="1f1b", rate=0.0, fill
     parallel = jp.Parallel(**MESHES[mesh], pipeline=pipeline)
     layout = jp.compose(model(rate), parallel, jax.devices()[: np.prod([*MESHES[mesh].values()])])
     step = jp.train_step(layout, token_loss, CHAINS[chain], **numerics)
-    step.pipelined.fill = fill
+    step.gradients.fill = fill
     return step, jp.init_state(layout, CHAINS[chain], seed=1)
 
 

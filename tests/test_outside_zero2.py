@@ -44,7 +44,7 @@ def alone():
 )
 def test_outside_zero_2_in_a_pipeline_equals_one_device(mesh, pipeline):
     losses, state, step = train(MODEL, jp.Parallel(zero=2, **MESHES[mesh], pipeline=pipeline), steps=3)
-    assert step.pipelined.shardings.shards.dims  # there is something to cut
+    assert step.gradients.shardings.shards.dims  # there is something to cut
     np.testing.assert_allclose(losses, alone()[0], rtol=1e-5)
     assert_same_arrays(state.params, alone()[1].params)
 

@@ -110,7 +110,7 @@ def run(name, keep, mesh, *, fill=0.0, microbatches=0, tied=True, **numerics):
     layers = layers_of(name, mesh)
     layout = jp.compose(model(layers, tied), parallel(name, keep, mesh, microbatches), devices(mesh))
     step = jp.train_step(layout, token_loss, optimizer(), **numerics)
-    step.pipelined.fill = fill
+    step.gradients.fill = fill
     state, losses = jax.device_put(initial(layers, tied), step.placed), []
     for batch in batches(5):
         state, metrics = step(state, batch)

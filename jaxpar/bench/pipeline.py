@@ -66,7 +66,7 @@ def temporary(name: str, microbatches: int, devices: Any, *, keep: Keep = "input
     layout = jp.compose(partial(jp.Decoder, MODEL), jp.Parallel(pipe=STAGES, data=-1, pipeline=pipeline), devices)
     step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3))
     if name == BASELINE:
-        step.pipelined = Autodiff(layout, jp.next_token, step.numerics, None)
+        step.gradients = Autodiff(layout, jp.next_token, step.numerics)
     tokens = jax.ShapeDtypeStruct((ROWS * microbatches * layout.replicas, SEQ), jnp.int32)
     program = step.lower(step.abstract(), {"inputs": tokens, "targets": tokens}).compile()
     return program.memory_analysis().temp_size_in_bytes

@@ -20,7 +20,7 @@ from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 _HOME = Path(__file__).parent.parent
 _MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "parallel", "inspector", "job")]
-    + [str(_HOME / "step" / file) for file in ("step.py", "whole.py", "gathering.py", "inspectable.py")]
+    + [str(_HOME / "step" / file) for file in ("step.py", "gradients.py", "whole.py", "gathering.py", "inspectable.py")]
     + [str(_HOME / "models" / "remat.py")]
     + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     + ["<"]

@@ -28,9 +28,8 @@ from jaxpar.parallel.techniques.asked import declared
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
-from jaxpar.step.numerics import PRECISIONS, Numerics
-from jaxpar.step.pipelined.run import Pipelined
-from jaxpar.step.pipelined.unflushed import Unflushed
+from jaxpar.step.kinds import gradients_of
+from jaxpar.step.numerics import Numerics
 from jaxpar.units import show_bytes
 
 
@@ -208,14 +207,9 @@ def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, j
     mesh: Any = AbstractMesh(
         tuple(layout.sizes[axis] for axis in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
     )
-    parts = (dataclasses.replace(layout, mesh=mesh), loss, numerics, PRECISIONS[numerics.precision])
-    params, model_state = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
-    if layout.parallel.pipeline.weights == "flush":
-        with jax.sharding.use_abstract_mesh(
-            mesh
-        ):  # as a step has it: ends that are spread are traced outside of islands
-            jax.eval_shape(Pipelined(*parts).gradients, params, model_state, batch)
-    else:
-        optimizer = chain.build(job.optimizer, job.train.steps)
-        state = jax.eval_shape(optimizer.init, params)
-        jax.eval_shape(partial(Unflushed(*parts).updated, optimizer), params, state, model_state, batch)
+    gradients = gradients_of(dataclasses.replace(layout, mesh=mesh), loss, numerics)
+    optimizer = chain.build(job.optimizer, job.train.steps)
+    with jax.sharding.use_abstract_mesh(mesh):  # as a step has it: ends that are spread are traced outside of islands
+        jax.eval_shape(
+            partial(gradients.update, optimizer, on_device=lambda held: held), state.abstract(layout, optimizer), batch
+        )

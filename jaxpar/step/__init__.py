@@ -1,5 +1,7 @@
 """One training step: state, gradients, precision and the update, as one compiled program.
 
+    gradients    the protocol of gradients, and the update that follows from them
+    kinds        which kind of gradients a layout has
     whole        gradients of a step whose layers are all on every device
     pipelined/   gradients of a step whose layers are spread over `pipe`
     guard        a step that changes nothing where its numbers are not finite

@@ -11,9 +11,8 @@ from jaxpar.inspector.flop import forward_flop
 from jaxpar.inspector.subject import Subject, argument
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, path_of
+from jaxpar.step.gradients import Gradients
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.run import Pipelined
-from jaxpar.step.pipelined.unflushed import Unflushed
 from jaxpar.step.state import State
 
 # in the order in which a state is flattened, which is that of the program's arguments
@@ -26,7 +25,7 @@ class Inspectable(Protocol):
     layout: Layout
     loss: Callable
     numerics: Numerics
-    pipelined: Pipelined | None
+    gradients: Gradients
 
     def abstract(self) -> State:
         """Returns the state as shapes, dtypes and shardings."""
@@ -57,8 +56,6 @@ def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
         )
     if step.numerics.offload:
         notes.append("optimizer state in host memory is counted apart from the device's")
-    if isinstance(step.pipelined, Unflushed) and layout.replicas > 1:
-        notes.append("weights change between ticks, so gradients are reduced over the replicas in every one of them")
     code = _code(step.loss)
     return Subject(
         title=layout.summary(),
@@ -76,9 +73,9 @@ def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
         batch_axes=layout.batch_axes,
         whole=("fsdp",) if layout.parallel.stage == 1 else (),
         microbatches=step.numerics.accumulate * layout.microbatches,
-        updates=layout.microbatches // step.pipelined.plan.per_update if isinstance(step.pipelined, Unflushed) else 1,
+        updates=step.gradients.updates,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
-        notes=tuple(notes),
+        notes=(*notes, *step.gradients.notes),
     )
 
 

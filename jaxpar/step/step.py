@@ -32,13 +32,11 @@ from jaxpar.step import state as states
 from jaxpar.step.check_state import check_same, check_there
 from jaxpar.step.guard import guarded
 from jaxpar.step.inspectable import subject
+from jaxpar.step.kinds import gradients_of
 from jaxpar.step.losses import Sums
-from jaxpar.step.numerics import PRECISIONS, Numerics
-from jaxpar.step.pipelined.run import Pipelined
-from jaxpar.step.pipelined.unflushed import Unflushed
+from jaxpar.step.numerics import Numerics
 from jaxpar.step.shard_batch import BatchPlacement
 from jaxpar.step.state import State
-from jaxpar.step.whole import Whole, constrained
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], Any]
@@ -51,6 +49,7 @@ class Step:
 
     Attributes:
       layout: Where arrays live.
+      gradients: What differentiates the model and makes its updates.
       products: After the first call with bf16, what the matrix products really run in.
       agree: With several processes, what each says of a program before it is run: (which, hash).
       compiling: With several processes, what is open while a program is traced, agreed on and compiled.
@@ -69,19 +68,9 @@ class Step:
         self.products: check.Matmuls | None = None
         self.agree: Callable[[str, str], None] | None = None
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.pipelined: Pipelined | None = None
-        if isinstance(layout, Layout) and layout.sizes["pipe"] > 1:
-            if numerics.accumulate > 1:
-                raise refuse(
-                    f"accumulate={numerics.accumulate} with pipe={layout.sizes['pipe']}",
-                    rule="a pipeline accumulates over its microbatches",
-                    fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
-                )
-            kind = Pipelined if layout.parallel.pipeline.weights == "flush" else Unflushed
-            self.pipelined = kind(layout, loss, numerics, PRECISIONS[numerics.precision])
-        self._whole = Whole(layout, loss, numerics)
-        self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
+        self.gradients = gradients_of(layout, loss, numerics)
+        self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self._compiled: dict[Any, Any] = {}
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
         self._flying: deque = deque()
@@ -213,23 +202,8 @@ class Step:
         with jax.set_mesh(self.layout.on), uncollected(), names as named:
             yield named
 
-    @property
-    def _model(self) -> Whole | Pipelined:
-        """The maker of gradients: the table of a pipeline, where there is one."""
-        return self._whole if self.pipelined is None else self.pipelined
-
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        if isinstance(self.pipelined, Unflushed):
-            params, optimizer, sums, model_state, norm = self.pipelined.updated(
-                self.optimizer, state.params, self._on_device(state.optimizer), state.model_state, batch
-            )
-            return State(state.step + 1, params, optimizer, model_state), _metrics(sums, norm)
-        gradients, sums, model_state = self._model.gradients(state.params, state.model_state, batch)
-        if self.layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
-            gradients = constrained(self.layout, gradients, self.layout.updated)
-        updates, optimizer = self.optimizer.update(gradients, self._on_device(state.optimizer), state.params)
-        params = optax.apply_updates(state.params, updates)
-        return State(state.step + 1, params, optimizer, model_state), _metrics(sums, optax.tree.norm(gradients))
+        return self.gradients.update(self.optimizer, state, batch, self._on_device)
 
     def _on_device(self, optimizer: Any) -> Any:
         if not self.numerics.offload:
@@ -239,12 +213,7 @@ class Step:
         )
 
     def _measure(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
-        return self._model.evaluate(params, model_state, batch)
-
-
-def _metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:
-    metrics = {name: total / count for name, (total, count) in sums.items()}
-    return metrics | {"tokens": sums["loss"][1], "grad_norm": norm}
+        return self.gradients.evaluate(params, model_state, batch)
 
 
 def _signature(kind: str, batch: Batch):

@@ -18,12 +18,13 @@ from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.gathering import gathered
+from jaxpar.step.gradients import Gradients, constrained
 from jaxpar.step.losses import Sums, as_sums
 from jaxpar.step.numerics import PRECISIONS, Numerics
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class Whole(Gradients):
     """A model and its loss, run as a whole.
 
     Attributes:
@@ -99,10 +100,3 @@ class Whole:
         gradients, (sums, after) = jax.grad(objective, has_aux=True)(params)
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, self.layout.params)
         return constrained(self.layout, gradients, specs), sums, after
-
-
-def constrained(layout: Layout, tree: Tree, specs: Tree) -> Tree:
-    """Returns a tree of gradients or parameters where the specs say, but where the layout splits none of them."""
-    if layout.parallel.stage == 0 and layout.sizes["tensor"] == 1:
-        return tree
-    return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, layout.sharding(spec)), tree, specs)

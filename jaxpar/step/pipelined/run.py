@@ -13,7 +13,6 @@ reduced before the last microbatch is done, but for those that zero=2 and gather
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +26,15 @@ from jaxpar.pipeline.run.spread_head import Around, Spread
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
+from jaxpar.step.gradients import Gradients
 from jaxpar.step.losses import Sums
-from jaxpar.step.numerics import Numerics
+from jaxpar.step.numerics import PRECISIONS, Numerics
 from jaxpar.step.pipelined.cut_model import CutModel
 from jaxpar.step.pipelined.model_state import ModelStates, folded
 from jaxpar.step.pipelined.shardings import Shardings
 
 
-class Pipelined:
+class Pipelined(Gradients):
     """A model and its loss, run by the table of a layout.
 
     Attributes:
@@ -43,8 +43,9 @@ class Pipelined:
       model_states: What the model keeps beside its parameters.
     """
 
-    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, dtype: Any):
-        self.layout, self.schedule, self.shardings = layout, layout.schedule, Shardings(layout, dtype)
+    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics):
+        self.layout, self.schedule = layout, layout.schedule
+        self.shardings = Shardings(layout, PRECISIONS[numerics.precision])
         self.cut_model = CutModel(self.shardings, loss, numerics)
         self.model_states = ModelStates(self.shardings, loss, numerics)
         self.fill = 0.0  # what buffers hold before they are written: a test makes it nan

@@ -4,7 +4,7 @@ A parameter outside of the stack belongs to the first stage or to the last, by w
 a copy along that nobody reads, and take the owner's at the end of the step. Schedules go on once a step: see `pace`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,20 +14,24 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.optim.pace import advanced, standing
+from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
 from jaxpar.pipeline.run.program import program
 from jaxpar.pipeline.run.unflushed import UnflushedTable, plan, updating
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
+from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
+from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.model_state import folded
 from jaxpar.step.pipelined.run import Pipelined
+from jaxpar.step.state import State
 
 
 class Unflushed(Pipelined):
     """A model and its loss, run by a table that updates the weights as it goes."""
 
-    def __init__(self, layout, loss, numerics, dtype):
-        super().__init__(layout, loss, numerics, dtype)
+    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics):
+        super().__init__(layout, loss, numerics)
         weights = layout.parallel.pipeline.weights
         if layout.sizes["fsdp"] > 1:
             raise refuse(
@@ -42,11 +46,25 @@ class Unflushed(Pipelined):
                 fix="layers=(), or weights='flush'",
             )
         self.plan = plan(program(self.schedule), weights)
+        self.updates = layout.updates_per_step
+        if layout.replicas > 1:
+            self.notes = (
+                "weights change between ticks, so gradients are reduced over the replicas in every one of them",
+            )
 
-    def updated(
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """Makes as many updates as the table does; `grad_norm` is that of the last one."""
+        params, kept, sums, model_state, norm = self._updated(
+            optimizer, state.params, on_device(state.optimizer), state.model_state, batch
+        )
+        return State(state.step + 1, params, kept, model_state), metrics(sums, norm)
+
+    def _updated(
         self, optimizer: optax.GradientTransformation, params: Tree, state: Any, model_state: Tree, batch: Mapping
     ) -> tuple[Tree, Any, Sums, Tree, jax.Array]:
-        """Returns (params, optimizer state, sums, rest, norm of the last update's gradients) after a batch."""
+        """Returns (params, optimizer state, sums, model state, norm of the last update's gradients) after a batch."""
         self._check_state(state)
         model_states, after = self.model_states.each(params, model_state, batch)
         shared = {path: pick(params, words) for path, words in self.shardings.shared.items()}

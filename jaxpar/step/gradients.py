@@ -1,0 +1,77 @@
+"""The protocol of gradients: what a step asks of whatever differentiates its model.
+
+    whole         layers all on every device
+    pipelined/    layers spread over stages, one update a step, or several in the middle of its table
+
+To add a kind: a class that is a `Gradients`, and the layouts that it is for in `kinds.py`. A kind that makes one update
+of the gradients of the whole batch says how it makes those; one that updates otherwise says that too, by `update`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+import optax
+
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Tree
+from jaxpar.step.losses import Sums
+from jaxpar.step.state import State
+
+Batch = Mapping[str, jax.Array]
+
+
+class Gradients(Protocol):
+    """A model and its loss, differentiated where the arrays of a layout are. Every method is traced.
+
+    Attributes:
+      layout: Where arrays live.
+      updates: How often the weights change in a step.
+      notes: What the reader of an inspection should know of it.
+    """
+
+    layout: Layout
+    updates: int = 1
+    notes: tuple[str, ...] = ()
+
+    def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
+        """Returns gradients of the mean loss of a batch, the sums of its loss, and the model state afterwards."""
+        ...
+
+    def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
+        """Returns the sums of a batch: forward alone, without dropout."""
+        ...
+
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """Makes a step: one update, by the gradients of the whole batch.
+
+        Args:
+          optimizer: The optax chain.
+          state: Before the step.
+          batch: Name to array, dim 0 the examples.
+          on_device: Brings an optimizer state that may be in host memory to where updates are made.
+
+        Returns:
+          The state after it, and its metrics.
+        """
+        gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
+        if self.layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
+            gradients = constrained(self.layout, gradients, self.layout.updated)
+        updates, kept = optimizer.update(gradients, on_device(state.optimizer), state.params)
+        params = optax.apply_updates(state.params, updates)
+        return State(state.step + 1, params, kept, model_state), metrics(sums, optax.tree.norm(gradients))
+
+
+def metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:
+    """Returns what a step says of itself: each sum by its count, how many tokens counted, the norm of the gradients."""
+    means = {name: total / count for name, (total, count) in sums.items()}
+    return means | {"tokens": sums["loss"][1], "grad_norm": norm}
+
+
+def constrained(layout: Layout, tree: Tree, specs: Tree) -> Tree:
+    """Returns a tree of gradients or parameters where the specs say, but where the layout splits none of them."""
+    if layout.parallel.stage == 0 and layout.sizes["tensor"] == 1:
+        return tree
+    return jax.tree.map(lambda x, spec: jax.lax.with_sharding_constraint(x, layout.sharding(spec)), tree, specs)
