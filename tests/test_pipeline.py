@@ -526,9 +526,9 @@ def tries(made, **settings):
 
 
 REFUSED = {  # what is tried; words of what was got, of the rule and of the fix
-    "another shape": (tries(Wider), "[4, 8, 16] and return float32[4, 8, 32]", "keep structure, shape and dtype",
+    "another shape": (tries(Wider), "[4, 8, 16] and return float32[4, 8, 32]", "structure, shapes and dtypes",
                       "before or after pipelined"),
-    "another dtype": (tries(Halved), "and return bfloat16[4, 8, 16]", "keep structure, shape and dtype",
+    "another dtype": (tries(Halved), "and return bfloat16[4, 8, 16]", "structure, shapes and dtypes",
                       "before or after pipelined"),
     "no stack": (tries(lambda rngs: nnx.Linear(3, 4, rngs=rngs)), "has no stack of layers", "stacked along a dim 0",
                  "pipe=1"),
@@ -545,7 +545,7 @@ REFUSED = {  # what is tried; words of what was got, of the rule and of the fix
                    "microbatches=8"),
     "a mean": (tries(Cut, loss=lambda model, batch: token_loss(model, batch)["loss"][0]), "a scalar loss",
                "a mean of means", "(sum, count)"),
-    "another structure": (tries(Structure), "the layers of Structure take", "keep structure, shape and dtype",
+    "another structure": (tries(Structure), "the layers of Structure take", "structure, shapes and dtypes",
                           "before or after pipelined"),
     "no cut": (tries(Uncut), "calls jp.pipelined 0 times", "once, around its stack", "x = jp.pipelined(layers, x)"),
     "two cuts": (tries(Twice), "calls jp.pipelined 2 times", "once, around its stack", "x = jp.pipelined(layers, x)"),
@@ -554,7 +554,7 @@ REFUSED = {  # what is tried; words of what was got, of the rule and of the fix
                          "LayerNorm or GroupNorm"),
     "parameters per layer": (tries(PerLayer), "gives its layers gains one by one", "it gets no gradient",
                              "stack it with the other parameters"),
-    "whole numbers": (tries(Whole), "take int32[4, 8]", "it is floating point", "read from the batch"),
+    "whole numbers": (tries(Whole), "take int32[4, 8]", "are floating point", "from the batch"),
     "layers by stages": (tries(Nine), "has 9 entries, pipe is 4", "an axis divides every dim", "a dim of 12"),
     "pipe=1": (lambda: jp.compose(Cut, jp.Parallel(pipeline=jp.Pipeline(microbatches=4)), 1), "with pipe=1",
                "how the axis `pipe` is run", "pipe=2"),

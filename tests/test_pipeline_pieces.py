@@ -287,7 +287,7 @@ def replay(made, *, forward_only=False):
     """
     plan = made.schedule
     names, last = {number: op for op, number in OP_NUMBER.items()}, plan.parts - 1
-    pools = [{"mail": {}, "kept": {}, "stash": {}} for _ in range(plan.stages)]
+    pools = [{"messages": {}, "kept": {}, "stash": {}} for _ in range(plan.stages)]
     done = []
     for tick, kind in enumerate(expanded(made.loops)):
         writes = []
@@ -300,7 +300,7 @@ def replay(made, *, forward_only=False):
             assert plan.place(part) == (stage, row["chunk"])
             done.append((op, microbatch, part))
             if op in "FB" and part:
-                assert pool["mail"][row["x"]] == ("x", microbatch, part)
+                assert pool["messages"][row["x"]] == ("x", microbatch, part)
             if op in "FB" and not part:
                 assert kind.first
             if op == "F" and part == last:
@@ -308,7 +308,7 @@ def replay(made, *, forward_only=False):
             if op == "F" and not forward_only:
                 writes.append((stage, "kept", row["kept"], ("kept", microbatch, part)))
             if op == "B":
-                assert pool["mail"][row["g"]] == ("g", microbatch, part)
+                assert pool["messages"][row["g"]] == ("g", microbatch, part)
                 assert pool["kept"][row["kept"]] == ("kept", microbatch, part)
             if op == "B" and plan.split:
                 writes.append((stage, "stash", row["stash"], ("stash", microbatch, part)))
@@ -319,17 +319,17 @@ def replay(made, *, forward_only=False):
                 "B": ("g", microbatch, part - 1) if part else None,
                 "W": None,
             }[op]
-            for way, pairs in (("right", made.right), ("left", made.left), ("own", ((stage, stage),))):
+            for way, pairs in (("right", made.right), ("left", made.left), ("self_send", ((stage, stage),))):
                 for origin, to in pairs:
                     slot = made.rows[tick, to, COLUMNS.index(way)]
                     if origin == stage and slot >= 0:
                         assert getattr(kind, way)
                         assert out is not None
-                        writes.append((to, "mail", int(slot), out))
+                        writes.append((to, "messages", int(slot), out))
         places = [write[:3] for write in writes]
         assert len(set(places)) == len(places), f"two writes to one slot in tick {tick}"
         for stage, name, slot, value in writes:
-            assert 0 <= slot < {"mail": made.mail, "kept": made.kept, "stash": made.stash}[name]
+            assert 0 <= slot < {"messages": made.messages, "kept": made.kept, "stash": made.stash}[name]
             pools[stage][name][slot] = value
     return done
 
@@ -375,7 +375,7 @@ def test_pools_are_as_large_as_the_most_that_is_alive():
         plan = table(*each)
         made, alive = program(plan), [lifetimes(plan, stage) for stage in range(plan.stages)]
         mail, kept, stash = (max(map(most, spans)) for spans in zip(*alive, strict=True))
-        assert (made.mail, made.kept, made.stash) == (mail, kept, stash), each
+        assert (made.messages, made.kept, made.stash) == (mail, kept, stash), each
         if not plan.split:
             assert made.kept == max(plan.peak), each
 

@@ -1,4 +1,4 @@
-"""Functions as jaxprs, and what in them depends on what."""
+"""Functions as jaxprs, and the dependencies between their equations."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -16,11 +16,11 @@ from jax.extend.core import (
 )
 
 REMAT = ("remat2", "checkpoint")  # releases of JAX name it differently
-CALLS = ("jit", "pjit", "closed_call", *REMAT)  # what they hold is computed where they stand
+CALLS = ("jit", "pjit", "closed_call", *REMAT)  # equations whose inner jaxpr can be inlined in their place
 
 
 class Traced:
-    """A function of pytrees as a jaxpr: traced once, run in as many places as it is wanted."""
+    """A function of pytrees as a jaxpr: traced once, then called any number of times."""
 
     def __init__(self, function: Callable, *args: Any):
         flat, self.inputs = jax.tree.flatten(args)
@@ -38,6 +38,7 @@ class Traced:
     def __call__(self, *args: Any) -> Any:
         """Returns what the function returns."""
         leaves, tree = jax.tree.flatten(args)
+        # an error of the caller's code, not of the user's: leaves in another order would give wrong numbers in silence
         if tree != self.inputs:
             raise TypeError(f"traced for {self.inputs}, called with {tree}")
         return jax.tree.unflatten(self.outputs, self._run(*leaves))
@@ -49,18 +50,18 @@ class Traced:
 
     @cached_property
     def flat(self) -> ClosedJaxpr:
-        """The jaxpr without calls: what depends on what can be read off it."""
+        """The jaxpr with all calls inlined, so that dependencies are those of single operations."""
         return inlined(self._run, self.closed.in_avals)
 
     def reads(self) -> Any:
-        """Returns, in the structure of the arguments, which leaves what it returns depends on."""
+        """Returns whether the result depends on each leaf, in the structure of the arguments."""
         jaxpr = self.flat.jaxpr
         _, read = needed(jaxpr.eqns, jaxpr.outvars)
         return jax.tree.unflatten(self.inputs, [var in read for var in jaxpr.invars])
 
 
 def needed(eqns: Sequence[JaxprEqn], outs: Iterable) -> tuple[list[JaxprEqn], set[Var]]:
-    """Returns the equations that these variables follow from, in order, and every variable that is read for it."""
+    """Returns the equations that compute these variables, in order, and every variable that those read."""
     reads, kept = variables(outs), []
     for eqn in reversed(eqns):
         if reads.intersection(eqn.outvars):
@@ -70,13 +71,13 @@ def needed(eqns: Sequence[JaxprEqn], outs: Iterable) -> tuple[list[JaxprEqn], se
 
 
 def primitives(eqns: Sequence[JaxprEqn]) -> set[str]:
-    """Returns the names of what these equations do, inside of their scans and calls too."""
+    """Returns the names of the primitives in these equations, and in the scans and calls inside of them."""
     found = {eqn.primitive.name for eqn in eqns}
     return found.union(*(primitives(inner.eqns) for eqn in eqns for inner in jaxprs_in_params(eqn.params)))
 
 
 def after(eqns: Sequence[JaxprEqn], inputs: Iterable) -> set[Var]:
-    """Returns every variable that follows from these."""
+    """Returns these variables and every one that depends on them."""
     found = variables(inputs)
     for eqn in eqns:
         if found.intersection(variables(eqn.invars)):
@@ -85,18 +86,18 @@ def after(eqns: Sequence[JaxprEqn], inputs: Iterable) -> set[Var]:
 
 
 def variables(items: Iterable) -> set[Var]:
-    """Returns what is no literal."""
+    """Returns the items that are variables, not literals."""
     return {item for item in items if not isinstance(item, Literal)}
 
 
 def shapes(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Returns abstract values, or variables of them, as shapes and dtypes."""
+    """Returns the shapes and dtypes of abstract values, or of variables."""
     each = (getattr(aval, "aval", aval) for aval in avals)
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in each]
 
 
 def function(jaxpr: Jaxpr, consts: Sequence, ins: Sequence[Var], eqns: Sequence[JaxprEqn], outs: Sequence) -> Callable:
-    """Returns the function of `ins` that these equations of a jaxpr are."""
+    """Returns the function from `ins` to `outs` that these equations of a jaxpr compute."""
 
     def run(*args):
         env = Env(jaxpr, consts, zip(ins, args, strict=True))
@@ -108,7 +109,7 @@ def function(jaxpr: Jaxpr, consts: Sequence, ins: Sequence[Var], eqns: Sequence[
 
 
 class Env(dict):
-    """The values of the variables of a jaxpr, as far as they are known."""
+    """The values of the variables of a jaxpr that have been computed so far."""
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence, values: Iterable):
         super().__init__(zip(jaxpr.constvars, consts, strict=True))
@@ -122,14 +123,16 @@ class Env(dict):
         return isinstance(var, Literal) or super().__contains__(var)
 
     def run(self, eqn: JaxprEqn) -> None:
-        """Computes one equation, in the scope it was written in."""
+        """Computes one equation."""
+        # evaluated as a jaxpr of this one equation, not by binding its primitive: so it keeps its named scope and
+        # source line, by which the inspector explains the program, and needs no private API of JAX
         ins = list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
         alone = self.jaxpr.replace(constvars=(), invars=ins, outvars=list(eqn.outvars), eqns=[eqn])
         self.update(zip(eqn.outvars, jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(self[var] for var in ins)), strict=True))
 
 
 def inlined(run: Callable, avals: Sequence) -> ClosedJaxpr:
-    """Returns a function of arrays as a jaxpr without calls, inside its scans too."""
+    """Returns a function of arrays as a jaxpr with all calls inlined, also inside its scans."""
     closed = jax.make_jaxpr(run)(*shapes(avals))
     return jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*closed.in_avals)
 
@@ -161,9 +164,10 @@ def _inline_scan(scan: "Scan", values: list) -> list:
 
 
 class Scan:
-    """A scan equation. Which of its inputs are constants, carries and stacks is read off the shapes:
+    """A scan equation, with the numbers of its constants, carries and stacked inputs (xs).
 
-    releases of JAX name it differently.
+    They are read off the shapes, as releases of JAX name the equation's parameters differently: a stacked input has one
+    dim more than the body's, and a stacked output likewise.
     """
 
     def __init__(self, eqn: JaxprEqn):
@@ -189,10 +193,10 @@ def parts(items: Sequence, counts: Sequence[int]) -> list[list]:
 
 
 def jaxpr_of(inner: Any) -> Jaxpr:
-    """Returns the jaxpr of a parameter that holds one, closed or not."""
+    """Returns the jaxpr in a parameter of an equation, closed or not."""
     return getattr(inner, "jaxpr", inner)
 
 
 def consts_of(inner: Any) -> Sequence:
-    """Returns its constants."""
+    """Returns the constants of a jaxpr, none where it is not closed."""
     return getattr(inner, "consts", ())

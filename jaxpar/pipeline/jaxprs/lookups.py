@@ -1,12 +1,12 @@
-"""Lookups by index inside a pipeline, where sequences are in pieces, and tables too.
+"""Lookups by index inside a pipeline in which both sequences and tables are sharded.
 
     table [vocab / tensor, embed], ids [batch, seq / context]
         ids gathered ─► each device looks up what it has ─► summed over tensor ─► [batch, seq, embed] ─► seq / context
 
-XLA (0.10 to 0.12) ends the process where it partitions a gather whose table is split over one axis and whose indices
-are split over another, while a third, `pipe`, is manual. So indices and results are made whole around each gather and
-scatter, whoever wrote it; the table stays in pieces. JAX differentiates the constraints with the lookup: the scatter
-that is a gather's gradient stands between the same two.
+XLA (jaxlib 0.10 to 0.12) aborts the process when it partitions a gather whose table is split over one axis and whose
+indices are split over another, while a third, `pipe`, is manual. So indices and results are replicated around each
+gather and scatter in the model's code; the table stays sharded. JAX differentiates the constraints with the lookup: the
+scatter that is a gather's gradient stands between the same two.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ Whole = Callable[[jax.Array], jax.Array]
 
 
 def whole_lookups(function: Callable, whole: Whole) -> Callable:
-    """Returns a function that computes the same, with `whole` around the indices and results of all its lookups.
+    """Returns a function that computes the same, with `whole` applied to the indices and results of all its lookups.
 
     Args:
-      function: Of pytrees of arrays.
-      whole: Returns an array with another sharding.
+      function: A function of pytrees of arrays.
+      whole: Returns an array replicated over the axes that split it.
 
     Raises:
-      JaxparError: At a call, if a function with a gradient of its own looks something up.
+      JaxparError: At a call, if there is a lookup inside a function with a custom gradient.
     """
 
     def run(*args: Any) -> Any:
@@ -51,10 +51,11 @@ def _run(jaxpr: Jaxpr, consts: Sequence, args: Sequence, whole: Whole) -> list:
     env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
         if _looks_up(eqn.primitive.name):
-            _, *indices = eqn.invars  # and what a scatter writes
+            _, *indices = eqn.invars  # all but the table: the indices, and the updates of a scatter
             around = {var: env[var] for var in indices if not isinstance(var, Literal)}
             env.update({var: whole(value) for var, value in around.items()})
             env.run(eqn)
+            # other equations go on with the indices as they were sharded before
             env.update({var: whole(env[var]) for var in eqn.outvars} | around)
         else:
             env.run(_inside(eqn, whole))
@@ -71,10 +72,10 @@ def _inside(eqn: JaxprEqn, whole: Whole) -> JaxprEqn:
         return eqn
     if eqn.primitive.name.startswith("custom_"):
         raise refuse(
-            f"a lookup by index inside a function with a gradient of its own ({eqn.primitive.name})",
-            rule="in a pipeline whose sequences and tables are both in pieces, jaxpar places indices and results of "
-            "lookups, and sees none in a gradient that is written by hand",
-            fix="the lookup outside of that function; or context=1",
+            f"a lookup by index inside a function with a custom gradient ({eqn.primitive.name})",
+            rule="with pipe and context, lookups stand outside of functions with a custom gradient: jaxpar sets the "
+            "sharding of their indices and results, in the backward too",
+            fix="move the lookup out of that function, or context=1",
         )
 
     def changed(value: Any) -> Any:

@@ -1,10 +1,10 @@
-"""A computation in two halves: what some of its outputs need, and the rest.
+"""Splits a computation into two halves: the equations that some outputs need, and all others.
 
     B   the equations that the gradient of the input needs
-    W   the others; what they read of B crosses
+    W   the others; the values of B that they read cross from B to W
 
-Nothing is computed twice: the products of B and W are those of the whole. A scan over layers becomes two scans, and
-what crosses is stacked. An equation that both halves need belongs to B.
+Nothing is computed twice: B and W together have the matmuls of the whole. A scan over layers becomes two scans, and
+its crossing values are stacked. An equation that both halves need belongs to B.
 
 The tables that run them apart: Qi et al. 2023, arXiv:2401.10241, section 2.
 """
@@ -20,7 +20,7 @@ from jaxpar.pipeline.jaxprs.dataflow import Env, Scan, needed, variables
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """The cut of a scan: the outputs and equations of its first half, and what that hands to the second.
+    """A scan cut in two: the outputs and equations of both halves, and the values that cross between them.
 
     Attributes:
       carries: Carries of the first half.
@@ -43,20 +43,27 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """A jaxpr in two halves: `first` computes some outputs, `second` the others from what crosses."""
+    """A jaxpr in two halves: `first` computes some outputs, `second` the others from the values that cross."""
 
     closed: ClosedJaxpr
     outs: list[int]
     again: int
     whole: frozenset[int]  # equations of the first half
     late: frozenset[int]  # equations of the second half
-    loops: dict[int, Loop]  # scans that both halves have a piece of
+    loops: dict[int, Loop]  # scans of the first half; those in `late` too run in both halves
     crossing: list
 
     @staticmethod
     def of(closed: ClosedJaxpr, *, first: Iterable[int], again: int) -> "Cut":
-        """Returns the cut that computes the outputs `first` early; the first `again` inputs are there both times."""
+        """Returns the cut.
+
+        Args:
+          closed: The jaxpr.
+          first: Indices of the outputs that the first half computes.
+          again: How many of the first inputs both halves are given, so that they need not cross.
+        """
         jaxpr, outs = closed.jaxpr, list(first)
+        # backwards from the early outputs: an equation that makes a needed variable is early, and needs its inputs
         need = variables(jaxpr.outvars[i] for i in outs)
         whole, loops, early_vars = set(), {}, set(jaxpr.invars)
         for i in reversed(range(len(jaxpr.eqns))):
@@ -72,6 +79,7 @@ class Cut:
                 early_vars.update(eqn.outvars)
                 inputs = eqn.invars
             need |= variables(inputs)
+        # backwards from the other outputs, stopping at variables that the first half has already computed
         late: set[int] = set()
         need = variables(var for n, var in enumerate(jaxpr.outvars) if n not in outs)
         for i in reversed(range(len(jaxpr.eqns))):
@@ -85,6 +93,7 @@ class Cut:
             else:
                 inputs = eqn.invars
             need |= variables(inputs)
+        # in the order of the jaxpr, not of a set: the stash must have the same layout in every trace
         there = set(jaxpr.invars[:again])
         order = [*jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
         crossing = [var for var in order if var in need and var in early_vars and var not in there]
@@ -99,7 +108,7 @@ class Cut:
         )
 
     def first(self, args: Sequence) -> tuple[list, list]:
-        """Returns the early outputs, and what crosses."""
+        """Returns the early outputs, and the values that cross."""
         jaxpr = self.closed.jaxpr
         env = Env(jaxpr, self.closed.consts, zip(jaxpr.invars, args, strict=True))
         stacks: list = []
@@ -134,8 +143,9 @@ class _Scan(Scan):
         return self.body.invars[self.consts + n]
 
     def first_half(self, wanted: set[int]) -> tuple[Loop, list]:
-        """Returns the piece that computes these outputs, and the outer variables it reads."""
+        """Returns the loop that computes these outputs, and the outer variables that it reads."""
         carries = {n for n in wanted if n < self.carry}
+        # a carry that is read in one turn must be computed in the turn before: repeated until no more are needed
         while True:
             outs = [self.body.outvars[n] for n in wanted | carries]
             body, reads = needed(self.body.eqns, outs)
@@ -149,7 +159,7 @@ class _Scan(Scan):
         return Loop(carries=sorted(carries), ys=ys, body=body), inputs
 
     def second_half(self, wanted: set[int], loop: Loop) -> tuple[Loop, list]:
-        """Returns the piece with what computes the other outputs, and the outer variables that reads."""
+        """Returns the loop with its second half, which computes the other outputs, and the outer variables it reads."""
         made = {var for eqn in loop.body for var in eqn.outvars} | {self._carry_in(n) for n in loop.carries}
         rest = [eqn for eqn in self.body.eqns if not any(eqn is other for other in loop.body)]
         carries = {n for n in wanted if n < self.carry}
@@ -176,7 +186,7 @@ class _Scan(Scan):
         return cut, outside + [self.eqn.invars[self.consts + n] for n in carries]
 
     def run_first(self, env: "Env", loop: Loop) -> list:
-        """Runs the first piece; its outputs go to the environment, what crosses is returned stacked."""
+        """Runs the first half; its outputs go to the environment, the crossing values are returned stacked."""
         outs = [self.body.outvars[self.carry + n] for n in loop.ys] + loop.crossing
         ys = self._run(env, loop.body, loop.carries, outs, {})
         for n, value in zip(loop.ys, ys, strict=False):
@@ -184,7 +194,7 @@ class _Scan(Scan):
         return ys[len(loop.ys) :]
 
     def run_second(self, env: "Env", loop: Loop, stacks: Sequence) -> None:
-        """Runs the second piece; its outputs go to the environment."""
+        """Runs the second half; its outputs go to the environment."""
         outs = [self.body.outvars[self.carry + n] for n in loop.late_ys]
         ys = self._run(env, loop.late_body, loop.late_carries, outs, dict(zip(loop.crossing, stacks, strict=True)))
         for n, value in zip(loop.late_ys, ys, strict=True):
@@ -192,6 +202,7 @@ class _Scan(Scan):
 
     def _run(self, env: "Env", body: Sequence[JaxprEqn], carries: Sequence[int], outs: list, stacked: dict) -> list:
         inputs = list(zip(self.eqn.invars, self.body.invars, strict=True))
+        # only inputs that this half has: x and g reach the second half only where they cross
         fixed = {inner: env[outer] for outer, inner in inputs[: self.consts] if outer in env}
         each = {inner: env[outer] for outer, inner in inputs[self.consts + self.carry :] if outer in env} | stacked
 

@@ -1,4 +1,4 @@
-"""A stage's forward and backward as functions that run at different times.
+"""A stage's forward and backward as functions that run in different ticks.
 
     one trace of  y, vjp = jax.vjp(stage);  dparams, dx = vjp(g)
 
@@ -6,8 +6,9 @@
     needs g, and dx needs it          ──► input_grad    dx, stash         in a B
     the rest                          ──► weight_grad   dparams           in a W
 
-`kept` is what the backward reads of the forward and cannot have again for nothing: not the parameters, the input or
-what follows from parameters alone. `stash` is what crosses from B to W.
+`kept` holds the residuals: values of the forward that the backward reads. Parameters, the input, and values computed
+from parameters alone (a cast, a transpose) are not kept per microbatch: they are given or computed again. `stash`
+holds the values that cross from B to W.
 """
 
 from collections.abc import Callable
@@ -22,15 +23,15 @@ from jaxpar.pipeline.jaxprs.split import Cut
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:
-    """A stage's forward and backward, apart.
+    """A stage's forward and backward as separate functions.
 
     Attributes:
       forward: (params, known, x) to (y, kept).
       backward: (params, known, x, kept, g) to (dparams, dx).
-      input_grad: (params, known, x, kept, g) to (dx, stash); None where not asked for.
-      weight_grad: (params, known, stash) to dparams; None where not asked for.
-      kept: Shapes and dtypes of what a forward leaves.
-      stash: Shapes and dtypes of what a B leaves.
+      input_grad: (params, known, x, kept, g) to (dx, stash); None unless the backward is split.
+      weight_grad: (params, known, stash) to dparams; None unless the backward is split.
+      kept: Shapes and dtypes of the residuals of a forward.
+      stash: Shapes and dtypes of the residuals of a B.
     """
 
     forward: Callable
@@ -46,12 +47,14 @@ def halves(stage: Callable, params: Any, known: Any, x: Any, *, split: bool) -> 
 
     Args:
       stage: (params, known, x) to y, of the structure and shapes of x.
-      params: What is trained, as arrays or shapes.
-      known: What the stage reads and is not trained.
+      params: The parameters, as arrays or shapes.
+      known: Other inputs of the stage, which are not trained.
       x: The input.
       split: Whether the backward is needed in halves.
     """
 
+    # forward and backward in one jaxpr, cut by dataflow: the VJP objects of `jax.vjp` hold all residuals, parameters
+    # included, and their fields change between releases of JAX
     def joint(params, known, x, g):
         y, pull = jax.vjp(lambda params, x: stage(params, known, x), params, x)
         return y, *pull(g)
@@ -64,6 +67,8 @@ def halves(stage: Callable, params: Any, known: Any, x: Any, *, split: bool) -> 
     y, dparams, dx = parts(jaxpr.outvars, [counts[2], counts[0], counts[2]])
     params_tree, x_tree = jax.tree.structure(params), jax.tree.structure(x)
 
+    # what depends on g is backward; of the rest, what does not depend on x is computed from parameters alone: the
+    # backward computes it again instead of keeping a copy for each microbatch in flight
     after_g, after_x = after(jaxpr.eqns, g), after(jaxpr.eqns, xs)
     late = [eqn for eqn in jaxpr.eqns if any(var in after_g for var in eqn.outvars)]
     early = [eqn for eqn in jaxpr.eqns if not any(var in after_g for var in eqn.outvars)]

@@ -1,7 +1,7 @@
-"""The one executor: it runs any table inside one compiled program.
+"""The one executor: it runs any schedule's table inside one compiled program.
 
-A tick in which all stages do the same kind of thing runs it on all of them, masked where a stage idles: no
-conditional, so that nothing in a block can deadlock and a GPU needs no answer from its host. Tables that mix kinds in a
+A tick in which all stages run the same op runs it on all of them, masked where a stage is idle. That needs no
+conditional: no collective in a block can deadlock, and a GPU needs no round trip to its host. Tables that mix ops in a
 tick choose with `lax.switch`, once per tick and stage. Everything here runs inside `shard_map`, on one stage's local
 arrays.
 """
@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
     """The sums of one stage after the last tick, to be summed over the stages that share them.
 
     Attributes:
-      sums: Name to (sum, count) over the microbatches; zero but on the last stage.
+      sums: Name to (sum, count) over the microbatches; zero on all stages but the last.
       shared: Gradients of the sum of the loss for what all stages share; None after an evaluation.
       layers: Likewise for this stage's layers.
     """
@@ -50,22 +50,23 @@ def execute(
 
     Args:
       program: The table, as rows and loops; of forwards alone for an evaluation.
-      model: The three pieces.
+      model: Its embedding, layers and head.
       rows: This stage's rows. Shape [ticks, columns], int32.
       shared: Parameters outside of the stack, whole.
       layers: Parameters of this stage's layers, leading dim chunks x layers of a chunk, its chunks in their order.
-      known: What is no parameter, leading dim microbatches: the batch, dropout keys.
-      keep: What a forward leaves for its backward: its input, from which it is computed again, or what the
-        backward reads.
+      known: Inputs that are not parameters, with a leading dim of microbatches: the batch, PRNG keys for dropout.
+      keep: What a forward keeps for its backward: its input, from which the backward recomputes it, or the residuals
+        that the backward reads.
       place: Given "x", "layers" or "shared" and a tree, returns it with its sharding over the axes that are not manual.
-      shards: How sums of gradients are cut, which are dicts by path then; None adds them up whole.
-      fill: What the buffers hold before they are written; of no consequence.
+      shards: How sums of gradients are sharded (they are then dicts by path); None keeps them whole.
+      fill: Value of the buffers before they are written; the result does not depend on it, which tests check with NaN.
 
     Raises:
-      JaxparError: If the model cannot be cut: blocks that change the shape, a stack that reads what is outside.
+      JaxparError: If the model cannot be cut into stages: a block changes the shape, or reads values of outside.
     """
     run = Stage(program, model, shared, layers, known, keep=keep, place=place, shards=shards)
     state = run_table(program, run.tick, run.start(fill), rows)
+    # [chunks, layers, ...] -> [chunks x layers, ...], as the parameters came
     merged = None if not program.kept else jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state["layers"])
     return Gradients(sums=state["sums"], shared=state["shared"], layers=merged)
 
@@ -86,7 +87,7 @@ def _offsets(body) -> list[tuple[int, Any]]:
 
 
 def _loop(loop: Loop, tick: Callable, state: dict, rows: jax.Array) -> dict:
-    """Runs a piece of the table: a body that is compiled once, as often as it is repeated."""
+    """Runs consecutive ticks: a body that is compiled once, in a scan over its repeats."""
 
     def body(state, rows):
         for at, each in _offsets(loop.body):

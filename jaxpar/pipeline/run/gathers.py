@@ -1,9 +1,10 @@
-"""Parameters as shards inside a table: whole only where a layer reads them, and their gradients shards again at once.
+"""Sharded parameters inside a table: gathered where a layer reads them, their gradients scattered again at once.
 
     shard ─► cast ─► all-gather ─► the layer ─► backward: float32 ─► reduce-scatter ─► gradient of the shard
                      in the dtype of matmuls                        in float32
 
-A device holds one whole layer. What a layer reads is gathered anew for its backward, whatever else is kept for it.
+A device holds one whole layer at a time. A layer's parameters are gathered again for its backward, whatever else is
+kept for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +22,15 @@ from jaxpar.pipeline.run.sum_shards import beside, scattered
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """How one parameter is made whole.
+    """How one parameter is gathered.
 
     Attributes:
-      axis: A mesh axis that is manual, and whose devices have other rows of the batch.
-      dim: The dim of the parameter that it cuts.
+      axis: A manual mesh axis, whose devices have different examples.
+      dim: The dim of the parameter that it splits.
       dtype: Of the whole parameter.
       stored: Dtype of the shard, and of its gradient.
-      others: Axes that are XLA's and are made manual for the gather; none leaves it to XLA.
-      spec: What these split.
+      others: Axes that XLA handles elsewhere and that are made manual for the gather; empty leaves them to XLA.
+      spec: The dims that `others` split.
     """
 
     axis: str
@@ -42,7 +43,8 @@ class Gather:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gathered(shard: jax.Array, how: Gather) -> jax.Array:
-    """Returns a parameter as a layer reads it; its gradient is summed over the axis in float32, and a shard."""
+    """Returns the whole parameter; the gradient of the shard is summed over the axis in float32 and scattered."""
+    # cast before the gather: bfloat16 sends half of the bytes
     whole = partial(jax.lax.all_gather, axis_name=how.axis, axis=how.dim, tiled=True)
     return beside(whole, how.others, how.spec)(shard.astype(how.dtype))
 
@@ -52,6 +54,8 @@ def _forward(shard: jax.Array, how: Gather):
 
 
 def _backward(how: Gather, _, gradient: jax.Array):
+    # not the transpose of the forward, which would sum in the dtype of the gather: a sum of bfloat16 gradients over
+    # many devices loses digits
     scatter = partial(scattered, axis=how.axis, dim=how.dim)
     return (beside(scatter, how.others, how.spec)(gradient).astype(how.stored),)
 
@@ -60,17 +64,19 @@ gathered.defvjp(_forward, _backward)
 
 
 def gathered_again(stage: Callable) -> Callable:
-    """Returns a function whose backward keeps all that it reads but parameters, which it gathers again.
+    """Returns a function whose backward keeps all its residuals but gathered parameters, which it gathers again.
 
-    In a scan over layers one by one, else each before it is read. A function that says itself what is kept, by
-    `jax.checkpoint` anywhere inside of it, is left alone: inside of another's that would not count. It keeps results of
-    matmuls at most, and a gathered parameter is none.
+    In a scan over layers they are gathered one layer at a time, else each before it is read. A function that contains
+    `jax.checkpoint` is left alone, as an inner policy does not count inside of an outer one; its own policy keeps
+    results of matmuls at most, and a gathered parameter is none.
     """
 
     def run(*args: Any) -> Any:
         traced = Traced(stage, *args)
         if primitives(traced.closed.jaxpr.eqns).intersection(REMAT):
             return traced(*args)
+        # a checkpoint around a whole scan would keep its inputs and run all of it again; around the body of the scan
+        # it gathers one layer at a time
         jaxpr = traced.flat.jaxpr
         loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and _gathers(eqn.params)]
         if not loops:
@@ -88,10 +94,12 @@ def gathered_again(stage: Callable) -> Callable:
 
 
 def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Runs a scan each of whose steps gathers its parameters again."""
+    """Runs a scan whose steps gather their parameters again in the backward."""
     fixed, first, xs = parts(values, [scan.consts, scan.carry, scan.xs])
     body = jaxpr_as_fun(ClosedJaxpr(scan.body, scan.body_consts))
 
+    # inside a scan XLA cannot merge forward and recomputation, which `prevent_cse` is there to prevent; its barriers
+    # would only keep XLA from fusing
     @partial(jax.checkpoint, policy=_kept, prevent_cse=False)
     def step(carry, xs):
         out = body(*fixed, *carry, *xs)
@@ -101,11 +109,12 @@ def _one_by_one(scan: Scan, values: Sequence[jax.Array]) -> list[jax.Array]:
     return [*last, *ys]
 
 
-_MOVES = ("reshape", "squeeze", "transpose")  # what a layer may do to a parameter first; of no more bytes than it
+# a reshaped parameter is as large as the parameter: keeping it would keep what must be gathered again
+_MOVES = ("reshape", "squeeze", "transpose")
 
 
 def _kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Returns whether a result is kept: not those of `gathered`, which is one call."""
+    """Returns whether a result is kept for the backward: those of `gathered`, which is a call, are not."""
     return primitive.name not in _MOVES and not _gathers(params)
 
 

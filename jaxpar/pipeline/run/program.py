@@ -1,12 +1,12 @@
-"""A table becomes what the executor needs: rows of numbers, slots of buffers, and loops without a conditional.
+"""Compiles a schedule's table into a program for the executor: rows of numbers, slots of buffers, and loops.
 
-    cells ──► for every tick and stage: op, microbatch, chunk, and which slot to read and to write
-          ──► for every tick: its kind, that is what any stage does in it
+    cells ──► for every tick and stage: op, microbatch, chunk, and which slots to read and to write
+          ──► for every tick: its kind, that is the ops that any stage runs in it
           ──► loops: (kind, kind, ...) x repeats, so that a kind is compiled once and not chosen at run time
 
-Three pools of slots. `mail` holds what came from another part: inputs x until their backward, gradients g until
-theirs. `kept` holds what a forward left for its backward, `stash` what a B left for its W. Slots are assigned by
-interval colouring, so a pool is exactly as large as the most that is alive at once.
+Three pools of slots. `messages` holds arrays from another part: an input x until its backward, a gradient g until its
+backward. `kept` holds the residuals that a forward leaves for its backward, `stash` those that a B leaves for its W.
+Slots are assigned by interval colouring, so a pool has exactly as many slots as values are alive at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,21 +20,21 @@ from jaxpar.pipeline.tables.forwards import forwards
 from jaxpar.pipeline.tables.schedule import Schedule
 
 COLUMNS = (
-    "op", "microbatch", "chunk", "part", "x", "g", "kept", "stash", "right", "left", "own", "version", "update",
+    "op", "microbatch", "chunk", "part", "x", "g", "kept", "stash", "right", "left", "self_send", "version", "update",
 )  # fmt: skip
 OP_NUMBER = {None: 0, "F": 1, "B": 2, "W": 3}
 
 
 class TickKind(NamedTuple):
-    """The kind of a tick: what any stage does in it. Two ticks of one kind run the same code.
+    """The kind of a tick: the ops and messages of all its stages. Two ticks of one kind run the same code.
 
     Attributes:
-      ops: Which of F, B and W.
-      first: Whether the first part is among them: it embeds.
-      last: Whether the last part goes forward: it has the head and the loss.
+      ops: Which of F, B and W some stage runs.
+      first: Whether the first part runs an F or a B: it needs the embedding.
+      last: Whether the last part runs an F: it needs the head and the loss.
       right: Whether a stage sends to the next one.
       left: Whether a stage sends to the one before.
-      own: Whether a stage hands something to itself.
+      self_send: Whether a stage keeps its result as a message to itself.
     """
 
     ops: frozenset[str]
@@ -42,11 +42,11 @@ class TickKind(NamedTuple):
     last: bool
     right: bool
     left: bool
-    own: bool
+    self_send: bool
 
 
 class Loop(NamedTuple):
-    """A piece of the table: a body that is repeated. The body is kinds, or loops inside it."""
+    """Consecutive ticks as a body that is repeated. The body holds kinds of ticks, or inner loops."""
 
     body: "tuple[TickKind | Loop, ...]"
     repeats: int
@@ -70,9 +70,9 @@ class Program:
       schedule: The table.
       rows: Shape [ticks, stages, columns], int32; a slot of -1 is not used.
       loops: The ticks as loops over kinds.
-      mail: Slots for inputs and gradients.
-      kept: Slots for what a forward leaves for its backward.
-      stash: Slots for what a B leaves for its W.
+      messages: Slots for inputs and gradients from other parts.
+      kept: Slots for the residuals of a forward; 0 for an evaluation.
+      stash: Slots for the residuals of a B; 0 where B and W are one op.
       right: Pairs (from, to) of stages that send to the next one.
       left: Pairs of stages that send to the one before.
     """
@@ -80,7 +80,7 @@ class Program:
     schedule: Schedule
     rows: np.ndarray
     loops: tuple[Loop, ...]
-    mail: int
+    messages: int
     kept: int
     stash: int
     right: tuple[tuple[int, int], ...]
@@ -101,6 +101,8 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
                 at[cell.op, cell.microbatch, part] = tick, stage
                 rows[tick, stage, :4] = OP_NUMBER[cell.op], cell.microbatch, cell.chunk, part
     kinds = [_kind(schedule, row, forward_only=forward_only) for row in ticks]
+    # a table that mixes ops in a tick has one kind for all of its ticks: its stages choose at run time anyway, and one
+    # loop body instead of many is compiled
     if not schedule.phased and not forward_only:
         ops = frozenset().union(*(kind.ops for kind in kinds))
         flags = [any(flag) for flag in zip(*(kind[1:] for kind in kinds), strict=True)]
@@ -110,7 +112,7 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
         schedule=schedule,
         rows=rows,
         loops=_nested(kinds),
-        mail=_mail(schedule, rows, at, forward_only=forward_only),
+        messages=_messages(schedule, rows, at, forward_only=forward_only),
         kept=0 if forward_only else _between(rows, at, "F", "B", "kept"),
         stash=_between(rows, at, "B", "W", "stash") if schedule.split and not forward_only else 0,
         right=_pairs(schedule, at, "right"),
@@ -124,15 +126,17 @@ def _pairs(schedule: Schedule, at, way: str) -> tuple[tuple[int, int], ...]:
 
 
 def _target(schedule: Schedule, op: str, part: int, stage: int) -> tuple[str, int] | None:
-    """Returns (how what an op computes travels, to which part), or None where nobody waits for it."""
+    """Returns (the way that the result of an op travels, the part that reads it), or None where no part does."""
     if op == "F" and part == schedule.parts - 1:
-        return "own", part  # the loss gradient, for its own backward
+        return "self_send", part  # the loss gradient, for its own backward
     to = part + 1 if op == "F" else part - 1
     if op == "W" or to < 0:
         return None
     at, _ = schedule.place(to)
-    if at == stage:
-        return "own", to
+    if at == stage:  # as at the turn of a v-shaped schedule: neighbouring parts on one stage
+        return "self_send", to
+    # on a ring of two stages both ways lead to the same neighbour: forwards go right and backwards left, so that an x
+    # and a g may arrive in one tick, for which a row has one slot each
     return ("right" if at == (stage + 1) % schedule.stages and (schedule.stages > 2 or op == "F") else "left"), to
 
 
@@ -150,12 +154,12 @@ def _kind(schedule: Schedule, row, *, forward_only: bool) -> TickKind:
         last=last,
         right="right" in ways,
         left="left" in ways,
-        own="own" in ways,
+        self_send="self_send" in ways,
     )
 
 
 def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
-    """Lets all ticks with the same ops send in the same directions: an idle message costs less than a body more."""
+    """Makes ticks with the same ops send in the same directions: a message nobody reads costs less than a body more."""
     sends: dict[frozenset, list[bool]] = {}
     for kind in kinds:
         before = sends.setdefault(kind.ops, [False] * 3)
@@ -163,7 +167,7 @@ def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
     return [TickKind(*kind[:3], *sends[kind.ops]) for kind in kinds]
 
 
-def _mail(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> int:
+def _messages(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> int:
     """Assigns the slots of x and g; returns how many."""
     column = {name: i for i, name in enumerate(COLUMNS)}
     spans: list[list[tuple[int, int, list[tuple[int, int]]]]] = [[] for _ in range(schedule.stages)]
@@ -173,6 +177,7 @@ def _mail(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> in
             continue
         way, to = target
         gradient = op == "B" or to == part
+        # an input is read twice, by its F and again by its B (which differentiates at x); a gradient by its B alone
         readers = [at["B", microbatch, to]] if not forward_only and ("B", microbatch, to) in at else []
         readers += [] if gradient else [at["F", microbatch, to]]
         receiver = readers[0][1]
@@ -195,6 +200,8 @@ def _between(rows: np.ndarray, at, write: str, read: str, pool: str) -> int:
 def _colour(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, int]]]]) -> int:
     """Gives every span (written at the end of a tick, last read in a later one) the lowest slot that is free."""
     free_from: list[int] = []  # slot to the tick in which what it holds is last read
+    # greedy in the order of their starts: for intervals that uses the fewest slots, as many as overlap at most. A slot
+    # may be written in the tick that last reads it: reads come first in a tick
     for start, end, cells in sorted(spans, key=lambda span: (span[0], span[1])):
         slot = next((s for s, until in enumerate(free_from) if until <= start), len(free_from))
         free_from[slot : slot + 1] = [end]
@@ -204,7 +211,7 @@ def _colour(rows: np.ndarray, spans: Iterable[tuple[int, int, list[tuple[int, in
 
 
 def _nested(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
-    """Returns the kinds as loops, and runs of loops as loops again, with few bodies to compile."""
+    """Returns the kinds as nested loops with few bodies to compile: loops of ticks, then loops of those loops."""
     loops = _loops(tuple(kinds), 8)
     while True:
         merged = _loops(loops, 16)
@@ -219,6 +226,8 @@ def _nested(kinds: Sequence[TickKind]) -> tuple[Loop, ...]:
 
 def _loops(symbols: tuple, longest: int) -> tuple[Loop, ...]:
     """Returns the loops with the fewest bodies that spell the symbols, by dynamic programming from the end."""
+    # patterns are tried up to `longest` symbols: a schedule's steady state repeats after a few ticks per chunk, and
+    # trying all lengths would make the search quadratic in the table
     count = len(symbols)
     best: list[tuple[int, int, int]] = [(0, 0, 0)] * (count + 1)  # bodies, length of the first pattern, its repeats
     weight = [symbol.bodies if isinstance(symbol, Loop) else 1 for symbol in symbols]

@@ -1,4 +1,4 @@
-"""Layers go to the stages that run them, and their gradients back.
+"""Moves layers from the stages that store them to the stages that run them, and gradients back.
 
     stored   stage d holds layers  d L/P ... (d+1) L/P - 1       their natural order, whatever the schedule
     dealt    stage d holds its chunks, one after the other
@@ -20,13 +20,17 @@ from jaxpar.pipeline.tables.schedule import Cut
 
 
 def rounds(cut: Cut) -> list[list[int]]:
-    """Returns permutations of the parts: in each round, for every stage that stores, the part that it sends."""
+    """Returns rounds of messages: in each, every stage sends one part and receives one.
+
+    A bipartite graph with v edges at every node splits into v perfect matchings; each is found by augmenting paths.
+    """
     left = [set(range(stage * cut.chunks, (stage + 1) * cut.chunks)) for stage in range(cut.stages)]
     found = []
     for _ in range(cut.chunks):
         sends: dict[int, int] = {}  # stage that runs to the part that goes there
 
         def match(stage: int, seen: set[int], sends=sends) -> bool:
+            # finds a receiver for this stage; one that is taken already is freed if its sender finds another one
             for part in sorted(left[stage]):
                 to, _ = cut.place(part)
                 if to not in seen:
@@ -46,7 +50,9 @@ def rounds(cut: Cut) -> list[list[int]]:
 
 
 def padded(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for stages with different numbers of layers, which layer stands in each place, and the places of each.
+    """Returns, for stages with different numbers of layers, the layer in each place, and the place of each layer.
+
+    Arrays split over `pipe` need equally many places on all stages: spare places hold layer 0, which is not run.
 
     >>> padded((2, 1))
     (array([0, 1, 2, 0]), array([0, 1, 2]))

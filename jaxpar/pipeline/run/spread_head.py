@@ -1,21 +1,21 @@
-"""Both ends of a model between the stages, rather than on the first and the last one.
+"""Embedding and head spread over all stages, rather than on the first and the last one.
 
     a tick with the head     all stages      the chunk                          y stays where it is
                              all devices     the head on the last stage's y     its matrix split over pipe x tensor
-                             all stages      write and send: dL/dy on the last  as ever
+                             all stages      write and send: dL/dy on the last  as without spreading
     with the embedding       all devices     look x up, forward and backward    its table split over pipe x tensor
-                             all stages      the chunk, write and send          x is taken by the first
-                             all devices     dL/dx to the table, backward
+                             all stages      the chunk, write and send          the first stage takes x
+                             all devices     add dL/dx to the table's gradient  backward only
 
-Run inside of one stage, head and loss are part of every forward tick that has them, on all stages, since nobody goes on
-before the last is done; and every stage holds both ends whole, with a sum of their gradients. Here `pipe` is one more
-axis over which XLA splits them, by the names of their dims. It costs messages of [tokens, dim] over `pipe`, per
-microbatch two for the head and three for the embedding, and the sums of the loss; the time of the head is divided by
-the stages.
+Inside of a stage, head and loss are part of every forward tick that has them, and all stages wait for the last one in
+that tick; and every stage holds embedding and head whole, with a sum of their gradients. Here `pipe` is one more axis
+over which XLA splits them, by the names of their dims. It costs messages of [tokens, dim] over `pipe`, per microbatch
+two for the head and three for the embedding, and the sums of the loss; the time of the head is divided by the stages.
 
-Tables must be phased: only then is it known before the run in which ticks the last part goes forward. A tick is three
-programs in a row, two with `pipe` manual and one without (XLA cannot nest them in this order of axes), so buffers are
-arrays over all devices here: a leading dim for the stages and one for the replicas of the batch.
+Tables must be phased: only then is it known at compile time in which ticks the last part goes forward. A tick is up to
+three programs in a row, those of the stages with `pipe` manual and those of the ends without (XLA cannot nest them in
+this order of axes), so buffers are global arrays here: a leading dim for the stages and one for the replicas of the
+batch.
 """
 
 from collections.abc import Callable
@@ -31,23 +31,24 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.run.execute import run_table
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
-from jaxpar.pipeline.run.stage import Keep, Row, Stage, add, load
-from jaxpar.pipeline.run.traced_model import Model, Pieces
+from jaxpar.pipeline.run.slots import load
+from jaxpar.pipeline.run.stage import Keep, Row, Stage, add
+from jaxpar.pipeline.run.traced_model import Model, TracedModel
 
 Tree = Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """The surroundings of a table whose head is spread.
+    """Where the functions of a tick run: on the stages, or on the replicas with `pipe` left to XLA.
 
     Attributes:
       mesh: With an axis `pipe`.
-      batch_axes: Axes that each have rows of their own, and are manual.
-      stages: Context in which the code of a stage is traced.
-      head: Context in which the head is traced.
+      batch_axes: Manual axes whose devices have different examples.
+      stages: Context manager in which the code of a stage is traced.
+      head: Context manager in which embedding and head are traced.
       place: As for `execute`, inside of a stage.
-      place_head: Gradients of the head to their sharding over pipe and tensor.
+      place_head: Puts gradients of embedding and head into their sharding over pipe and tensor.
     """
 
     mesh: Mesh
@@ -58,7 +59,10 @@ class Around:
     place_head: Callable[[Tree], Tree]
 
     def on_stages(self, function: Callable) -> Callable:
-        """Runs (rows, layers, known, *stacked) on every stage and replica; what it returns is stacked."""
+        """Returns a function of (rows, layers, known, *stacked) that runs on every stage and replica.
+
+        Its results are stacked: [stages, replicas, ...].
+        """
         over = PartitionSpec("pipe", self.batch_axes)
 
         def local(rows, layers, known, *stacked):
@@ -75,7 +79,10 @@ class Around:
         return run
 
     def on_replicas(self, function: Callable) -> Callable:
-        """Runs (shared, *stacked) on every replica of the batch, `pipe` left to XLA; what it returns is stacked."""
+        """Returns a function of (shared, *stacked) that runs on every replica of the batch, `pipe` left to XLA.
+
+        Its results are stacked: [replicas, ...].
+        """
         over = PartitionSpec(self.batch_axes)
 
         def local(shared, *stacked):
@@ -89,7 +96,7 @@ class Around:
         return run
 
     def known(self, function: Callable) -> Callable:
-        """Runs (replica, rests, batch) on every replica; what it returns is stacked."""
+        """Returns a function of (replica, model states, batch) on every replica; its results are stacked."""
         each = PartitionSpec(self.batch_axes)
 
         def local(*args):
@@ -98,10 +105,12 @@ class Around:
         return self._island(set(self.batch_axes), local, (each, PartitionSpec(), each), each)
 
     def reduced(self, layers: Tree, ends: Tree) -> tuple[Tree, Tree]:
-        """Returns gradients summed over the replicas but those of `data`, which is a leading dim then.
+        """Returns gradients summed over all batch axes but `data`, which becomes a leading dim.
 
-        Of the layers [data, layers, ...], and of the embedding and the head [data, ...].
+        `layers` have shape [data, layers, ...], `ends` (embedding and head) [data, ...].
         """
+        # XLA sums over `data` afterwards, where it sees the final sharding and can scatter; a `psum` over all axes at
+        # once would all-reduce the full gradient
         over = tuple(axis for axis in self.batch_axes[1:] if self.mesh.shape[axis] > 1)  # XLA refuses sums over one
         each = PartitionSpec(self.batch_axes)
 
@@ -123,11 +132,11 @@ class Around:
 
 
 class Spread:
-    """A table whose embedding and head are spread over the stages.
+    """Runs a table whose embedding and head are spread over the stages.
 
     Args:
       program: Of a phased table.
-      model: The three pieces, as a stage traces them.
+      model: Its embedding, layers and head.
       around: Where they run.
       layers: Parameters of the stack, leading dim stages x chunks x layers of a chunk.
       embedding: Shared parameters that `model.embed` reads, split over `pipe` and `tensor` where their names say so.
@@ -140,7 +149,7 @@ class Spread:
         self.keep: Keep = keep
         self.layers, self.embedding, self.head, self.known = layers, embedding, head, known
         self.forward_only = not program.kept
-        self.pieces: Pieces | None = None
+        self.traced: TracedModel | None = None
         self.x: Tree = None
         self.first, _ = program.schedule.place(0)
         self.last, _ = program.schedule.place(program.schedule.parts - 1)
@@ -148,6 +157,7 @@ class Spread:
     def run(self, fill: float) -> dict:
         """Returns the buffers after the last tick: of `stages`, and sums of `ends`, stacked over the devices."""
         rows = jnp.asarray(self.program.rows)
+        # tracing the first island also fills `self.traced` and `self.x`, which every later tick reuses
         state = {"stages": self._on_stages(lambda stage, row: stage.start(fill, head=False))(rows[0])}
         y = jax.tree.map(lambda leaf: jnp.zeros((self.around_replicas, *leaf.shape), leaf.dtype), self.x)
         state["ends"] = self.around.on_replicas(self._start)(self.embedding | self.head, self.known, y)
@@ -175,6 +185,8 @@ class Spread:
         if not kind.first or op != "B":
             return state | {"stages": stages}
         number, microbatch, part = (rows[self.first, COLUMNS.index(key)] for key in ("op", "microbatch", "part"))
+        # kinds are shared between ticks, so in some of these ticks the first stage idles or runs another of its parts:
+        # then zeros are added
         mine = (number == OP_NUMBER["B"]) & (part == 0)
         dx = jax.tree.map(lambda leaf: jnp.where(mine, leaf[self.first], 0).astype(leaf.dtype), out)
         back = self.around.on_replicas(self._embed_back)
@@ -182,7 +194,7 @@ class Spread:
         return {"stages": stages, "ends": ends}
 
     def _looked_up(self, rows: jax.Array) -> Tree:
-        """Returns what flows into the first stage in this tick, for every stage."""
+        """Returns the embedded input of the first stage in this tick, for every stage."""
 
         def embed(shared: Tree, known: Tree, microbatch: jax.Array) -> Tree:
             return self.model.embed(shared, load(known, microbatch))[0]
@@ -193,6 +205,8 @@ class Spread:
     def _with_head(self, kind: TickKind, state: dict, rows: jax.Array, x: tuple) -> dict:
         """Runs a tick that goes forward to the head."""
 
+        # `write` without `out` stores what the forward kept and sends nothing: the message of the last stage, dL/dy,
+        # is known only after the head, so all stages send in `deliver`
         def chunk(stage: Stage, row: Row, state: dict, *x: Tree):
             (stage.embedded,) = x or (None,)
             done = stage.forward(kind._replace(last=False), state, row, stage.masked(row, "F"))
@@ -210,22 +224,24 @@ class Spread:
         return {"stages": self._on_stages(deliver)(rows, stages, y, self._everywhere(dy)), "ends": ends}
 
     def _each(self, number: jax.Array) -> jax.Array:
-        """Returns a number for every replica."""
+        """Returns a number with a leading dim of replicas."""
         return jnp.broadcast_to(number, (self.around_replicas,))
 
     def _everywhere(self, tree: Tree) -> Tree:
-        """Returns what every replica has, for every stage."""
+        """Returns [replicas, ...] as [stages, replicas, ...]."""
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.program.schedule.stages, *leaf.shape)), tree)
 
     def _on_stages(self, function: Callable) -> Callable:
-        """Runs (stage, row, *stacked) on every stage."""
+        """Returns a function of (rows, *stacked) that runs `function(stage, row, *stacked)` on every stage."""
 
         def local(numbers, layers, known, *stacked):
-            stage = Stage(  # without the ends
+            # `shared` is empty: embedding and head run outside. The model is traced once and handed to later ticks,
+            # else every body of a loop would trace it again
+            stage = Stage(
                 self.program, self.model, {}, layers, known,
-                keep=self.keep, place=self.around.place, pieces=self.pieces,
+                keep=self.keep, place=self.around.place, traced=self.traced,
             )  # fmt: skip
-            self.pieces, self.x = stage.pieces, stage.pieces.x
+            self.traced, self.x = stage.traced, stage.traced.x
             return function(stage, Row(*(numbers[i] for i in range(len(COLUMNS)))), *stacked)
 
         island = self.around.on_stages(local)

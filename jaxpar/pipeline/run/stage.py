@@ -1,16 +1,15 @@
-"""One stage: what it does in a tick.
+"""One stage of a pipeline, and the work it does in one tick.
 
-    a tick   read x or g and what was kept from the slots of this stage's row
+    a tick   read the input x or the gradient g, and what the forward kept, from the slots that this stage's row names
              F: embed if first, the chunk, the head and its gradient if last     out = y, or dL/dy
              B: the chunk's backward, the embedding's if first                   out = dx
-             W: the weights' half, from the stash
-             write slots; send out to the neighbours; write what arrives
+             W: the gradient of the weights, from the stash
+             write the slots; send `out` to the neighbours; write what arrives from them
 
-Gradients are taken inside: the head's as part of the last stage's F, which hands dL/dy to itself, so that B is the
+Gradients are taken inside: the head's as part of the last stage's F, which sends dL/dy to itself, so that B is the
 same on every stage. Buffers are read inside a switch and written outside: XLA copies what a branch writes.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -18,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.pipeline.run.choice import Chosen, Masked
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
+from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.sum_shards import Shards, sums_of, zeros_of
-from jaxpar.pipeline.run.traced_model import Model, Pieces, one_of
+from jaxpar.pipeline.run.traced_model import Model, TracedModel, one_of
 from jaxpar.sharding.names import AGAIN, BACKWARD, CHOICE, GRADIENT, MESSAGE, SCOPE, TABLE
 
 Tree = Any
@@ -40,13 +41,13 @@ class Row(NamedTuple):
     stash: Any
     right: Any
     left: Any
-    own: Any
-    version: Any  # this and the next are for updates in the middle of a table: see `asynchronous`
+    self_send: Any
+    version: Any  # this and the next are for updates in the middle of a table: see `unflushed`
     update: Any
 
 
 class _Done(NamedTuple):
-    """The results of an op, None where there are none. `layers` is to be added; `shared` and `sums` are sums."""
+    """The results of an op, None where it has none: `layers` is one gradient, `shared` and `sums` are new totals."""
 
     out: Tree = None
     kept: Any = None
@@ -61,16 +62,19 @@ class Stage:
 
     def __init__(
         self, program: Program, model: Model, shared, layers, known, *,
-        keep: Keep, place, pieces: Pieces | None = None, shards: Shards | None = None,
+        keep: Keep, place, traced: TracedModel | None = None, shards: Shards | None = None,
     ):  # fmt: skip
         self.program, self.keep, self.place, self.shards = program, keep, place, shards
         self.schedule = program.schedule
         self.forward_only = not program.kept
         self.shared, self.known, self.one = shared, known, jnp.ones((), jnp.float32)
-        self.embedded: Tree = None  # what flows into part 0, where that is looked up between the stages
+        self.embedded: Tree = None  # the input of part 0, where `spread_head` looks it up between the stages
         chunks = self.schedule.chunks
+        # [chunks x layers, ...] -> [chunks, layers, ...], so that a chunk is one dynamic index on the leading dim
         self.chunks = jax.tree.map(lambda x: x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]), layers)
-        self.pieces = pieces or Pieces(model, self.schedule, shared, self.chunks, known, forward_only=self.forward_only)
+        self.traced = traced or TracedModel(
+            model, self.schedule, shared, self.chunks, known, forward_only=self.forward_only
+        )
 
     @jax.named_scope(TABLE)
     def start(self, fill: float, *, head: bool = True) -> dict:
@@ -86,12 +90,13 @@ class Stage:
 
         table = self.program
         return {
-            "mail": self.place("slots", slots(table.mail, self.pieces.x)),
-            "kept": [] if self.forward_only or self.keep == "inputs" else slots(table.kept, self.pieces.halves.kept),
-            "stash": slots(table.stash, self.pieces.halves.stash) if table.stash else [],
+            # x and g share one pool: they have the same shape, and a slot that an x leaves takes the next g
+            "messages": self.place("slots", slots(table.messages, self.traced.x)),
+            "kept": [] if self.forward_only or self.keep == "inputs" else slots(table.kept, self.traced.halves.kept),
+            "stash": slots(table.stash, self.traced.halves.stash) if table.stash else [],
             "layers": None if self.forward_only else zeros("layers", self.chunks),
             "shared": None if self.forward_only else zeros("shared", self.shared),
-            "sums": zeros_of(self.pieces.sums) if head else {},
+            "sums": zeros_of(self.traced.sums) if head else {},
         }
 
     @jax.named_scope(TABLE)
@@ -99,20 +104,24 @@ class Stage:
         """Runs one tick: the op of this stage, then what it writes, sends and receives."""
         return self.step(kind, state, Row(*(numbers[i] for i in range(len(COLUMNS)))))
 
-    def masked(self, row: Row, op: str) -> "_Masked":
-        """Returns how a tick in which all stages do this op leaves no trace on one that idles."""
-        return _Masked(row.op == OP_NUMBER[op])
+    def masked(self, row: Row, op: str) -> Masked:
+        """Returns the choice for a tick in which all stages run this op: it has no effect on one that idles."""
+        return Masked(row.op == OP_NUMBER[op])
 
     def step(self, kind: TickKind, state: dict, row: Row) -> dict:
         """Runs one tick."""
         ops = {"F": self.forward, "B": self.backward, "W": self.weights}
         if len(kind.ops) == 1:
+            # no conditional: idle stages compute too and are masked, so a block may hold any collective (all devices
+            # reach it), and a GPU need not send a predicate to its host
             (op,) = kind.ops
             done = ops[op](kind, state, row, self.masked(row, op))
         else:
+            # stages take different branches: collectives in them must stay within one stage, or they would deadlock
             names = sorted(kind.ops, key=lambda op: OP_NUMBER[op])
             branches = [lambda: self._all(_Done(), state, row)]
-            branches += [lambda op=op: self._all(ops[op](kind, state, row, _Chosen()), state, row) for op in names]
+            branches += [lambda op=op: self._all(ops[op](kind, state, row, Chosen()), state, row) for op in names]
+            # op number -> branch; ops that the table does not have are mapped to branch 0, idle
             numbered = np.zeros(4, np.int32)
             numbered[[OP_NUMBER[op] for op in names]] = range(1, len(names) + 1)
             with jax.named_scope(CHOICE):
@@ -120,9 +129,9 @@ class Stage:
         return self.write(kind, state, row, done)
 
     def _all(self, done: _Done, state: dict, row: Row) -> _Done:
-        """Returns what an op leaves, with nothings where it leaves nothing, so that all branches are alike."""
+        """Returns the results of an op, filled up with zeros or old totals: branches must return the same structure."""
         return _Done(
-            out=zeros_of(self.pieces.x) if done.out is None else done.out,
+            out=zeros_of(self.traced.x) if done.out is None else done.out,
             kept=[jnp.zeros(b.shape[1:], b.dtype) for b in state["kept"]] if done.kept is None else done.kept,
             stash=[jnp.zeros(b.shape[1:], b.dtype) for b in state["stash"]] if done.stash is None else done.stash,
             layers=zeros_of(one_of(self.chunks)) if done.layers is None else done.layers,
@@ -131,57 +140,62 @@ class Stage:
         )
 
     def parameters(self, state: dict, row: Row) -> tuple[Tree, Tree]:
-        """Returns what all stages share, and the row's chunk."""
+        """Returns the parameters that all stages share, and those of the row's chunk."""
         with jax.named_scope(f"{SCOPE}layers of a chunk"):
             return self.shared, load(self.chunks, row.chunk)
 
     def _before(self, state: dict) -> Tree:
-        """Returns what an op adds its gradients of `shared` to: their sum, or nothing where that is in shards."""
+        """Returns the total to which an op adds its gradients of `shared`: zeros where the total is kept in shards."""
+        # a shard cannot be added to a whole gradient inside an op: `write` scatters the op's own gradient and adds it
         return state["shared"] if self.shards is None or self.forward_only else zeros_of(sums_of(self.shared))
 
     def scale(self, row: Row) -> jax.Array:
-        """Returns what the gradient of this microbatch's loss begins with."""
-        return self.one
+        """Returns the cotangent of this microbatch's loss."""
+        return self.one  # of a sum: the step divides by the count of the whole batch once, at its end
 
     def _inputs(self, row: Row, shared: Tree):
         known = load(self.known, row.microbatch)
-        x, per_layer = self.pieces.embed(shared, known)
+        # every stage runs the embedding: `per_layer` comes from it, and XLA removes the lookup of an x nobody uses
+        x, per_layer = self.traced.embed(shared, known)
         x = x if self.embedded is None else self.embedded
         part = jnp.maximum(row.part, 0)
-        start, count = jnp.asarray(self.pieces.starts)[part], jnp.asarray(self.pieces.layers)[part]
+        start, count = jnp.asarray(self.traced.starts)[part], jnp.asarray(self.traced.layers)[part]
 
-        def mine(leaf):  # a stage with fewer layers reads on into the next one's, and past the last into nothing
+        def mine(leaf):
+            # a slice has one static length, that of the fullest stage: a stage with fewer layers reads on into those
+            # of the next. `dynamic_slice` would shift a slice that leaves the array, so the array is made longer
             more = (
-                jnp.concatenate([leaf, leaf[: self.pieces.depth - min(self.pieces.layers)]])
-                if min(self.pieces.layers) < self.pieces.depth
+                jnp.concatenate([leaf, leaf[: self.traced.depth - min(self.traced.layers)]])
+                if min(self.traced.layers) < self.traced.depth
                 else leaf
             )
-            return jax.lax.dynamic_slice_in_dim(more, start, self.pieces.depth)
+            return jax.lax.dynamic_slice_in_dim(more, start, self.traced.depth)
 
         return known, (known, jax.tree.map(mine, per_layer), count, part), x
 
-    def _input(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen"):
-        """Returns this op's (known, known of the stage, shared parameters, the chunk's, x)."""
+    def _input(self, kind: TickKind, state: dict, row: Row, choose: Masked | Chosen):
+        """Returns an op's (batch, what the layers read of it, shared parameters, parameters of the chunk, x)."""
         shared, chunk = self.parameters(state, row)
         known, mine, embedded = self._inputs(row, shared)
-        x = load(state["mail"], row.x)
+        x = load(state["messages"], row.x)
         if kind.first:
             x = self.place("x", choose(row.part == 0, lambda: embedded, lambda: x))
         return known, mine, shared, chunk, x
 
-    def forward(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
-        """F."""
+    def forward(self, kind: TickKind, state: dict, row: Row, choose: Masked | Chosen) -> _Done:
+        """Runs F: the chunk's forward; on the last part the head and its gradient too."""
         known, mine, params, chunk, x = self._input(kind, state, row, choose)
         if self.forward_only or self.keep == "inputs":
-            y, kept = self.pieces.stage(chunk, mine, x), None
+            y, kept = self.traced.stage(chunk, mine, x), None
         else:
-            y, kept = self.pieces.halves.forward(chunk, mine, x)
+            y, kept = self.traced.halves.forward(chunk, mine, x)
         if not kind.last:
             return _Done(out=y, kept=kept)
         shared, sums = self._before(state), state["sums"]
 
+        # the head's gradient is taken here, not in a B: no logits are ever stored, and all stages have the same B
         def with_head():
-            new, dshared, dy = self.pieces.head(params, known, y, self.scale(row))
+            new, dshared, dy = self.traced.head(params, known, y, self.scale(row))
             more = None if self.forward_only else self.place("shared", jax.tree.map(add, shared, dshared))
             return (y if self.forward_only else dy), more, jax.tree.map(jnp.add, sums, new)
 
@@ -192,40 +206,44 @@ class Stage:
     def _kept(self, state: dict, row: Row, mine, chunk, x) -> list:
         if self.keep == "residuals":
             return load(state["kept"], row.kept)
-        with jax.named_scope(AGAIN):
-            return self.pieces.halves.forward(chunk, mine, x)[1]
+        with jax.named_scope(AGAIN):  # the inspector counts it as recomputation
+            return self.traced.halves.forward(chunk, mine, x)[1]
 
-    def backward(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
-        """B."""
+    def backward(self, kind: TickKind, state: dict, row: Row, choose: Masked | Chosen) -> _Done:
+        """Runs B: the gradient of the input, and where the table has no W that of the weights."""
         known, mine, params, chunk, x = self._input(kind, state, row, choose)
-        kept, g = self._kept(state, row, mine, chunk, x), load(state["mail"], row.g)
+        kept, g = self._kept(state, row, mine, chunk, x), load(state["messages"], row.g)
         stash = layers = None
         with jax.named_scope(BACKWARD):
-            if self.pieces.halves.input_grad is not None:
-                dx, stash = self.pieces.halves.input_grad(chunk, mine, x, kept, g)
+            if self.traced.halves.input_grad is not None:
+                dx, stash = self.traced.halves.input_grad(chunk, mine, x, kept, g)
             else:
-                layers, dx = self.pieces.halves.backward(chunk, mine, x, kept, g)
+                layers, dx = self.traced.halves.backward(chunk, mine, x, kept, g)
         shared = self._before(state)
-        if kind.first and self.embedded is None:
+        if kind.first and self.embedded is None:  # else `spread_head` takes the embedding's gradient between the stages
 
             def embedding():
-                dshared = self.pieces.embed_back(params, known, dx)
+                dshared = self.traced.embed_back(params, known, dx)
                 return self.place("shared", jax.tree.map(add, shared, dshared))
 
             shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
         return _Done(out=dx, stash=stash, layers=layers, shared=shared if kind.first else None)
 
-    def weights(self, kind: TickKind, state: dict, row: Row, choose: "_Masked | _Chosen") -> _Done:
-        """W."""
-        assert self.pieces.halves.weight_grad is not None  # a table with W is split
+    def weights(self, kind: TickKind, state: dict, row: Row, choose: Masked | Chosen) -> _Done:
+        """Runs W: the gradient of the weights, from what B has stashed."""
+        assert self.traced.halves.weight_grad is not None  # a table with W is split
         shared, chunk = self.parameters(state, row)
         _, mine, _ = self._inputs(row, shared)
         with jax.named_scope(BACKWARD):
-            dchunk = self.pieces.halves.weight_grad(chunk, mine, load(state["stash"], row.stash))
+            dchunk = self.traced.halves.weight_grad(chunk, mine, load(state["stash"], row.stash))
         return _Done(layers=dchunk)
 
     def write(self, kind: TickKind, state: dict, row: Row, done: _Done) -> dict:
-        """Returns the state with what an op left, and with what then arrives."""
+        """Returns the state with the results of an op stored, and with the messages that then arrive.
+
+        Every write is conditional on the op of this stage's row: in a masked tick an idle stage has computed on stale
+        slots, and its results must not be stored.
+        """
         state = dict(state)
         if state["kept"] and done.kept is not None:
             state["kept"] = store(state["kept"], done.kept, row.kept, row.op == OP_NUMBER["F"])
@@ -239,41 +257,25 @@ class Stage:
                 total = jax.tree.map(lambda a, b: jnp.where(summed, add(a, b), a), before, more)
                 state["layers"] = self.place("layers", jax.tree.map(write, state["layers"], total))
         if self.shards is not None and done.shared is not None and not self.forward_only:
-            ends = {"F": self.pieces.head, "B": self.pieces.embed}
+            # only parameters that the op's end of the model reads have a gradient: others need no reduce-scatter
+            ends = {"F": self.traced.head, "B": self.traced.embed}
             reads = [ends[op].reads()[0] for op in kind.ops if op in ends]
             done = done._replace(shared=self.place("shared", self.shards.added(state["shared"], done.shared, reads)))
         state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
         return state if done.out is None else self.send(kind, state, row, done.out)
 
     def send(self, kind: TickKind, state: dict, row: Row, out: Tree) -> dict:
-        """Returns the state with what arrives when every stage sends what it computed."""
+        """Returns the state with the messages that arrive when every stage sends its result."""
         state, out = dict(state), self.place("x", out)
-        for way in ("right", "left", "own"):
+        # a permute is a collective: all stages take part in every tick of this kind, and those whose slot is -1 drop
+        # what arrives. Sends stand outside of the switch, where all stages meet
+        for way in ("right", "left", "self_send"):
             if getattr(kind, way):
                 pairs = {"right": self.program.right, "left": self.program.left}.get(way)
                 arrives = jax.tree.map(partial(_send, pairs=pairs), out) if pairs else out
                 slot = getattr(row, way)
-                state["mail"] = self.place("slots", store(state["mail"], arrives, slot, slot >= 0))
+                state["messages"] = self.place("slots", store(state["messages"], arrives, slot, slot >= 0))
         return state
-
-
-class _Masked:
-    """Computes both and takes one: nothing that is not taken leaves a trace, not even `nan`."""
-
-    def __init__(self, active):
-        self.active = active
-
-    def __call__(self, take, yes: Callable, no: Callable) -> Tree:
-        return jax.tree.map(lambda a, b: jnp.where(take, a, b), yes(), no())
-
-
-class _Chosen:
-    """Computes one of two, inside the branch that this stage is in."""
-
-    active = True
-
-    def __call__(self, take, yes: Callable, no: Callable) -> Tree:
-        return yes() if take is True else jax.lax.cond(take, yes, no)
 
 
 @jax.named_scope(MESSAGE)
@@ -284,18 +286,3 @@ def _send(x: jax.Array, *, pairs) -> jax.Array:
 @jax.named_scope(GRADIENT)
 def add(total: jax.Array, more: jax.Array) -> jax.Array:
     return total + more.astype(total.dtype)
-
-
-def load(tree: Tree, index) -> Tree:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.maximum(index, 0), 0, keepdims=False), tree)
-
-
-def store(tree: Tree, new: Tree, index, take) -> Tree:
-    """Returns the buffers with one slot written, where there is something to write."""
-    index = jnp.maximum(index, 0)
-
-    def one(buffer, value):
-        old = jax.lax.dynamic_index_in_dim(buffer, index, 0, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(buffer, jnp.where(take, value, old), index, 0)
-
-    return jax.tree.map(one, tree, new)

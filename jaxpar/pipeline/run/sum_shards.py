@@ -1,10 +1,11 @@
-"""Sums of gradients as shards: what a tick makes is scattered over an axis at once, and never added up whole.
+"""Sharded sums of gradients: the gradients of a tick are reduce-scattered at once, and never added up whole.
 
     whole     sum += gradient                               reduced once, after the last tick
-    shards    sum += this device's piece of the gradients   scattered in every tick that makes some, in float32
+    shards    sum += this device's shard of the gradients   scattered in every tick that makes some, in float32
 
-Memory for traffic: a sum takes 1 / ways of the bytes, and all its gradients travel as often as the table makes them. A
-table that mixes kinds scatters in every tick, outside of what its stages choose, so that none waits for another.
+It trades traffic for memory: a sum takes 1 / ways of the bytes, but gradients are sent in every tick that computes
+some, not once per step. A table that mixes ops scatters in every tick, outside of `lax.switch`, so that all devices
+reach the collective.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +22,14 @@ from jaxpar.sharding.names import GRADIENT
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """The cut of the sums of gradients.
+    """How sums of gradients are sharded.
 
     Attributes:
-      axis: A mesh axis that is manual inside the table, and whose devices have other rows of the batch.
+      axis: A mesh axis that is manual inside the table, and whose devices have different examples.
       ways: Its size.
-      dims: Path of a parameter to the dim that is cut. What is not in it stays whole, to be reduced after the table.
-      others: Axes that are XLA's inside the table and split gradients too.
-      specs: Path of a parameter to what these split, but for those that they split on the dim that is cut.
+      dims: Path of a parameter to the dim that is sharded. A path that is not in it stays whole until after the table.
+      others: Axes that XLA handles inside the table and that split gradients too.
+      specs: Path of a parameter to its spec over `others`. A path whose sharded dim `others` split too is not in it.
     """
 
     axis: str
@@ -38,7 +39,7 @@ class Shards:
     specs: Mapping[str, PartitionSpec]
 
     def sums_of(self, params: Mapping[str, Any], *, ahead: int = 0) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns the shapes of the sums of gradients, with so many dims ahead of the parameters' own."""
+        """Returns the shapes of the sums of gradients, which have `ahead` more leading dims than the parameters."""
         found = {}
         for path, leaf in sums_of(params).items():
             cut = self.dims[path] + ahead if path in self.dims else None
@@ -48,14 +49,14 @@ class Shards:
 
     @jax.named_scope(GRADIENT)
     def of(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns this device's pieces of gradients that are summed over the axis."""
+        """Returns this device's shards of the gradients, summed over the axis."""
         return {path: self._one(path, gradient) for path, gradient in gradients.items()}
 
     @jax.named_scope(GRADIENT)
     def added(
         self, sums: Mapping[str, jax.Array], gradients: Mapping[str, jax.Array], reads: Sequence[Mapping[str, bool]]
     ) -> dict[str, jax.Array]:
-        """Returns the sums with pieces of new gradients, of those parameters that one of some functions reads."""
+        """Returns the sums plus shards of new gradients, for parameters that one of the functions reads (`reads`)."""
         more = self.of({path: gradients[path] for path in sums if any(read[path] for read in reads)})
         return {path: x + more[path].astype(x.dtype) if path in more else x for path, x in sums.items()}
 
@@ -63,20 +64,22 @@ class Shards:
         if path not in self.dims:
             return gradient
         scatter = partial(scattered, axis=self.axis, dim=self.dims[path])
-        # where another axis splits that very dim, a piece of its piece is not the piece of the whole: XLA sees to it
+        # where another axis splits the same dim, a shard of its shard is not a shard of the whole: such a path is not
+        # in `specs`, and XLA places the result
         return beside(scatter, self.others, self.specs[path])(gradient) if path in self.specs else scatter(gradient)
 
 
 def scattered(whole: jax.Array, *, axis: str, dim: int) -> jax.Array:
-    """Returns this device's piece of what is summed over a manual axis, in float32 at least."""
+    """Returns this device's shard of the sum over a manual axis, added in float32 or more."""
     exact = whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
     return jax.lax.psum_scatter(exact, axis, scatter_dimension=dim, tiled=True)
 
 
 def beside(function: Callable, others: Sequence[str], spec: PartitionSpec) -> Callable:
-    """Returns a function of one array that runs where axes of XLA's are manual too, and split the array by a spec.
+    """Returns a function of one array that runs with further axes manual, which split the array by a spec.
 
-    Else XLA gathers over them what the function moves over another axis.
+    With these axes left to XLA, it would first gather the array over them: XLA replicates the operands of a manual
+    collective over all axes that are automatic.
     """
     if not others:
         return function
@@ -84,7 +87,7 @@ def beside(function: Callable, others: Sequence[str], spec: PartitionSpec) -> Ca
 
 
 def sums_of(params: Any) -> Any:
-    """Returns the shapes of sums of gradients, which are never shorter than float32."""
+    """Returns the shapes of sums of gradients, in float32 or more."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
 
 

@@ -1,7 +1,8 @@
-"""A model as a stage of a pipeline runs it: traced once, in pieces.
+"""A model as a stage of a pipeline runs it: embedding, layers and head, each traced once.
 
-embed ──► layers of part 0, 1, ... ──► head and loss
-forward and backward apart: see `halves`
+    embed ──► layers of part 0, 1, ... ──► head and loss
+
+The forward and the backward of the layers are separate functions, as they run in different ticks: `split_backward`.
 """
 
 from collections.abc import Callable
@@ -22,14 +23,14 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model in the three pieces that a pipeline runs apart. All are pure functions.
+    """A model as the three pure functions that a pipeline runs at different times.
 
     Attributes:
       name: For messages.
       layers: Layers of each stage where they differ; its arrays then hold as many as the fullest stage has.
-      embed: (shared, known) to (x, per_layer): what flows into the first layer, and what each layer has of its own.
+      embed: (shared, known) to (x, per_layer): the input of the first layer, and inputs that differ by layer.
       stage: (layers, known, per_layer, x, salt) to y: consecutive layers. `layers` and `per_layer` have a leading dim
-        of layers; the salt, an int32, is another for each piece of the stack, and random keys in `known` differ by it.
+        of layers; the salt, an int32, is different in each call, and is folded into the PRNG keys in `known`.
       head: (shared, known, y) to name -> (sum, count); the entry `loss` is minimized.
     """
 
@@ -40,21 +41,21 @@ class Model:
     layers: tuple[int, ...] = ()
 
 
-class Pieces:
-    """The pieces of a model, traced for the shapes of one stage.
+class TracedModel:
+    """A model's functions, traced for the shapes of one stage.
 
     Attributes:
-      depth: Layers of a chunk, of the fullest stage's where they differ.
+      depth: Layers of a chunk; where stages have different numbers of layers, of the largest one.
       layers: Layers of each part.
       starts: First layer of each part.
-      x: What flows from part to part, as shapes.
+      x: The activations that flow from part to part, as shapes.
       embed: (shared, known) to (x, per_layer).
       stage: (chunk, (known, per_layer, layers that count, part), x) to y.
-      halves: Its forward and backward; not there for an evaluation.
+      halves: Its forward and backward as separate functions; not set for an evaluation.
       head: (shared, known, y, scale) to (sums, gradients of shared, of y), scale times those of the loss; no gradients
         for an evaluation.
-      embed_back: (shared, known, g) to gradients of shared; not there for an evaluation.
-      sums: What `head` counts, as shapes.
+      embed_back: (shared, known, g) to gradients of shared; not set for an evaluation.
+      sums: The (sum, count) pairs that `head` returns, as shapes.
     """
 
     def __init__(self, model: Model, schedule: Schedule, shared, chunks, known, *, forward_only: bool):
@@ -71,9 +72,11 @@ class Pieces:
             known, mine, count, part = known
             some = lambda first, last: jax.tree.map(lambda leaf: leaf[first:last], (chunk, mine))  # noqa: E731
             layers, each = (chunk, mine) if fewest == self.depth else some(0, fewest)
-            salt = part * (self.depth + 1)
+            salt = part * (self.depth + 1)  # depth + 1 calls at most in a part: no two calls share a salt
             x = model.stage(layers, known, each, x, salt)
-            for extra in range(fewest, self.depth):  # run everywhere, and left out where a stage has fewer
+            # stages run one program, so a layer that only some have runs on all, and its result is dropped where the
+            # stage has fewer: such a tick takes as long as on the fullest stage anyway
+            for extra in range(fewest, self.depth):
                 layers, each = some(extra, extra + 1)
                 y = model.stage(layers, known, each, x, salt + extra)
                 x = jax.tree.map(lambda a, b, n=extra: jnp.where(count > n, a, b), y, x)
@@ -109,7 +112,7 @@ class Pieces:
 
 
 def one_of(tree: Tree) -> Tree:
-    """Returns what stands at one index of the leading dim, as shapes."""
+    """Returns the shapes without their leading dim: one chunk, one microbatch."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 
 
@@ -119,13 +122,14 @@ def _check_shapes(name: str, x: Tree, y: Tree) -> None:
     if whole:
         raise refuse(
             f"the layers of {name} take {show(whole)}",
-            rule="what flows through the layers of a pipeline has a gradient, so it is floating point",
-            fix="a floating-point array, or what is the same for all layers read from the batch",
+            rule="arrays that flow from layer to layer in a pipeline are floating point, as each stage takes their "
+            "gradient",
+            fix="a floating-point array; read integers that are the same for all layers from the batch",
         )
     same = jax.tree.structure(x) == jax.tree.structure(y)
     if not same or [(a.shape, a.dtype) for a in jax.tree.leaves(x)] != [(b.shape, b.dtype) for b in jax.tree.leaves(y)]:
         raise refuse(
             f"the layers of {name} take {show(x)} and return {show(y)}",
-            rule="a stage gets what the one before returns, so layers keep structure, shape and dtype",
-            fix="what changes the shape belongs before or after pipelined(layers, x)",
+            rule="a layer of a pipeline returns the structure, shapes and dtypes that it takes",
+            fix="move the code that changes the shape before or after pipelined(layers, x)",
         )

@@ -1,4 +1,4 @@
-"""Training without a flush: a stage updates its weights in the middle of the table, and microbatches see old ones.
+"""Training without a flush: a stage updates its weights in the middle of the table, so microbatches read old weights.
 
     weights      an F reads                          a B differentiates with      equals
     stash        the newest of its stage             those of its own F           a replay at the weights recorded
@@ -7,9 +7,9 @@
     2bw          those of the batch before last      the same                     SGD with gradients 1 update late
     none         the newest of its stage             the newest of its stage      nothing: the gradient of no function
 
-Weights are numbered by the updates in them, and a stage keeps the last few: the table says which number a cell reads,
-and after which cells there is an update. Everything else is the one executor. The optimizer is the user's own optax
-chain; what it sees is one stage, so a global norm is that of a stage.
+A version of the weights is numbered by the updates it contains, and a stage keeps the last few: the table says which
+version a cell reads, and which cells are followed by an update. Everything else is the one executor. The optimizer is
+the user's own optax chain; it sees the parameters of one stage, so a global norm is the norm of a stage.
 
 Sources: PipeDream, Narayanan et al. 2019, arXiv:1806.03377, sections 3.2 and 3.3; PipeDream-2BW, Narayanan et al. 2021,
 arXiv:2006.09503, section 3.1, w(t+1) = w(t) - rate x gradient(w(t-1)), here with as many microbatches to an update as
@@ -28,24 +28,25 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.pipeline.run.execute import run_table
 from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind
-from jaxpar.pipeline.run.stage import Keep, Row, Stage, load, store
+from jaxpar.pipeline.run.slots import load, store
+from jaxpar.pipeline.run.stage import Keep, Row, Stage
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import SCOPE
 
 Tree = Any
 Weights = Literal["flush", "stash", "vertical", "2bw", "none"]
-_VERSIONS = f"{SCOPE}versions of the weights"  # as the inspector calls what a stage keeps of them
+_VERSIONS = f"{SCOPE}versions of the weights"  # the scope by which the inspector finds and names this memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The weights that every cell of a table reads, and where they change.
+    """Which version of the weights every cell of a table reads, and after which cells they are updated.
 
     Attributes:
       program: The table, its rows filled with the version each cell reads and whether an update follows it.
-      per_update: Microbatches to an update.
-      versions: Weights a stage keeps at once, the newest included.
+      per_update: Microbatches per update.
+      versions: Versions of its weights that a stage keeps at once, the newest included.
     """
 
     program: Program
@@ -69,7 +70,8 @@ def plan(program: Program, weights: Weights) -> Plan:
     if table.split or table.chunks > 1:
         raise refuse(
             f"weights={weights!r} with schedule {table.name}",
-            rule="weights change in the middle of a table with one chunk on a stage and whole backwards",
+            rule="weights other than 'flush' need a schedule with one chunk per stage whose backward is not split in B "
+            "and W",
             fix='schedule="1f1b", PipeDream\'s own',
         )
     _check_order(table, weights)
@@ -77,7 +79,7 @@ def plan(program: Program, weights: Weights) -> Plan:
     if table.microbatches % per_update:
         raise refuse(
             f"weights='2bw' with microbatches={table.microbatches} on pipe={table.stages}",
-            rule="an update takes as many microbatches as there are stages",
+            rule="with weights='2bw' the microbatches are a multiple of the stages, as each update takes one per stage",
             fix=f"microbatches={-(-table.microbatches // per_update) * per_update}",
         )
     rows = program.rows.copy()
@@ -92,37 +94,40 @@ def plan(program: Program, weights: Weights) -> Plan:
             if cell is None:
                 continue
             if cell.op == "F":
+                # `entered` is set by the first stage, which runs the first F of every microbatch
                 entered.setdefault(cell.microbatch, updates[stage])
                 late = {"vertical": entered[cell.microbatch], "2bw": max(cell.microbatch // per_update - 1, 0)}
                 read[stage, cell.microbatch] = late.get(weights, updates[stage])
             elif weights == "none":
+                # a B at other weights than its F; with `stash` it finds the version of its F in `read`
                 read[stage, cell.microbatch] = updates[stage]
             used = read[stage, cell.microbatch]
             if used > updates[stage]:
                 raise refuse(
                     f"tick {tick}, stage {stage} of {table.name}: {cell} needs {used} updates, {updates[stage]} made",
-                    rule=f"weights={weights!r} reads weights that are there",
-                    fix='schedule="1f1b", whose stages come to them in time',
+                    rule=f"with weights={weights!r} no cell reads a version of the weights that its stage has not made",
+                    fix='schedule="1f1b", in which every stage has made it by then',
                 )
             most = max(most, updates[stage] - used + 1)
             rows[tick, stage, version] = used
             rows[tick, stage, update] = cell.op == "B" and (cell.microbatch + 1) % per_update == 0
-        for stage in range(table.stages):
+        for stage in range(table.stages):  # after the tick: its own cells still read the version before
             updates[stage] += int(rows[tick, stage, update])
     return Plan(program=replace(program, rows=rows), per_update=per_update, versions=most)
 
 
 def _check_order(table: Schedule, weights: Weights) -> None:
-    """Refuses tables in which an update would not be that of its own microbatches."""
+    """Refuses tables in which an update would contain gradients of microbatches that belong to another one."""
     done, last = [0] * table.stages, table.place(table.parts - 1)[0]
     entered = 0
     for tick, stage, (op, microbatch, _) in table:
-        late = stage == last and op == "F" and entered > done[last]  # the head's gradients would be summed
+        # the last stage's F already adds the head's gradient: a second F before the B would add that of the next update
+        late = stage == last and op == "F" and entered > done[last]
         if late or (op == "B" and microbatch != done[stage]):
             raise refuse(
                 f"weights={weights!r} with schedule {table.name}: tick {tick}, stage {stage}: {op}{microbatch}",
-                rule="where weights change in the middle of a table, backwards come in the order of microbatches, "
-                "and on the last stage each before the next forward",
+                rule="with weights other than 'flush', backwards come in the order of microbatches, and on the last "
+                "stage each comes before the next forward",
                 fix='schedule="1f1b", PipeDream\'s own',
             )
         entered += stage == last and op == "F"
@@ -133,9 +138,9 @@ class Trained(NamedTuple):
     """The results of one stage after the last tick.
 
     Attributes:
-      sums: Name to (sum, count); zero but on the last stage.
+      sums: Name to (sum, count); zero on all stages but the last.
       params: (shared, layers), the newest.
-      optimizer: The state of the chain for them.
+      optimizer: The optimizer's state for them.
       square: Sum of the squares of the last update's gradients.
     """
 
@@ -147,11 +152,11 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class UnflushedTable:
-    """A stage that runs a table with its updates.
+    """A table with its updates, to be run on a stage.
 
     Attributes:
       plan: As made by `plan`.
-      model: The three pieces.
+      model: Its embedding, layers and head.
       update: (gradients, optimizer state, params) to (params, optimizer state, sum of the gradients' squares).
       place: As for `execute`.
       keep: As for `execute`.
@@ -175,11 +180,11 @@ class UnflushedTable:
           params: (shared, layers) of this stage.
           optimizer_state: The chain's state for them.
           known: As for `execute`.
-          scales: What each microbatch's gradient begins with: 1 / the tokens of its update. Shape [microbatches].
+          scales: Cotangent of each microbatch's loss: 1 / the tokens of its update. Shape [microbatches].
         """
         plan, run = self.plan, _Updating(self, params, known, scales)
         chunked = (params[0], run.chunks)
-        with jax.named_scope(_VERSIONS):
+        with jax.named_scope(_VERSIONS):  # a ring buffer: version n is in slot n % versions
             kept = jax.tree.map(lambda x: jnp.broadcast_to(x, (plan.versions, *x.shape)), chunked)
         state = run.start(self.fill) | {
             "history": kept,
@@ -208,6 +213,7 @@ class _Updating(Stage):
 
     def scale(self, row: Row) -> jax.Array:
         """Returns one over the tokens of the update that this microbatch belongs to."""
+        # a mean is divided at once here: the update follows in the middle of the table, not after the last tick
         return load(self.scales, row.microbatch)
 
     def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
@@ -215,13 +221,15 @@ class _Updating(Stage):
         state = super().tick(kind, state, numbers)
         row, versions = Row(*(numbers[i] for i in range(len(COLUMNS)))), self.plan.versions
         take = (row.update == 1) & (row.op > 0)
+        # the update is computed in every tick and dropped in most: stages update in different ticks, and XLA copies
+        # the buffers that a conditional writes
         now = load(state["history"], state["updates"] % versions)
         gradients = (state["shared"], state["layers"])
         new, optimizer, square = self.update(gradients, state["optimizer"], now)
         done = state["updates"] + take.astype(jnp.int32)
         choose = lambda a, b: jax.tree.map(lambda x, y: jnp.where(take, x, y), a, b)  # noqa: E731
         zeros = jax.tree.map(jnp.zeros_like, gradients)
-        shared, layers = choose(zeros, gradients)
+        shared, layers = choose(zeros, gradients)  # an update starts the sums of the next one at zero
         with jax.named_scope(_VERSIONS):
             kept = store(state["history"], new, done % versions, take)
         return state | {
@@ -235,12 +243,12 @@ class _Updating(Stage):
 
 
 def updating(optimizer: optax.GradientTransformation, join: Callable, split: Callable, reduce: Callable) -> Callable:
-    """Returns `update` of `UnflushedTable`: the chain on a stage's own parameters.
+    """Returns `update` of `UnflushedTable`: the optimizer applied to a stage's own parameters.
 
     Args:
-      optimizer: The user's chain.
-      join: (shared, chunks) to the tree that the chain knows.
-      split: The way back.
+      optimizer: The user's optax chain.
+      join: (shared, chunks) to the tree that the optimizer's state was made for.
+      split: The inverse of `join`.
       reduce: Sums gradients over the replicas of the stage.
     """
 
