@@ -396,13 +396,13 @@ def test_misuse_is_one_clear_error():
     step = jax.jit(lambda w, x: jnp.sum(w @ x))
     report = jp.inspect(step, x, x)
     for wrong, words in [
-        (lambda: jp.inspect(lambda x: x, x), "what is inspected is compiled"),
+        (lambda: jp.inspect(lambda x: x, x), "jp.inspect takes a jitted function"),
         (lambda: jp.inspect(step, x), "missing 1 required"),
         (lambda: jp.inspect(step, x, x, roles=("weights",)), "a role is one of"),
         (lambda: jp.inspect(step, x, x, roles="batch"), "roles are a tuple"),
         (lambda: jp.inspect(step, x, x, mesh=3), "a mesh is"),
         (lambda: jp.assert_collectives(report, {"tensor": {"all-reduce": 1}}), "an axis of the mesh: data"),
-        (lambda: jp.assert_collectives(report, {"data": 12}), "a budget says"),
+        (lambda: jp.assert_collectives(report, {"data": 12}), "a budget maps each axis"),
         (lambda: jp.assert_collectives(3, {}), "a report is what jp.inspect returns"),
         (lambda: jp.target_devices("h100"), "CHIP:NODESxGPUS"),
     ]:

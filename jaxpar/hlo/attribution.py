@@ -1,9 +1,8 @@
-"""Attributes bytes: an instruction of XLA's is traced back to a parameter, or to a line of the user's code.
+"""Attributes bytes: traces an instruction of XLA's back to a parameter, or to a line of the user's code.
 
-Four traces lead back. What a value is copied, sliced or cast from may be an argument. A
-parameter read in a step carries its path in the scope of whatever was made of it
-(`param:blocks.mlp.up`, see `Layout.use`). Every instruction has the stack of Python lines that
-made it. And an array may have the shape of an argument, or of a shard of it.
+There are four clues. The value may be a copy, slice or cast of an argument. A parameter that a step reads has its path
+in the named scope of everything computed from it (`param:blocks.mlp.up`, see `Layout.use`). Every instruction has the
+stack of Python lines that made it. And an array may have the shape of an argument, or of a shard of it.
 """
 
 import re
@@ -18,6 +17,8 @@ from jaxpar.hlo.text import Array, Frame, Op
 from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 
 _HOME = Path(__file__).parent.parent
+# files whose lines do not explain an instruction: jaxpar's own step, and installed libraries. The models are not among
+# them, as users read and copy them
 _MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "parallel", "inspector", "job")]
     + [str(_HOME / "step" / file) for file in ("step.py", "gradients.py", "whole.py", "gathering.py", "inspectable.py")]
@@ -33,14 +34,14 @@ STAGE_TO_STAGE = "from stage to stage"
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """The cause of an array, as far as it can be told.
+    """The cause of an array, as far as it is known.
 
     Attributes:
       what: The path of a parameter, or the function and operation of an activation.
       source: `file.py:12`, the innermost line that is the user's or a model's.
-      operation: The last words of the label, `bsd,dv->bsv/dot_general`.
+      operation: The end of the instruction's label, `bsd,dv->bsv/dot_general`.
       backward: Whether it belongs to the backward pass.
-      parameters: The paths of the parameters it is, or is the gradient of; several where shapes are equal.
+      parameters: Paths of the parameter that it is, or is the gradient of; several where shapes are equal.
     """
 
     what: str
@@ -52,15 +53,15 @@ class Cause:
 
 @dataclass(frozen=True)
 class Argument:
-    """One array that a program is given.
+    """One array that a program takes.
 
     Attributes:
-      path: What the user calls it.
+      path: The user's name for it.
       role: Its cause in a table of memory: parameters, optimizer state, batch.
-      dtype: In HLO's words.
-      shape: The whole array.
-      shard: What one device holds.
-      placed: The array as the user thinks of it, `f32[embed/fsdp, mlp/tensor]`.
+      dtype: As HLO writes it.
+      shape: Shape of the whole array.
+      shard: Shape of the shard on one device.
+      placed: The array with names and axes, `f32[embed/fsdp, mlp/tensor]`.
       axes: The mesh axes that split it.
       host: Whether it lives in host memory.
       stacked: Whether its first dim counts layers.
@@ -83,16 +84,16 @@ class Argument:
 
 
 class Causes:
-    """Leads arrays back to arguments and lines.
+    """Finds the argument or the line of code behind an array.
 
     Args:
-      arguments: Every array the program is given.
+      arguments: Every array that the program takes.
       parameters: How many arguments the compiled program has; fewer, if nothing reads some of them.
       used: Path of a parameter to the shape that one device computes with, where it is neither whole
         nor the stored shard.
-      loss: (file, function) of what computes the loss, beside jaxpar's own.
+      loss: (file, function) of functions that compute the loss, beside jaxpar's own.
       batch_axes: Mesh axes that split examples.
-      chunks: Pieces in which a stage of a pipeline holds its layers.
+      chunks: Chunks in which a stage of a pipeline holds its layers.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class Causes:
         chunks: int = 1,
     ):
         self.arguments = tuple(arguments)
+        # XLA drops arguments that nothing reads: then the n-th of the program is not the n-th here, and only shapes
+        # and scopes can tell
         self.numbered = parameters == len(self.arguments)
         self._by_path = {argument.path: argument for argument in self.arguments}
         self._batch_axes = set(batch_axes)
@@ -119,6 +122,8 @@ class Causes:
             whole = [argument.shape, *([tuple(used[argument.path])] if used and argument.path in used else [])]
             if argument.stacked:
                 self._stacks[argument.path] = {tuple(shape) for shape in whole}
+            # under each key: one layer of a stack, the whole stack, and a stage's layers as one or as chunks; each
+            # with any neighbouring dims merged, as XLA flattens arrays around collectives and matmuls
             for known, shapes in ((self._whole, whole), (self._shards, [argument.shard])):
                 skip = 1 if argument.stacked else 0  # the layers of a stack are never merged with their dims
                 tails = {merged for shape in shapes for merged in _merged(shape[skip:])}
@@ -142,6 +147,7 @@ class Causes:
 
     def _moved(self, array: Array, kind: str, axes: set[str], label: str, *, summed: bool) -> list[str]:
         """Returns the parameters that a collective may move, by shape and by axes."""
+        # a gather's result and a scatter's operand are whole: matching shards too would find wrong parameters
         shards = kind not in ("all-gather", "reduce-scatter")
         found = self.parameters_like(array.dims, shards=shards)
         if kind == "all-gather" and "jvp(" not in label:  # of a user's own step that makes whole what it has updated
@@ -164,13 +170,16 @@ class Causes:
     def of(
         self, trace: Trace, op: Op, operand: Op, arrays: Sequence[Array], *, kind: str, axes: Iterable[str]
     ) -> Cause:
-        """Returns what an instruction works on.
+        """Returns the cause of an instruction's operand.
+
+        The clues are tried from the surest to the weakest: a message between stages, an argument, a scope, a shape, and
+        at last the line of code.
 
         Args:
           trace: Of the program.
           op: The instruction.
-          operand: What it works on: of several, one.
-          arrays: Shapes by which a parameter may be known.
+          operand: One of its operands.
+          arrays: Shapes by which a parameter may be recognised.
           kind: Of the collective.
           axes: That it runs over. A parameter is gathered over what splits it; its gradient is summed
             over what splits examples.
@@ -211,7 +220,7 @@ def either(names: Sequence[str]) -> str:
 
 
 def is_backward(label: str) -> bool:
-    """Returns whether an operation was made in a backward pass, or adds up what it makes; recomputation left out."""
+    """Returns whether an operation belongs to the backward pass or adds up gradients; recomputation does not count."""
     return ("transpose(" in label or GRADIENT in label) and AGAIN not in label
 
 
@@ -240,7 +249,7 @@ def users_frame(stack: Sequence[Frame]) -> Frame | None:
 
 def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:
     """Returns a shape with every choice of neighbouring dims made one."""
-    if len(shape) < 2 or len(shape) > 6:
+    if len(shape) < 2 or len(shape) > 6:  # 2^(n-1) ways: more dims are left as they are
         return [tuple(shape)]
     rest = _merged(shape[1:])
     return [(shape[0], *each) for each in rest] + [(shape[0] * each[0], *each[1:]) for each in rest]

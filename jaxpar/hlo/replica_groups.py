@@ -56,7 +56,7 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
 def _refused(text: str) -> JaxparError:
     return refuse(
         f"replica_groups={text[:80]}",
-        rule="groups are {{0,1},{2,3}}, an iota [2,4]<=[8], or axes of a mesh, of devices that the program has",
+        rule="replica groups are {{0,1},{2,3}}, an iota [2,4]<=[8] or axes of a mesh, and name devices of the program",
         fix="a text that XLA printed; if it is one, a newer jaxpar",
     )
 
@@ -147,7 +147,7 @@ def _check_mesh(ids: np.ndarray, sizes: Mapping[str, int]) -> None:
     if ids.max(initial=0) >= math.prod(sizes.values()):
         raise refuse(
             f"a collective with device {ids.max()} on a mesh {' x '.join(f'{a}={n}' for a, n in sizes.items())}",
-            rule="a program is read with the mesh it was compiled for",
+            rule="the mesh has as many devices as the program was compiled for",
             fix="jp.inspect(f, ..., mesh=that mesh), or arguments with shardings",
         )
 
@@ -162,7 +162,7 @@ def parse_pairs(text: str, devices: int) -> np.ndarray:
     if max(ids, default=0) >= devices:
         raise refuse(
             f"source_target_pairs={text[:80]}",
-            rule="pairs are {{0,1},{1,2}}, of devices that the program has",
+            rule="pairs are {{0,1},{1,2}}, and name devices of the program",
             fix="a text that XLA printed",
         )
     return np.array(ids, int).reshape(-1, 2)

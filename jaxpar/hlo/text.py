@@ -1,10 +1,10 @@
-"""The text of a compiled program becomes a value: computations of instructions.
+"""Parses the text of a compiled program into computations of instructions.
 
     %all-gather-start.1 = (f32[2]{0}, f32[16]{0}) all-gather-start(%p), replica_groups=[1,8]<=[8], metadata={...}
      name                 result                  opcode           operands  attributes
 
-Read are the result's arrays, the operands, and of the attributes what is asked for. The text
-is XLA's `HloModule::ToString`; no release of jaxlib ships its protocol buffers.
+The result's arrays and the operands are parsed at once, attributes when they are asked for. The text is XLA's
+`HloModule::ToString`: no release of jaxlib ships the classes of its protocol buffers.
 """
 
 import json
@@ -22,18 +22,20 @@ BITS = {
     "f8e4m3fn": 8, "f8e4m3fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "f16": 16, "bf16": 16, "f32": 32,
     "f64": 64, "c64": 64, "c128": 128, "token": 0, "opaque": 0,
 }  # fmt: skip
-MOST = 2**20  # devices
+MOST = 2**20  # devices: more is taken for a damaged text, before arrays of that many are made
+# numbers below are read as \d{1,18}, so that a damaged text cannot make an integer of millions of digits
 _ARRAY = re.compile(r"\b(\w+)\[([\d,<=]*)\]|\b(token|opaque)\b")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+)\s*(\(.*\)\s*->.*)?\{\s*$")
 _LEFT = re.compile(r"^(ROOT )?%?([\w.\-]+) = ")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OPERAND = re.compile(r"%([\w.\-]+)")
+# `condition=` is left out: it runs once more often than the loop turns, so `Op.condition` has it
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Shape and dtype of one array, in HLO's words."""
+    """Shape and dtype of one array, as HLO writes them."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -62,10 +64,10 @@ class Op:
     Attributes:
       name: Its name, unique in the module.
       arrays: The arrays of its result, tuples flattened.
-      opcode: What it does.
+      opcode: The operation, such as `dot`, `while` or `all-gather-start`.
       operands: Names of instructions of the same computation.
-      inside: What stands between the operands' parentheses: the number of a parameter, a constant.
-      attributes: What follows them.
+      inside: The text between the operands' parentheses: also the number of a parameter, or a constant.
+      attributes: The text after them.
       root: Whether its computation returns it.
     """
 
@@ -90,12 +92,12 @@ class Op:
 
     @cached_property
     def unquoted(self) -> str:
-        """The attributes without what is quoted: a scope of the user's may read `body=x`."""
+        """The attributes without quoted text: a user may name a scope `body=x`."""
         return _QUOTED.sub('""', self.attributes)
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Computations it calls, without the condition of a loop."""
+        """Computations that it calls, without the condition of a loop."""
         found = _CALLED.findall(self.unquoted)
         if branches := re.search(r"branch_computations=\{([^}]*)\}", self.unquoted):
             found += [name.strip().lstrip("%") for name in branches[1].split(",")]
@@ -103,7 +105,7 @@ class Op:
 
     @property
     def condition(self) -> tuple[str, ...]:
-        """The computation that says whether a loop goes on."""
+        """The computation that decides whether a loop goes on."""
         found = self.attribute("condition") if self.opcode == "while" else None
         return (found.lstrip("%"),) if found else ()
 
@@ -114,11 +116,12 @@ class Op:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`backend_config`, where it is JSON."""
+        """`backend_config`, where it is JSON: XLA's cost model, trip counts, whether a collective is synchronous."""
         at = self.attributes.find("backend_config=")
         if at < 0:
             return {}
         try:
+            # decoded in place: the JSON is followed by further attributes, and its end is known only by decoding it
             value, _ = json.JSONDecoder().raw_decode(self.attributes, at + len("backend_config="))
         except ValueError:
             return {}
@@ -127,7 +130,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A line of Python, and the function it stands in, where XLA was told."""
+    """A line of Python and the function it stands in, from the metadata that JAX gives to XLA."""
 
     file: str
     line: int
@@ -144,7 +147,7 @@ class Module:
       entry: The computation that runs.
       computations: Name to instructions; in a scheduled module, in the order they are started.
       scheduled: Whether that order is the order of execution.
-      frames: Number of a stack frame to (where it is, number of its caller).
+      frames: Number of a stack frame to (its frame, number of its caller).
     """
 
     name: str
@@ -169,7 +172,7 @@ class Module:
         """Returns the lines of Python that made an instruction, innermost first."""
         if match := re.search(r"stack_frame_id=(\d{1,18})", op.attributes):
             number, found = int(match[1]), []
-            while number in self.frames and len(found) < 200:
+            while number in self.frames and len(found) < 200:  # a damaged text may hold a cycle
                 at, number = self.frames[number]
                 found.append(at)
             return found
@@ -181,7 +184,7 @@ def parse(text: str) -> Module:
     """Returns the module that a text describes.
 
     Raises:
-      JaxparError: If it is no HLO, or ends in its middle.
+      JaxparError: If it is not HLO, or is truncated.
     """
     lines = text.splitlines()
     if not lines or not lines[0].startswith("HloModule"):
@@ -195,6 +198,7 @@ def parse(text: str) -> Module:
     entry, current, here = "", None, []
     for number, line in enumerate(lines[1:], 2):
         stripped = line.strip()
+        # between computations: a head opens the next one; other lines are tables of file names, or empty
         if current is None:
             if (match := _HEAD.match(line)) and (match[1] or match[3] or line.startswith("%")):
                 current, here = match[2], []
@@ -202,7 +206,7 @@ def parse(text: str) -> Module:
             elif _LEFT.match(stripped):
                 raise refuse(
                     f"line {number}: {stripped[:100]!r}",
-                    rule="an instruction stands inside a computation",
+                    rule="every instruction stands inside a computation",
                     fix="the text as XLA printed it, whole",
                 )
         elif stripped == "}" or stripped.startswith("}, "):  # `}, execution_thread="..."`
@@ -212,8 +216,11 @@ def parse(text: str) -> Module:
     if current is not None or not entry:
         what = f"in {current}" if current else "before an ENTRY computation"
         raise refuse(
-            f"an HLO text of {len(lines)} lines that ends {what}", rule="a module is whole", fix="save it again"
+            f"an HLO text of {len(lines)} lines that ends {what}",
+            rule="a module ends with its ENTRY computation, which is whole",
+            fix="save it again",
         )
+    # JAX compiles with partitions alone, other frontends with replicas: together they are the devices
     partitions = _header(head, "num_partitions") * _header(head, "replica_count")
     if not 1 <= partitions <= MOST:
         raise refuse(
@@ -235,19 +242,23 @@ def _check_whole(module: Module) -> None:
     for name, ops in module.computations.items():
         if sum(op.root for op in ops) != 1:
             raise refuse(
-                f"{name} with {sum(op.root for op in ops)} ROOTs", rule="a module is whole", fix="save it again"
+                f"{name} with {sum(op.root for op in ops)} ROOTs",
+                rule="every computation has one ROOT",
+                fix="save it again",
             )
     for computation, op in module.ops():
         for name in (*op.called, *op.condition):
             if name not in module.computations:
                 raise refuse(
-                    f"{op.name} calls {name}, which is not in the text", rule="a module is whole", fix="save it again"
+                    f"{op.name} calls {name}, which is not in the text",
+                    rule="every computation that is called is in the text",
+                    fix="save it again",
                 )
-        for name in op.operands:
+        for name in op.operands:  # a constant's text may look like names
             if name not in module.named[computation] and op.opcode != "constant":
                 raise refuse(
                     f"{op.name} reads {name}, which {computation} does not have",
-                    rule="a module is whole",
+                    rule="every operand is an instruction of the same computation",
                     fix="save it again",
                 )
 
@@ -262,6 +273,7 @@ def _instruction(line: str, number: int) -> Op:
     try:
         if not left:
             raise ValueError
+        # by brackets, not by one regular expression: results and operands nest tuples and layouts to any depth
         result_end = _balanced(line, left.end()) if line[left.end()] == "(" else line.index(" ", left.end())
         opcode_end = line.index("(", result_end)
         inside_end = _balanced(line, opcode_end)
@@ -293,6 +305,7 @@ def _operands(inside: str) -> list[str]:
     found = _OPERAND.findall(inside)
     if found or not inside:
         return found
+    # some versions print operands without `%`, after their types; commas inside of brackets separate dims, not operands
     return [part.split()[-1] for part in re.split(r",(?![^\[{(]*[\]})])", inside) if part.strip()]
 
 

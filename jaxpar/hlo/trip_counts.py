@@ -1,7 +1,7 @@
-"""Counts how often each instruction of a program runs in one step: loops multiplied, branches taken together.
+"""Counts how often each instruction of a program runs in one step: loops multiply, all branches count as taken.
 
-A pipeline's table that mixes forwards and backwards is a loop with a choice in it. There it is known how often each
-branch is taken: a stage does each of its ops once for every microbatch and chunk.
+A pipeline whose table mixes forwards and backwards is a loop with a conditional in it. There it is known how often each
+branch is taken: a stage runs each of its ops once for every microbatch and chunk.
 """
 
 import re
@@ -12,6 +12,7 @@ from jaxpar.hlo.text import Module, Op
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
 
+# these call a scalar computation for every element: its instructions are part of the one kernel, and are not visited
 _REDUCERS = ("reduce", "all-reduce", "all-reduce-start", "reduce-scatter", "reduce-window", "scatter", "sort",
              "select-and-scatter", "map", "reduce-scatter-start")  # fmt: skip
 _AGAIN = re.compile(r"\.remat\d*(_uncompressed|_compressed)?$")  # names of copies by XLA's HloRematerialization
@@ -23,12 +24,12 @@ class Visit:
 
     Attributes:
       op: The instruction.
-      computation: Where it stands.
-      loop: Turns of the loops around it, outermost first; None where a trip count is not known.
-      branch: Whether it stands in a branch, of which a step takes one: it is counted as if taken.
+      computation: Name of its computation.
+      loop: Trip counts of the loops around it, outermost first; None where one is not known.
+      branch: Whether it stands in a branch of a conditional: it is counted as if the branch were taken.
       fused: Whether it stands inside a fusion, of which only the result is an array in memory.
-      asynchronous: Whether it was started, and is waited for later.
-      squeezed: Whether XLA computes it a second time of its own accord, because it lacks memory.
+      asynchronous: Whether it is started here, and waited for later.
+      squeezed: Whether XLA itself decided to compute it a second time, to save memory (HloRematerialization).
     """
 
     op: Op
@@ -51,7 +52,7 @@ class Visit:
 
 
 def trip_count(op: Op) -> int | None:
-    """Returns how often a `while` turns, as XLA found out; None where it depends on the data."""
+    """Returns the trip count of a `while` as XLA states it; None where it depends on the data."""
     known = op.config.get("known_trip_count")
     turns = str(known.get("n")) if isinstance(known, dict) else ""
     return int(turns) if turns.isdecimal() else None
@@ -74,6 +75,7 @@ def _walk(
     seen: set[str] = set()
     for op in module.computations[computation]:
         started = asynchronous or (op.opcode.endswith("-start") and not is_sync(op))
+        # `fusion.3.remat` after `fusion.3`: XLA keeps the name of the original and adds `.remat`
         first = _AGAIN.sub("", op.name)
         again = squeezed or first in seen
         seen.add(first)
@@ -81,9 +83,11 @@ def _walk(
         if op.opcode in _REDUCERS or op.opcode.endswith(("-done", "-update")):
             continue
         inner = (*loop, trip_count(op)) if op.opcode == "while" else loop
-        for name in op.condition:  # asked once more than the loop turns
+        for name in op.condition:  # evaluated once more often than the body
             asked = None if inner[-1] is None else inner[-1] + 1
             yield from _walk(module, schedule, name, (*loop, asked), branch, fused, started, again)
+        # the executor's own conditional inside the loop over ticks: every op is in one branch, and a stage takes each
+        # branch once per microbatch and chunk, not in every tick
         if schedule and op.label.endswith(f"{CHOICE}/cond") and inner[-1:] == (schedule.ticks,):
             inner = (*inner[:-1], schedule.microbatches * schedule.chunks)
         for name in op.called:
@@ -94,5 +98,5 @@ def _walk(
 
 
 def is_sync(op: Op) -> bool:
-    """Returns whether a collective that is written as started and awaited is run at once all the same."""
+    """Returns whether a collective is synchronous although it is written as a start and a done."""
     return bool(op.config.get("collective_backend_config", {}).get("is_sync"))

@@ -33,7 +33,7 @@ def assert_collectives(
     if not isinstance(budget, Mapping) or not all(isinstance(kinds, Mapping) for kinds in budget.values()):
         raise refuse(
             f"budget={budget!r:.60}",
-            rule="a budget says for each axis what may run over it",
+            rule="a budget maps each axis to {kind of collective: count or bytes}",
             fix='{"tensor": {"all-reduce": 18}}',
         )
     smallest = parse_bytes(at_least)
@@ -61,7 +61,8 @@ def _differs(axis: str, kind: str, allowed: int | str, entries: list[Collective]
         for entry in entries[:6]
     )
     if any(entry.times is None for entry in entries):
-        return [Problem(f"{kind} over {axis} an unknown number of times: {shown}", "only what can be counted",
+        return [Problem(f"{kind} over {axis} an unknown number of times: {shown}",
+                        "collectives can be counted where every loop has a known trip count",
                         "a loop with a fixed length")]  # fmt: skip
     if isinstance(allowed, str):
         found, most = sum(entry.step_payload for entry in entries), parse_bytes(allowed)

@@ -90,7 +90,7 @@ def compile_program(lowered: Any, *, platform: str) -> Compiled:
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             raise refuse(
                 f"XLA does not compile it for {platform}: {str(error).strip().splitlines()[0][:300]}",
-                rule="what is inspected is the compiled program",
+                rule="the step must compile for the target before it can be inspected",
                 fix="what XLA names; with cuDNN in it, pip install nvidia-cudnn-cu13",
             ) from error
         seconds = time.perf_counter() - begin

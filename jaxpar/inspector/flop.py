@@ -95,7 +95,7 @@ def op_flop(module: Module, computation: str, op: Op) -> int:
     except (IndexError, KeyError, ValueError, ZeroDivisionError) as error:
         raise refuse(
             f"{op.name} = {op.opcode}({', '.join(op.operands)}){op.attributes[:80]}",
-            rule="a product names dims that its operands have",
+            rule="a dot contracts dims that its operands have",
             fix="the text as XLA printed it, whole",
         ) from error
 

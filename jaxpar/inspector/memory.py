@@ -1,10 +1,10 @@
-"""Memory by cause: what is given is arithmetic, what is temporary is read from XLA's buffer assignment.
+"""Memory by cause: arguments by arithmetic, temporary memory as read from XLA's buffer assignment.
 
-    total = arguments + outputs that take over no argument + temporary memory
+    total = arguments + outputs that do not reuse a donated argument + temporary memory
 
-XLA lays all temporary buffers into one block. At the moment when most of it is in use, every
-byte of the block is given to the buffer that covers it; what no buffer covers then is the
-price of packing. So the causes add up to the total, to the byte.
+XLA lays all temporary buffers into one block. At the moment when most of it is in use, every byte of the block is
+attributed to the buffer that covers it; bytes that no buffer covers at that moment are the price of packing. So the
+causes add up to the total, to the byte.
 """
 
 import math
@@ -22,6 +22,7 @@ from jaxpar.sharding.names import GRADIENT, TABLE
 
 CAUSES = ("parameters", "optimizer state", "other state", "batch", "arguments", "gradients", "gathered weights",
           "activations", "logits", "everything else")  # fmt: skip
+# lines of XLA's dumps: the allocations with their values, and the lifetime of each value in steps of the schedule
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*):$")
 _VALUE = re.compile(r"^ value: <\d+ ([^\s{]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
 _SPAN = re.compile(r"^    ([^\s{]+)\{([\d,]*)\}:(\d+)-(\d+)$")
@@ -31,13 +32,13 @@ _FILLED = re.compile(r"/broadcast\.\d+$")
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Bytes of one device that one cause takes.
+    """Bytes of one cause on one device.
 
     Attributes:
       cause: One of `CAUSES`.
       bytes: Per device.
       how: `exact`, arithmetic on shapes and specs; or `compiled`, as XLA assigned them.
-      largest: The largest arrays of it, (what, bytes), largest first.
+      largest: Its largest arrays, (name, bytes), largest first.
     """
 
     cause: str
@@ -66,7 +67,7 @@ class Buffer:
 
 
 def temporaries(compiled: Compiled) -> list[Buffer]:
-    """Returns the values that are alive when temporary memory is fullest.
+    """Returns the values that are live when most of the temporary memory is in use.
 
     Raises:
       JaxparError: If XLA's files do not have the form they had when this was written.
@@ -75,6 +76,7 @@ def temporaries(compiled: Compiled) -> list[Buffer]:
     size, inside = 0, False
     for line in compiled.assignment.splitlines():
         if match := _ALLOCATION.match(line):
+            # where there are several temporary allocations the largest counts
             inside = _TEMPORARY in match[3] and int(match[2]) > size
             if inside:
                 block, size = {}, int(match[2])
@@ -92,18 +94,19 @@ def temporaries(compiled: Compiled) -> list[Buffer]:
 
 
 def _fullest(block: dict[tuple[str, tuple[int, ...]], Buffer], lifetimes: str) -> list[Buffer]:
-    """Returns the buffers that are alive at the moment when most of the block is in use.
+    """Returns the buffers that are live at the moment when most of the block is in use.
 
-    The moment that XLA itself calls the peak counts arguments and aliases too.
+    It is not the moment that XLA itself reports as the peak: that counts arguments and aliases too.
     """
     spans = []
     for line in lifetimes.splitlines():
         if (match := _SPAN.match(line)) and (buffer := block.get((match[1], _index(match[2])))):
             spans.append((int(match[3]), int(match[4]), buffer))
-    changes = sorted({start for start, _, _ in spans})
+    changes = sorted({start for start, _, _ in spans})  # usage grows only where a buffer begins
     best, most = [], -1
     for now in changes:
         alive = [buffer for start, end, buffer in spans if start <= now <= end]
+        # values that share a place (an operation in place) count once
         used = sum({(buffer.offset, buffer.size): buffer.size for buffer in alive}.values())
         if used > most:
             best, most = alive, used
@@ -111,7 +114,7 @@ def _fullest(block: dict[tuple[str, tuple[int, ...]], Buffer], lifetimes: str) -
 
 
 def cover(buffers: Iterable[Buffer]) -> list[tuple[Buffer, int]]:
-    """Returns how many bytes of the block each value covers, the largest first where several share their place."""
+    """Returns how many bytes of the block each value covers; where values overlap, the largest has the bytes."""
     taken: list[tuple[int, int]] = []
     found = []
     for buffer in sorted(buffers, key=lambda buffer: (-buffer.size, buffer.offset)):
@@ -138,14 +141,14 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def by_cause(compiled: Compiled, module: Module, causes: Causes) -> list[Share]:
     """Returns the bytes of every cause; they add up to `total(compiled)`.
 
-    What XLA says of the arguments beyond their shapes (padding) is its own entry of everything else.
+    Bytes of the arguments beyond their shapes (padding) are an entry of their own under everything else.
     """
     shares: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     given = 0
     for argument in causes.arguments:
         shares[argument.role][argument.path] += argument.bytes
         given += argument.bytes
-    exact = set(shares)
+    exact = set(shares)  # of now: causes that temporary memory adds below are as compiled
     rest = shares["everything else"]
     if compiled.arguments != given:
         rest["arguments beyond their shapes" if compiled.arguments > given else "arguments that nothing reads"] += (
@@ -179,13 +182,14 @@ def total(compiled: Compiled) -> int:
 
 
 class _Reader:
-    """Reads what a temporary buffer is from the instruction that fills it."""
+    """Finds the cause of a temporary buffer from the instruction that fills it."""
 
     def __init__(self, module: Module, causes: Causes):
         self.module, self.causes = module, causes
         self.trace = Trace(module)
         self.logits = self._shapes_of_loss()
-        # what an asynchronous fusion is called inside is not printed; then any labelled instruction of that shape
+        # instructions inside of an asynchronous fusion have names that the buffer assignment does not use: then any
+        # labelled instruction of that shape stands in
         self.like: dict[Array, tuple[Op, tuple[int, ...]]] = {}
         self.ticking: dict[Array, Op] = {}  # those inside the table of a pipeline
         for _, op in module.ops():
@@ -203,9 +207,10 @@ class _Reader:
             if (frame := users_frame(self.module.stack(op))) and self.causes.is_loss(frame)
             for array in op.arrays
         }
+        # the loss works on logits and on arrays of one number per token: those above half of the largest are logits
         largest = max(sizes.values(), default=0)
         found = {dims for dims, size in sizes.items() if len(dims) > 1 and size * 2 > largest}
-        return found | {(math.prod(dims[:-1]), dims[-1]) for dims in found}  # XLA multiplies rows of all examples
+        return found | {(math.prod(dims[:-1]), dims[-1]) for dims in found}  # in matmuls XLA merges batch and sequence
 
     def read(self, buffer: Buffer) -> tuple[str, str]:
         """Returns (cause, what it is)."""
@@ -215,12 +220,15 @@ class _Reader:
         array = buffer.array
         if array is None:
             return "everything else", "pointers of tuples"
+        # from the surest clue to the weakest: where the value comes from, then scopes of gradients, then shapes
         if path := self._parameter(buffer, label):
             return "gathered weights", path
         alike = self.causes.parameters_like(array.dims)
         words = f"{shorten(label)}, {frame.file.rsplit('/', 1)[-1]}:{frame.line}" if frame else shorten(label)
         forward = ("jvp(" in label and not is_backward(label)) or is_recomputed(label)
-        if GRADIENT in label or (alike and not forward and TABLE in label):  # of a table, or one that is chosen from
+        # inside a pipeline's table an array of a parameter's shape that is not of the forward is a sum of gradients,
+        # or a copy of one that a conditional chooses from
+        if GRADIENT in label or (alike and not forward and TABLE in label):
             return "gradients", either(alike) if alike else f"{array} {words}"
         if alike and not forward and array.dims not in self.logits:
             return (
@@ -253,14 +261,16 @@ class _Reader:
 
     def _maker(self, buffer: Buffer) -> Op | None:
         found = self.trace.maker(buffer.name, buffer.index)
-        if found and buffer.array and _FILLED.search(found.label):  # what XLA took out of a loop has no other name
+        # zeros that XLA hoisted out of a loop are labelled as a broadcast: the instruction of that shape in the table
+        # says what they are the start of
+        if found and buffer.array and _FILLED.search(found.label):
             return self.ticking.get(buffer.array, found)
         like = self.like.get(buffer.array) if buffer.array else None
         return found or (like[0] if like else None)
 
 
 def _entry(op: Op, number: int) -> tuple[int, ...]:
-    """Returns where the n-th array stands in what an instruction returns; a start returns (what it read, what came)."""
+    """Returns the index of the n-th array in an instruction's result; that of a start is (operands, results)."""
     if len(op.arrays) == 1:
         return ()
     return divmod(number, len(op.operands)) if op.opcode.endswith("-start") and len(op.operands) > 1 else (number,)

@@ -49,7 +49,9 @@ class Report(Facts):
                 Path(path).write_text(text, encoding="utf-8")
             except OSError as error:
                 raise refuse(
-                    f"{path}: {error.strerror}", rule="a file in a folder that exists", fix="report.html"
+                    f"{path}: {error.strerror}",
+                    rule="the path of a page is a file in a folder that exists",
+                    fix="report.html",
                 ) from error
         return text
 

@@ -108,7 +108,7 @@ def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str
     if not hasattr(function, "lower"):
         raise refuse(
             f"inspect({getattr(function, '__name__', function)!r:.60}, ...)",
-            rule="what is inspected is compiled: a jitted function, or a Step of jp.train_step",
+            rule="jp.inspect takes a jitted function, or a step of jp.train_step",
             fix="jax.jit(f), with arguments that have shardings",
         )
     if isinstance(roles, str) or not isinstance(roles, Sequence):
@@ -137,13 +137,13 @@ def of_function(function: Any, args: tuple, kwargs: dict, *, roles: Sequence[str
     if any(other.shape != mesh.shape or other.device_ids.tolist() != mesh.device_ids.tolist() for other in found):
         raise refuse(
             f"arguments on meshes {', '.join(sorted({str(dict(other.shape)) for other in [mesh, *found]}))}",
-            rule="a program runs on one mesh",
+            rule="all arguments are on one mesh",
             fix="shard every argument over the same mesh",
         )
     title = getattr(function, "__name__", "program")
     whole = NamedSharding(mesh, PartitionSpec())
     with users_code(
-        title, rule="a function is inspected on the arguments it is called with", fix="the call it is made for"
+        title, rule="the arguments are those that the function is called with", fix="the call it is made for"
     ):
         lowered = function.lower(*args, **kwargs)
     arguments = []

@@ -1,13 +1,13 @@
-"""A step replayed: one stream of computation, one of communication for each set of mesh axes.
+"""Replays a compiled step on two kinds of streams: one of computation, one of communication per set of mesh axes.
 
-XLA fixed the order in which instructions start, so replaying it with a price for each gives a
-time. Everything here is modelled, nothing is measured:
+XLA fixed the order in which instructions start, so replaying it with a price for each gives a time. Everything here is
+modelled, nothing is measured:
 
-* matrix products run at `PRODUCTS` of the chip's peak, or as fast as memory allows;
-* other kernels take as long as XLA's cost model says, at most what memory needs, and each at least `KERNEL`;
-* a collective takes `LAUNCH` + hops x latency + wire bytes / (`LINE` x bandwidth). Within a node
-  that is NVLink's; a group that spans nodes has the network ports of all its members in a node.
-  It ends with its slowest group: of a permute, one pair that crosses nodes is enough.
+* matmuls run at `MATMULS` of the chip's peak, or as fast as memory allows;
+* other kernels take as long as XLA's cost model states, at most the time of their memory traffic, at least `KERNEL`;
+* a collective takes `LAUNCH` + hops x latency + wire bytes / (`LINE` x bandwidth). Within a node the bandwidth is
+  NVLink's; a group that spans nodes has the network ports of all its members in a node. A collective ends with its
+  slowest group: one pair of a permute that crosses nodes is enough.
 """
 
 import math
@@ -24,7 +24,7 @@ from jaxpar.inspector.ledger import attribute_text
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.collective import KINDS, wire_bytes
 
-PRODUCTS = 0.74  # share of peak: two published 70B runs on 64 and 128 H100s are met to -7 and -10 % with it
+MATMULS = 0.74  # share of peak: two published 70B runs on 64 and 128 H100s are met to -7 and -10 % with it
 LINE = 0.8  # share of line rate: published nccl-tests on 4 x 8 H100 reach 324 GB/s of 400 in all-gathers
 KERNEL = 2e-6  # seconds: assumed for the start of a small kernel
 LAUNCH = 8e-6  # seconds: assumed for the start of a collective
@@ -35,13 +35,13 @@ _MOST_EVENTS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that takes time.
+    """A kernel or a collective on the timeline.
 
     Attributes:
-      stream: `compute`, or the axes of a collective.
+      stream: `compute`, or the mesh axes of a collective.
       start: Seconds from the beginning of the step.
-      end: Seconds.
-      name: What it is.
+      end: Seconds from the beginning of the step.
+      name: The operation.
     """
 
     stream: str
@@ -55,12 +55,12 @@ class Timeline:
     """A modelled step.
 
     Attributes:
-      seconds: How long it takes.
+      seconds: Duration of the step.
       compute: Seconds of kernels.
-      communication: Stream to seconds of collectives, hidden behind computation or not.
-      exposed: Stream to the seconds that computation waits for it.
-      events: The first of them, for a picture.
-      unknown: Whether a loop with an unknown trip count is in it, which counts once.
+      communication: Stream to seconds of its collectives, overlapped with computation or not.
+      exposed: Stream to the seconds in which computation waits for it.
+      events: The first events, for a picture.
+      unknown: Whether the step has a loop with an unknown trip count, which counts as one turn.
     """
 
     seconds: float
@@ -107,6 +107,7 @@ class _Player:
             if op.opcode in _FREE:
                 continue
             collective = self._collective(computation, op)
+            # an `async-start` may wrap a collective or plain computation: only the latter runs on the compute stream
             if op.opcode == "while":
                 self._loop(op)
             elif op.opcode in ("call", "async-start") and op.called and not collective:
@@ -115,6 +116,7 @@ class _Player:
                 self._longest(op)
             elif collective:
                 stream, seconds, name = collective
+                # collectives of one stream share its links: the next begins when the one before has ended
                 start = max(self.now, self.free[stream])
                 end = start + seconds
                 self.free[stream] = end
@@ -144,11 +146,12 @@ class _Player:
             self.events.append(Event(stream, start, end, name))
 
     def _loop(self, op: Op) -> None:
-        """Plays three turns; the others take as long as the third."""
+        """Replays three turns; the others take as long as the third."""
         turns = trip_count(op)
         if turns is None:
             self.unknown, turns = True, 1
         before = (0.0, 0.0, {}, {})
+        # the first turn starts with idle streams and the second may wait for it: the third is taken as steady
         for _ in range(min(turns, 3)):
             before = (self.now, self.compute, dict(self.busy), dict(self.exposed))
             self.run(op.called[0])
@@ -156,7 +159,7 @@ class _Player:
             now, compute, busy, exposed = before
             step = self.now - now
             self._note("compute", self.now, self.now + more * step, f"{more} more turns of the loop")
-            for stream in self.busy:
+            for stream in self.busy:  # a collective in flight at the end of the third turn is in flight at the last
                 self.busy[stream] += more * (self.busy[stream] - busy.get(stream, 0.0))
                 self.free[stream] += more * step
             for stream in self.exposed:
@@ -165,7 +168,7 @@ class _Player:
             self.now += more * step
 
     def _longest(self, op: Op) -> None:
-        """Plays the branch that takes longest."""
+        """Replays every branch from the same state, and goes on with the one that ends last."""
         best: _Player | None = None
         for name in op.called:
             other = _Player(self.module, self.sizes, self.chip, self.per_node)
@@ -186,14 +189,15 @@ class _Player:
 
     def _price(self, computation: str, op: Op) -> float:
         inner = [(name, each) for name in op.called for each in self.module.computations[name]]
-        products = [(name, each) for name, each in [(computation, op), *inner] if op_flop(self.module, name, each)]
+        # a fusion's FLOP are those of the matmuls inside of it
+        matmuls = [(name, each) for name, each in [(computation, op), *inner] if op_flop(self.module, name, each)]
         bytes_ = moved(self.module, computation, op)
-        if products:
+        if matmuls:
             seconds = 0.0
-            for name, each in products:
+            for name, each in matmuls:
                 dtype = operand_dtype(self.module, name, each)
                 peak = self.chip.f32_flops if dtype in ("f32", "f64") else self.chip.bf16_flops
-                seconds += op_flop(self.module, name, each) / (PRODUCTS * peak)
+                seconds += op_flop(self.module, name, each) / (MATMULS * peak)
             return max(seconds, bytes_ / self.chip.bandwidth, KERNEL)
         stated = max([entry.get("exec_time_us") or 0.0 for entry in op.config.get("reification_cost", [])], default=0.0)
         # XLA knows which part of an operand a kernel reads; where it knows nothing it may state hours
@@ -207,7 +211,7 @@ class _Player:
             return self._collective_price(computation, op, kind)
         if op.opcode in ("fusion", "fusion-start", "async-start"):
             for name in op.called:
-                for each in self.module.computations[name]:
+                for each in self.module.computations[name]:  # an asynchronous or fused wrapper holds one collective
                     if each.opcode in KINDS:
                         return self._collective_price(name, each, each.opcode)
         return None
@@ -223,16 +227,17 @@ class _Player:
             axes, group = axes_of(members, self.sizes), members.shape[1]
         if group == 1 or not len(members) or not axes:  # without axes, devices permute with themselves
             return None
-        payload *= group if kind == "all-gather" else 1
+        payload *= group if kind == "all-gather" else 1  # payload of a gather is its result
         nodes = most_nodes(members, self.per_node)
         rate, hop = self.chip.nvlink, HOP["node"]
         if nodes > 1:
             if self.chip.network is None:
                 raise refuse(
                     f"a time of {self.chip.name} over several machines",
-                    rule="what joins them is in jaxpar's table of chips",
+                    rule="a time over several machines needs a chip whose network is known",
                     fix="one machine",
                 )
+            # all members in a node send through their own ports, and no faster than NVLink brings them their data
             rate, hop = min(self.chip.nvlink, group / nodes * self.chip.network), HOP["network"]
         seconds = LAUNCH + hop * math.ceil(math.log2(group)) + wire_bytes(kind, payload, group) / (LINE * rate)
         return ",".join(axes), seconds, kind
