@@ -120,7 +120,7 @@ def test_published_profiles_survive_being_written(name, tmp_path):
 
 @pytest.mark.parametrize("words", ["a -- b", "a\nb", " a"])
 def test_words_that_would_end_their_column_are_refused(words):
-    with pytest.raises(JaxparError, match="stands on one line"):
+    with pytest.raises(JaxparError, match="name is one line"):
         dumps(Profile((Node("node0", words, 1.0, 1.0, 1.0, 1.0),), ()))
 
 

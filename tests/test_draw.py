@@ -213,7 +213,7 @@ def test_colours_are_told_apart_without_hue_and_numbers_are_read_on_all_of_them(
 
 def test_a_drawing_of_no_time_is_refused():
     for times in (Times(0.0, 0.0, 0.0, 0.0), Times(0.0, 0.0, 0.0, 1.0)):
-        with pytest.raises(JaxparError, match="some op takes time"):
+        with pytest.raises(JaxparError, match="one op takes time"):
             svg(schedule("1f1b", stages=2, microbatches=2), times)
 
 

@@ -195,7 +195,7 @@ CONFIGS = [
     ("llama", "rope_parameters", {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4}, "rope_scaling", "yarn"),
     ("llama", "rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling", "linear"),
     ("llama", "rope_scaling", {"rope_type": "llama3", "factor": 8.0}, "rope_scaling", "low_freq_factor"),
-    ("llama", "rope_scaling", STRETCHED | {"factor": "8"}, "rope_scaling", "positive numbers"),
+    ("llama", "rope_scaling", STRETCHED | {"factor": "8"}, "rope_scaling", "are positive"),
     ("llama", "rope_scaling", STRETCHED | {"low_freq_factor": 5.0}, "rope_stretch", "the smaller first"),
     ("llama", "rope_theta", 5e5, "rope_theta = 500000.0", "rope_parameters"),
     ("llama", "attention_bias", True, "mlp_bias", "every matrix"),

@@ -81,7 +81,7 @@ def test_a_plan_within_a_devices_memory(capsys, tmp_path):
         ([VGG, "4@12GB/s", "4@0Gb/s"], "level 2 has bandwidth 0.0"),
         ([VGG, "4@12GB/s", "parallel.pipe=4"], "level 'parallel.pipe=4'"),
         ([VGG, "4000@1GB/s"], "4000 parts of level 1"),
-        ([VGG, "16@10Mb/s"], "more devices than the model can use"),
+        ([VGG, "16@10Mb/s"], "no more parts than make a minibatch faster"),
         ([VGG, "4@1GB/s", "--memory", "1GiB"], "no plan fits"),
         ([VGG, "4@1GB/s", "--memory", "much"], "'much' is no size"),
         ([VGG, "4@1GB/s", "--coefficient", "rign"], "did you mean 'ring'?"),

@@ -45,7 +45,9 @@ class Destination:
             named = find_chip(own.name)
             if chip and named and named is not chip:
                 raise refuse(
-                    f"{path} of an {own.name}, on {kind}", rule="a file is one chip's", fix="--write mine.toml"
+                    f"{path} of an {own.name}, on {kind}",
+                    rule="a file describes one chip, the one that is measured",
+                    fix="--write mine.toml",
                 )
             return cls(path, own, kind)
         if path.suffix != ".toml" or not path.absolute().parent.is_dir():
@@ -63,7 +65,7 @@ class Destination:
         if self.chip is None:
             raise refuse(
                 f"{self.kind}, which is not in jaxpar's table of chips",
-                rule="a chip's sheet says its peak and its memory",
+                rule="a chip that is not in jaxpar's table needs a file with its peak FLOP/s and its memory",
                 fix="--write mine.toml, with the table [chip] of jaxpar/mesh/chip_file.py in it",
             )
         return self.chip

@@ -54,7 +54,7 @@ def measured_devices(what: str) -> list[Any]:
     if is_simulated(devices):
         raise refuse(
             f"bench {what} on {describe(devices)}",
-            rule="speed is measured on the hardware that it is said of; the processor's devices have none to measure",
+            rule="speed is measured on GPUs; devices simulated on a CPU have no speed of their own",
             fix="run it where the GPUs are, with the extra cuda: jaxpar doctor says which devices are seen",
         )
     return devices

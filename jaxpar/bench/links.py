@@ -56,9 +56,17 @@ def tiers(devices: Sequence[Any], per_node: int) -> list[Tier]:
       JaxparError: If machines do not divide the devices, or there is one device alone.
     """
     if per_node < 1 or len(devices) % per_node:
-        raise refuse(f"--per-node {per_node} of {len(devices)} devices", rule="machines are alike", fix="--per-node 8")
+        raise refuse(
+            f"--per-node {per_node} of {len(devices)} devices",
+            rule="all machines have the same number of devices",
+            fix="--per-node 8",
+        )
     if len(devices) < 2:
-        raise refuse(f"links of {describe(devices)}", rule="a link has two ends", fix="two devices or more")
+        raise refuse(
+            f"links of {describe(devices)}",
+            rule="measuring a link needs at least two devices",
+            fix="two devices or more",
+        )
     grid = np.array(devices, dtype=object).reshape(-1, per_node)
     return [
         Tier(name, whole.reshape(-1, group))

@@ -111,7 +111,7 @@ def _process(module: str, sizes: tuple[int, int, int]) -> float:
     if said != "first step\n" or child.returncode:
         raise refuse(
             f"{module} ended with status {child.returncode} before its first step",
-            rule="both sides run",
+            rule="the twin and jaxpar's step both run to their end",
             fix="run it alone",
         )
     return seconds

@@ -54,7 +54,7 @@ class Pieces:
         if len(counts) != 1:
             raise refuse(
                 f"{blueprint.name} has {len(counts)} stacks of layers",
-                rule="layers are measured where a model has one stack of equal ones, between an embedding and a head",
+                rule="a model whose layers are measured has one stack of equal layers, between an embedding and a head",
                 fix="parameters stacked along a dim 0 named layers, as Decoder and ViT have them",
             )
         compute = Compute(train=True, dtype=PRECISIONS[numerics.precision], remat=numerics.remat)
@@ -91,7 +91,7 @@ class Pieces:
         if found is None:
             raise refuse(
                 f"{self.blueprint.name} never says where its layers are",
-                rule="layers are measured where a model calls jp.pipelined(layers, x)",
+                rule="a model whose layers are measured calls jp.pipelined(layers, x) once",
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
             )
         return found

@@ -145,5 +145,5 @@ def _rounds(args: argparse.Namespace) -> int:
     from jaxpar.errors import refuse
 
     if args.rounds < 1:
-        raise refuse(f"--rounds {args.rounds}", rule="at least one", fix="--rounds 20")
+        raise refuse(f"--rounds {args.rounds}", rule="a count is at least 1", fix="--rounds 20")
     return args.rounds

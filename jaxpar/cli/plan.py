@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if args.verify and args.attention == "fused":
         raise refuse(
             f"--attention fused with --verify {args.verify}",
-            rule="what is compared is planned as it is compiled: without a GPU XLA has no cuDNN kernel to put in",
+            rule="--compare takes attention 'xla': without a GPU, XLA cannot compile cuDNN's kernels",
             fix="without --attention, or without --verify",
         )
     check_file("--write", args.write, "planned.toml", anew=True)

@@ -106,7 +106,7 @@ def _times(text: str) -> "Times":
         raise refuse(f"--times {text}", rule=rule, fix=fix) from None
     times = Times(forward=forward, backward=backward, weights=weights, send=send)
     if not 0 < forward + backward + weights < 1e12:
-        raise refuse(f"--times {text}", rule="ops take some time, and less than 1e12", fix=fix)
+        raise refuse(f"--times {text}", rule="at least one op takes some time, and all take less than 1e12", fix=fix)
     return times
 
 

@@ -57,7 +57,7 @@ def diff(first: Path, second: Path, overrides: Sequence[str] = ()) -> tuple[list
     if second.is_file():
         return differences(saved.arrays, wanted(second, overrides)), {}
     if overrides:
-        raise refuse(f"{second} is no job file", rule="overrides are of a job", fix="leave them out")
+        raise refuse(f"{second} is no job file", rule="overrides apply to a job file", fix="leave them out")
     other, listed = _listed(second)
     found = differences(saved.arrays, listed.arrays)
     return found, {} if found else _values(path, other, saved.arrays)
@@ -84,7 +84,11 @@ def adopt(where: Path, step: int | None = None) -> Path:
     """
     path = listing.find(where, step)
     if (path / manifest.NAME).exists():
-        raise refuse(f"{path} has a MANIFEST", rule="a list is made once", fix=f"jaxpar checkpoint verify {path}")
+        raise refuse(
+            f"{path} has a MANIFEST",
+            rule="a MANIFEST is made anew only for a checkpoint that never had one",
+            fix=f"jaxpar checkpoint verify {path}",
+        )
     listed, scores = orbax.unlisted(path)
     made = path.stat().st_mtime
     manifest.write(path, step=int(path.name), written=made, scores=scores, arrays=listed)
@@ -102,7 +106,11 @@ def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, fl
     """Returns path to largest absolute difference, of arrays that are not equal; one array at a time."""
     for path in (first, second):
         if wrong := manifest.check(path):
-            raise refuse(f"{path}: {wrong[0]}", rule="every byte is as written", fix=f"jaxpar checkpoint verify {path}")
+            raise refuse(
+                f"{path}: {wrong[0]}",
+                rule="every file has the hash that the MANIFEST lists",
+                fix=f"jaxpar checkpoint verify {path}",
+            )
     found = {}
     alone = jax.sharding.SingleDeviceSharding(visible()[0])
     for name, array in listed.items():

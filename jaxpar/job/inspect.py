@@ -32,7 +32,7 @@ def inspect(job: Job, target: str = "") -> Report:
     if not target:
         raise refuse(
             "a job that names no target",
-            rule="what is compiled is compiled for a chip",
+            rule="a job that is inspected names its target, or simulates its devices",
             fix=f"--target h100, or mesh.target = 'h100:{max(1, device_count(job) // 8)}x8' in the job",
         )
     found = observe(job, target)

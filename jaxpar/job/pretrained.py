@@ -42,7 +42,12 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     if listing.is_older(path):
         raise listing.refuse_older(path)
     if wrong := manifest.check(path):
-        raise JaxparError(*(Problem(f"{path}: {each}", "every byte is as written", "another step") for each in wrong))
+        raise JaxparError(
+            *(
+                Problem(f"{path}: {each}", "every file has the hash that the MANIFEST lists", "another step")
+                for each in wrong
+            )
+        )
     settings = decoder_of(load(path.parent.parent / "job.toml"))
     listed = manifest.read(path).arrays
     alone = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])

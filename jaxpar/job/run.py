@@ -221,26 +221,26 @@ def _check_folder(job: Job, folder: Path, store: Store) -> list[int]:
         if file := next((path for path in (folder, store.folder) if path.exists() and not path.is_dir()), None):
             raise refuse(
                 f"run.dir = {job.run.dir!r}: {file} is a file",
-                rule="a run lives in a folder of its own",
+                rule="each run has its own folder",
                 fix="run.dir = 'runs/mine'",
             )
         steps = store.steps()
     except OSError as error:
         raise refuse(
             f"run.dir = {job.run.dir!r:.200}: {error.strerror}",
-            rule="a run lives in a folder of its own",
+            rule="each run has its own folder",
             fix="run.dir = 'runs/mine'",
         ) from error
     if job.run.resume == "must" and not steps:
         raise refuse(
             f"run.resume = 'must', {folder} has no checkpoint",
-            rule="there is something to go on from",
+            rule="run.resume = 'must' needs a checkpoint in the run folder",
             fix="run.resume = 'auto'",
         )
     if job.run.resume == "never" and steps:
         raise refuse(
             f"run.resume = 'never', {folder} has checkpoints up to step {steps[-1]}",
-            rule="a run does not write over another",
+            rule="run.resume = 'never' needs a run folder without checkpoints",
             fix="another run.dir, or run.resume = 'auto'",
         )
     return steps
@@ -264,7 +264,9 @@ def _check_same_run(folder: Path, built: Built, steps: list[int]) -> None:
     file = folder / "run.json"
     if not steps or not file.exists():
         return
-    with reading(file, rule="it says on which data the run was trained", fix=f"rm {file}, if the data is the same"):
+    with reading(
+        file, rule="run.json records the data that the run was trained on", fix=f"rm {file}, if the data is the same"
+    ):
         before = json.loads(file.read_text())["data"]
     if before != built.source.fingerprint:
         raise refuse(

@@ -66,7 +66,7 @@ class Launch:
         if self.nodes > 1 and not self.coordinator:
             raise refuse(
                 f"{self.nodes} nodes without a coordinator",
-                rule="all nodes know where process 0 is",
+                rule="with several nodes, each is given the address of process 0",
                 fix="--coordinator HOST:PORT of node 0, on every node",
             )
 

@@ -70,7 +70,7 @@ def simulate(count: int, *, processes: int = 1) -> None:
     if count % processes:
         raise refuse(
             f"{count} simulated devices on {processes} processes",
-            rule="every process has as many devices",
+            rule="all processes have the same number of devices",
             fix=f"mesh.simulate = {-(-count // processes) * processes}, or another number of processes",
         )
     try:

@@ -55,7 +55,11 @@ def taken(environment: Mapping[str, str]) -> Pool:
     """
     said = {name: environment[name] for name in (NAME, OLD) if environment.get(name)}
     if len(said) == 2:
-        raise refuse(f"{NAME} and {OLD}", rule="JAX takes one of them, the latter is deprecated", fix=f"unset {OLD}")
+        raise refuse(
+            f"{NAME} and {OLD}",
+            rule="only one of the two variables is set; JAX has deprecated the second",
+            fix=f"unset {OLD}",
+        )
     for name, text in said.items():
         part = _part(text)
         if part is None:

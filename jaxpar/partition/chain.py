@@ -38,7 +38,7 @@ class Chain:
 
     def __post_init__(self):
         if not self.names:
-            raise refuse("a profile without layers", rule="a plan is for one layer at least", fix="another profile")
+            raise refuse("a profile without layers", rule="a model has at least one layer", fix="another profile")
         for key in ("seconds", "parameters", "activations", "crossing"):
             numbers = getattr(self, key)
             wrong = [f"{key} = {number!r}" for number in numbers if not (number >= 0 and isfinite(number))]
@@ -48,7 +48,9 @@ class Chain:
                 rule = "each layer has its seconds, parameters, activations and crossing bytes, 0 or more"
                 raise refuse(wrong[0], rule=rule, fix="measure that layer again")
         if not sum(self.seconds):
-            raise refuse("a profile whose layers take 0 s", rule="something takes time", fix="measure the layers again")
+            raise refuse(
+                "a profile whose layers take 0 s", rule="at least one layer takes time", fix="measure the layers again"
+            )
 
     def batch(self, factor: float) -> "Chain":
         """Returns the chain for so many times the minibatch, if time and activations grow with it (modelled).

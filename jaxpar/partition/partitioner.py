@@ -50,7 +50,7 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
         raise refuse(
             f"{len(least)} parts of the outermost level: {show_seconds(least[-1])} a minibatch, "
             f"{many} of them: {show_seconds(least[many - 1])}",
-            rule="more devices than the model can use make it slower, over these links",
+            rule="the outermost level has no more parts than make a minibatch faster",
             fix=f"({many}, ...) as the outermost level",
         )
     ruled_out = f"{name(free.parts)} does not fit: its {_fullest(free.stages, objective.memory)[1]}"
@@ -121,6 +121,6 @@ def _too_little_memory(chain: Chain, tree: Sequence[Level], objective: Objective
     smaller = f"; or {min(fits) * 0.99:.3g} of the minibatch" if min(fits, default=0) > 0 else ", or more devices"
     return refuse(
         f"no plan fits; of the one that needs least, {name(parts)}, {text}",
-        rule="a device holds weights and activations of every minibatch in flight",
+        rule="weights and activations of every minibatch in flight fit into the memory of a device",
         fix=f"memory = {ceil(stage.memory)}, {show_bytes(stage.memory)} per device{smaller}",
     )

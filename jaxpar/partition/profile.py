@@ -96,7 +96,7 @@ def dumps(profile: Profile) -> str:
     """
     for node in profile.nodes:
         if " -- " in node.layer or not node.layer.isprintable() or node.layer != node.layer.strip():
-            raise refuse(f"layer {node.layer!r}", rule="what a layer is stands on one line, without --", fix="Block 0")
+            raise refuse(f"layer {node.layer!r}", rule="a layer's name is one line without ` -- `", fix="Block 0")
     lines = [
         f"{node.name} -- {node.layer} -- forward_compute_time={node.forward:.6f}, "
         f"backward_compute_time={node.backward:.6f}, activation_size={node.activations:.1f}, "
@@ -122,7 +122,7 @@ def _in_order(names: list[str], edges: Sequence[tuple[str, str]], path: str | Pa
         if ready is None:
             raise refuse(
                 f"{path}: {', '.join(needs)}"[:200],
-                rule="layers do not need each other in a circle",
+                rule="the graph of layers has no cycle",
                 fix="one edge of the circle less",
             )
         ordered.append(ready)
@@ -148,7 +148,9 @@ def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     """
     count, sums = len(costs), [0.0, *accumulate(costs)]
     if not 1 <= parts <= count:
-        raise refuse(f"{count} layers in {parts} parts", rule="a part is a layer at least", fix=f"1..{count} parts")
+        raise refuse(
+            f"{count} layers in {parts} parts", rule="each part has at least one layer", fix=f"1..{count} parts"
+        )
     best = {n: (sums[n], (0, n)) for n in range(1, count + 1)}
     for k in range(2, parts + 1):
         best = {

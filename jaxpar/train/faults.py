@@ -50,7 +50,7 @@ class Faults:
         if 0 < self.spike <= 1:
             raise refuse(
                 f"faults.spike = {self.spike}",
-                rule="a spike is above the usual loss, so more than 1 of it; 0 looks for none",
+                rule="faults.spike is a multiple of the usual loss above 1, or 0 to look for no spikes",
                 fix="spike = 3.0",
             )
 
@@ -79,7 +79,7 @@ def check_before_save(step: int, params: Any) -> None:
     if not _are_finite(params):
         got = f"the parameters of step {step} are not finite, though its loss and gradients are"
         fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
-        raise BadStep(step, Problem(got, "what is saved is finite", fix))
+        raise BadStep(step, Problem(got, "a checkpoint is saved only while all parameters are finite", fix))
 
 
 class Watch:

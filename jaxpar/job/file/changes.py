@@ -48,7 +48,11 @@ def changes(folder: Path, job: Job) -> list[Change]:
     file = folder / "job.toml"
     if not file.exists():
         return []
-    with reading(file, rule="it is the job that the run was trained with", fix=f"rm {file}, if the job is the same"):
+    with reading(
+        file,
+        rule="job.toml in the run folder is the job that the run was trained with",
+        fix=f"rm {file}, if the job is the same",
+    ):
         was = _keys(loads(file.read_text(encoding="utf-8")))
     now = _keys(job)
     return [
@@ -71,7 +75,7 @@ def check(found: list[Change], job: Job, at: int) -> None:
     """
     keys = _keys(job)
     problems = [
-        Problem(f"run.changed = {name!r}", "it names keys of the job", nearest(name, keys))
+        Problem(f"run.changed = {name!r}", "run.changed names keys of the job", nearest(name, keys))
         for name in job.run.changed
         if name not in {*keys, *(change.key for change in found)}
     ]

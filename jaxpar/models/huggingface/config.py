@@ -206,7 +206,9 @@ def _stretch(scaling: Any) -> tuple[float, ...]:
             fix="another model",
         )
     if not all(type(value) in (int, float) and 0 < value < 1e9 for value in told.values()):
-        raise refuse(f"rope_scaling = {scaling!r:.100}", rule="it has positive numbers", fix="fetch it again")
+        raise refuse(
+            f"rope_scaling = {scaling!r:.100}", rule="the numbers of rope_scaling are positive", fix="fetch it again"
+        )
     return tuple(float(told[key]) for key in STRETCH)
 
 
@@ -230,7 +232,7 @@ def _unknown(config: Mapping[str, Any], family: Family) -> list[Problem]:
             problems.append(Problem(f"{key} = {value!r:.100}", f"the decoder can do {key} = {able}", "another model"))
         elif key not in SILENT | read | only.keys():
             problems.append(
-                Problem(f"{key} = {value!r:.100}", "nothing that a config.json says is left out of the model",
+                Problem(f"{key} = {value!r:.100}", "every key of config.json that changes the model is supported",
                         f"another model, or a line less if it changes no logit; {nearest(key, read)}")
             )  # fmt: skip
     return problems

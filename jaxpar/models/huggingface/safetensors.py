@@ -205,9 +205,13 @@ def _index(file: Path) -> dict[str, str]:
         if not isinstance(said, dict) or not all(isinstance(name, str) for name in said.values()) or not said:
             raise ValueError("weight_map is no table of file names")
     except OSError as error:
-        raise refuse(f"{file}: {error.strerror}", rule="an index says which tensor is where", fix=FIX) from error
+        raise refuse(
+            f"{file}: {error.strerror}", rule="an index maps each tensor to the file that holds it", fix=FIX
+        ) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise refuse(f"{file}: {str(error)[:200]}", rule="an index says which tensor is where", fix=FIX) from error
+        raise refuse(
+            f"{file}: {str(error)[:200]}", rule="an index maps each tensor to the file that holds it", fix=FIX
+        ) from error
     for name in sorted(set(said.values())):
         if not name.endswith(".safetensors") or set(name) & {"/", "\\", ":", "\0"}:
             raise refuse(f"{file} names the file {name!r:.100}", rule="a model's files lie in its own folder", fix=FIX)

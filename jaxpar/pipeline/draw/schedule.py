@@ -107,7 +107,7 @@ def svg(schedule: Schedule, times: Times) -> str:
     if not any(cost.work) or cost.barrier == inf:
         raise refuse(
             f"times {times}",
-            rule="a drawing is to scale: some op takes time, and all are finite",
+            rule="in a drawing to scale at least one op takes time, and all times are finite",
             fix="Times(forward=1.0)",
         )
     shown = runs(cost)

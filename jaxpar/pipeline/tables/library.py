@@ -45,7 +45,7 @@ class ScheduleFamily:
 
 
 def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Returns a schedule of the library.
+    """Returns the name of a schedule in the library, or a CSV file.
 
     Args:
       name: One of `LIBRARY`.
@@ -57,7 +57,11 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
       JaxparError: If there is no such schedule, or it does not take these numbers.
     """
     if name not in LIBRARY:
-        raise refuse(f"schedule {name!r}", rule="a schedule of the library", fix=nearest(name, LIBRARY))
+        raise refuse(
+            f"schedule {name!r}",
+            rule="the name of a schedule in the library, or a CSV file",
+            fix=nearest(name, LIBRARY),
+        )
     kind = LIBRARY[name]
     if chunks is None:
         chunks = 2 if 2 in kind.chunks else 1
