@@ -97,7 +97,7 @@ def test_another_dtype_is_taken_only_where_it_is_asked_for():
         ('take = ["a/*"]', "without checkpoint.start_from"),
         ('rename = {a = "b"}', "without checkpoint.start_from"),
         ("cast = true", "without checkpoint.start_from"),
-        ('start_from = "x"\ntake = []', "takes something"),
+        ('start_from = "x"\ntake = []', "at least one pattern"),
         ('start_from = "x"\nrename = {a = "/"}', "neither is empty"),
         ('start_from = "x"\nrename = {a = 1}', "checkpoint.rename.a = 1"),
     ],
@@ -259,7 +259,7 @@ def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, ca
     assert again == trained("direct", f"checkpoint.start_from={tmp_path / 'first'}")[0]
     with pytest.raises(JaxparError, match=r"\[model\] of the job has rope_base = 500.0"):
         trained("other", f"checkpoint.start_from={tmp_path / 'llama'}", "model.rope_base=500.0")
-    with pytest.raises(JaxparError, match="is taken whole"):
+    with pytest.raises(JaxparError, match="is loaded whole"):
         trained("part", f"checkpoint.start_from={tmp_path / 'llama'}", 'checkpoint.take=["embed"]')
     assert main(["checkpoint", "export", str(tmp_path / "first"), "--format", "onnx", "--to", str(tmp_path / "x")]) == 1
     assert "a format is jaxpar, safetensors" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Compares a checkpoint with what a job needs, before anything is read: by path, in a few lines.
+"""Compares the arrays of a checkpoint with those that a job needs, before anything is read: by path.
 
-Everything is an entry of one table: shape, dtype, missing, unexpected, of parameters, optimizer or the rest. `told`
-folds it: a model of another width differs in every array, and a user reads one line of it.
+Every difference is of one kind: shape, dtype, missing or unexpected. `problems` folds them: a model of another width
+differs in every array, and a user reads one line about it.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Difference:
         """The path as a user knows it: parameters without `params/`."""
         return self.path.removeprefix("params/")
 
-    def said(self, first: str = "the checkpoint", second: str = "the job") -> str:
+    def describe(self, first: str = "the checkpoint", second: str = "the job") -> str:
         """Returns the difference in words."""
         if self.was is None or self.now is None:
             here, there = (second, first) if self.was is None else (first, second)
@@ -96,7 +96,7 @@ def _problem(part: str, kind: str, some: list[Difference], run: str) -> Problem:
         "dtype": f"the dtype that was trained; or a new run from it: checkpoint.start_from = {run!r}, cast = true",
         "shape": "the model that was trained, or another run.dir",
     }.get(kind, f"the model that was trained, or another run.dir; all of them: jaxpar checkpoint diff {run} JOB")
-    return Problem(some[0].said() + more, "a checkpoint holds the arrays that the job needs", fix)
+    return Problem(some[0].describe() + more, "a checkpoint holds the arrays that the job needs", fix)
 
 
 def _optimizer(some: list[Difference], run: str) -> Problem:
@@ -110,7 +110,7 @@ def _optimizer(some: list[Difference], run: str) -> Problem:
     )
     return Problem(
         f"another optimizer: {shown}",
-        "a run goes on with the optimizer that it began with",
+        "a run is resumed with the optimizer that it began with",
         f"the optimizer that was trained, or another run.dir with checkpoint.start_from = {run!r}",
     )
 

@@ -43,7 +43,7 @@ class Due:
         if not self._is_every(step):
             if not self.is_asked(step):
                 return False
-            if wait := processes.told(self._steps_left(step)):
+            if wait := processes.from_first(self._steps_left(step)):
                 self._look = step + wait
                 return False
         self.saved(step)

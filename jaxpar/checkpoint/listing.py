@@ -59,7 +59,7 @@ def refuse_older(path: Path) -> JaxparError:
     """Returns the error for a checkpoint that nobody can vouch for."""
     return refuse(
         f"checkpoint {path} has no MANIFEST: an older jaxpar wrote it",
-        rule="a checkpoint is checked before it is loaded, byte by byte",
+        rule="a checkpoint is loaded only if its MANIFEST lists the hash of every file",
         fix=f"jaxpar checkpoint verify {path} --adopt, which makes the list of what is there now",
     )
 
@@ -84,7 +84,11 @@ def find(where: Path, step: int | None = None) -> Path:
     """
     if not (where / "checkpoints").is_dir() and ((where / manifest.NAME).exists() or is_older(where)):
         if step is not None and where.name != name_of(step):
-            raise refuse(f"{where} and step {step}", rule="one checkpoint has one step", fix="leave the step out")
+            raise refuse(
+                f"{where} and step {step}",
+                rule="the path of a checkpoint and --step name the same step",
+                fix="leave the step out",
+            )
         return where
     folder = shelf_of(where)
     there = steps(folder)

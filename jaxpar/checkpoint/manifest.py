@@ -112,7 +112,7 @@ def read(folder: Path) -> Manifest:
     Raises:
       JaxparError: If there is none, it is altered, or a path in it leads out of the checkpoint.
     """
-    rule = "a checkpoint is as it was written"
+    rule = "a checkpoint has the MANIFEST that was written with it, unaltered"
     path = folder / NAME
     fix = f"jaxpar checkpoint ls {folder.parent}"
     if not path.is_file() or path.is_symlink():
@@ -123,11 +123,17 @@ def read(folder: Path) -> Manifest:
             raise refuse(f"{path} is altered", rule=rule, fix=fix)
         made = _READER.validate_json(rest)
     except pydantic.ValidationError as error:
-        raise refuse(f"{path}: {error.errors()[0]['msg']:.100}", rule="it lists a checkpoint", fix=fix) from error
+        raise refuse(
+            f"{path}: {error.errors()[0]['msg']:.100}",
+            rule="a MANIFEST lists the arrays and files of a checkpoint",
+            fix=fix,
+        ) from error
     except OSError as error:
         raise refuse(f"{path}: {error.strerror}", rule=rule, fix=fix) from error
     if not 0 <= made.written < LATEST:
-        raise refuse(f"{path}: written at {made.written}", rule="it lists a checkpoint", fix=fix)
+        raise refuse(
+            f"{path}: written at {made.written}", rule="a MANIFEST lists the arrays and files of a checkpoint", fix=fix
+        )
     if made.format != FORMAT:
         raise refuse(
             f"{path} has format {made.format}",
@@ -135,7 +141,11 @@ def read(folder: Path) -> Manifest:
             fix="the jaxpar that wrote it (run.json names its version)",
         )
     if escaping := [name for name in made.files if not _stays(name)]:
-        raise refuse(f"{path} names {escaping[0]!r}", rule="files of a checkpoint lie within it", fix="delete it")
+        raise refuse(
+            f"{path} names {escaping[0]!r}",
+            rule="the files that a MANIFEST lists lie inside the folder of the checkpoint",
+            fix="delete it",
+        )
     return made
 
 

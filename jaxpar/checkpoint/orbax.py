@@ -69,7 +69,7 @@ def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtype
     except UNREADABLE as error:
         raise refuse(
             f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]:.120}",
-            rule="a checkpoint is what Orbax wrote, of a version that this one reads",
+            rule="a checkpoint can be read by the installed version of Orbax",
             fix=f"the versions that {folder.parent.parent}/run.json names",
         ) from error
     return {name: read[_key(name)] for name in wanted}
@@ -95,13 +95,13 @@ def unlisted(folder: Path) -> tuple[dict[str, Array], dict[str, float]]:
     except UNREADABLE as error:
         raise refuse(
             f"{folder} is no checkpoint: {str(error).splitlines()[0]:.120}",
-            rule="an older jaxpar left what Orbax wrote",
+            rule="a checkpoint without a MANIFEST is one that Orbax can read",
             fix=f"jaxpar checkpoint ls {folder.parent}",
         ) from error
     if "jaxpar" in custom:
         raise refuse(
             f"{folder} had a MANIFEST, and lost it",
-            rule="a list is made for a checkpoint of a jaxpar that made none",
+            rule="a MANIFEST is made anew only for a checkpoint that never had one",
             fix=f"mv {folder} {folder}.damaged",
         )
     return listed, {key: float(value) for key, value in custom.items() if key != "step"}  # pyright: ignore

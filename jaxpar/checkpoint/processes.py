@@ -1,6 +1,6 @@
-"""Several processes write and read one checkpoint: one looks at the files, all do the same thing.
+"""Decisions of several processes that write and read one checkpoint: the first looks at the files and tells the others.
 
-Each function must be called by all processes at the same point. With one process nothing is sent.
+`from_first` must be called by all processes at the same point. With one process nothing is sent.
 """
 
 import jax
@@ -14,12 +14,12 @@ def is_first() -> bool:
 
 
 def several() -> bool:
-    """Returns whether there are others to wait for."""
+    """Returns whether there is more than one process."""
     return jax.process_count() > 1
 
 
-def told(value: int) -> int:
-    """Returns the value of the first process, on all of them."""
+def from_first(value: int) -> int:
+    """Returns the value of the first process, on all of them; they wait for each other here."""
     if not several():
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))

@@ -70,7 +70,7 @@ def export(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     if listing.is_older(path):
         raise listing.refuse_older(path)
     if to.exists():
-        raise refuse(f"--to {to} is there already", rule="a copy is a new folder", fix=f"--to {to}-2")
+        raise refuse(f"--to {to} is there already", rule="--to is a folder that does not exist yet", fix=f"--to {to}-2")
     part = to.with_name(to.name + ".part")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -79,13 +79,17 @@ def export(where: Path, step: int | None, to: Path) -> dict[str, Any]:
             if source == part:
                 shutil.copytree(path, part, symlinks=True)
             if wrong := manifest.check(source):
-                rule = "what is exported is as it was written"
+                rule = "an exported checkpoint has every file as its MANIFEST lists it"
                 raise refuse(f"{source}: {'; '.join(wrong[:3])}", rule=rule, fix=f"jaxpar checkpoint ls {where}")
         part.rename(to)
     except (OSError, shutil.Error) as error:
         shutil.rmtree(part, ignore_errors=True)
         said = getattr(error, "strerror", None) or "the disk is full, or a file cannot be read"
-        raise refuse(f"--to {to}: {said}", rule="it is a folder to be, with room", fix="--to elsewhere") from error
+        raise refuse(
+            f"--to {to}: {said}",
+            rule="--to is a folder that can be made, on a disk with enough free space",
+            fix="--to elsewhere",
+        ) from error
     return {"step": _step(path), "from": str(path), "to": str(to), "bytes": _bytes(to)}
 
 

@@ -41,13 +41,13 @@ class Checkpoints:
             if not self.start_from and getattr(self, key) != usual:
                 raise refuse(
                     f"checkpoint.{key} = {getattr(self, key)!r} without checkpoint.start_from",
-                    rule=f"{key} says what is taken from another run",
+                    rule=f"{key} needs start_from",
                     fix=f'start_from = "runs/other", or leave {key} out',
                 )
         if not self.take:
             raise refuse(
                 "checkpoint.take = []",
-                rule="a run that starts from another takes something of it",
+                rule="checkpoint.take has at least one pattern",
                 fix='take = ["blocks/*"], or leave start_from out',
             )
         if wrong := [old for old, new in self.rename.items() if not old.strip("/") or not new.strip("/")]:

@@ -66,7 +66,12 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
     if listing.is_older(path):
         raise listing.refuse_older(path)
     if wrong := manifest.check(path):
-        raise JaxparError(*(Problem(f"{path}: {each}", "every byte is as written", "another step") for each in wrong))
+        raise JaxparError(
+            *(
+                Problem(f"{path}: {each}", "every file has the hash that the MANIFEST lists", "another step")
+                for each in wrong
+            )
+        )
     saved, here = manifest.read(path).arrays, orbax.described(state)
     origin = plan(spec, path, _takable(saved), _takable(here))
     leaves = orbax.flat(state)
@@ -98,14 +103,14 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapp
     """
     called = {_renamed(name, spec.rename): name for name in saved}
     wrong = [
-        Problem(f"checkpoint.take: {pattern!r} matches nothing", "a pattern takes parameters of the job",
-                _nearest(pattern, wanted))
+        Problem(f"checkpoint.take: {pattern!r} matches nothing",
+                "each pattern matches at least one parameter of the job", _nearest(pattern, wanted))
         for pattern in spec.take
         if not any(_matches(name, pattern) for name in wanted)
     ]  # fmt: skip
     wrong += [
-        Problem(f"checkpoint.rename: nothing in {path} begins with {old!r}", "a name that is there is renamed",
-                _nearest(old, saved))
+        Problem(f"checkpoint.rename: nothing in {path} begins with {old!r}",
+                "each key of rename is the beginning of a path in the checkpoint", _nearest(old, saved))
         for old in spec.rename
         if not any(_begins(name, old) for name in saved)
     ]  # fmt: skip
@@ -129,8 +134,10 @@ def _unfit(found: list[Difference], good: list[str]) -> list[Problem]:
     for kind in ("missing", "shape", "dtype"):
         if some := [each for each in found if each.kind == kind]:
             more = f", and {len(some) - 1} more like it" if some[1:] else ""
-            rule = "what is taken is in the checkpoint, in the shape and dtype of the job"
-            made.append(Problem(f"{some[0].said()}{more}", rule, fixes.get(kind, take if tops else "another model")))
+            rule = "arrays that are taken are in the checkpoint, with the shape and dtype of the job"
+            made.append(
+                Problem(f"{some[0].describe()}{more}", rule, fixes.get(kind, take if tops else "another model"))
+            )
     return made
 
 

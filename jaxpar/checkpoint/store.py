@@ -1,4 +1,11 @@
-"""The checkpoints of one run: saved beside the training, checked before they are loaded, the newest good one found."""
+"""The checkpoints of one run: saved while training goes on, checked before they are loaded; finds the newest good one.
+
+    save ──► arrays copied to the host ──► training goes on
+                       └─► thread: Orbax writes a temporary folder, MANIFEST with hashes, rename: committed
+
+A checkpoint exists once its folder has its final name; so a kill at any moment leaves either a whole checkpoint or a
+folder that the next save deletes.
+"""
 
 import errno
 import shutil
@@ -16,8 +23,8 @@ from jaxpar.errors import LOST, JaxparError, Problem, refuse
 from jaxpar.files import FULL, make_folder, os_code
 from jaxpar.units import show_bytes
 
-LISTED = 4096  # bytes on the disk for what lists an array, at most
-NONE = -1  # no step, in what processes tell each other
+LISTED = 4096  # bytes on the disk for an array's metadata, at most
+NONE = -1  # stands for no step where processes broadcast one, as only numbers are
 
 
 def _warn(text: str) -> None:
@@ -25,7 +32,7 @@ def _warn(text: str) -> None:
 
 
 class HalfWritten(JaxparError):
-    """A checkpoint that this process could not write, and for which the others wait: the run goes on from the last."""
+    """A checkpoint that this process could not write while others wait for it: the run is restarted from the last."""
 
     status = LOST
 
@@ -35,13 +42,13 @@ class Store:
     """The checkpoints of one run.
 
     With several processes each has a store of the same folder, and all call the same methods at the same point
-    (but `close`): the first process hashes, renames and deletes.
+    (except `close`): the first process hashes, renames and deletes.
 
     Attributes:
-      folder: Where they lie.
-      spec: Which are kept.
+      folder: The folder of the checkpoints.
+      spec: How many are kept, and which.
       say: Takes a line for the user: a damaged checkpoint, a full disk. A warning by default.
-      owned: Whether a run writes here: then damaged ones are renamed, and what a killed run left is deleted.
+      owned: Whether a run writes here: then damaged checkpoints are renamed, and remains of a killed run deleted.
     """
 
     folder: Path
@@ -52,34 +59,36 @@ class Store:
     _unsaved: JaxparError | None = field(default=None, init=False)
 
     def steps(self) -> list[int]:
-        """Returns the steps of the committed checkpoints, oldest first; whether they are good, `restore` finds out."""
+        """Returns the steps of the committed checkpoints, oldest first; `restore` finds out whether they are good."""
         return listing.steps(self.folder)
 
     def save(self, step: int, state: Any, scores: dict[str, float]) -> None:
         """Starts writing the state; returns as soon as its arrays are copied. Waits for the write before it.
 
-        Where several processes would write and the first sees too little room, none does: of a replicated state
-        it alone would meet the full disk. One that fills up while they write ends the run, see `wait`.
+        If the first of several processes sees too little free space, none writes: of a replicated state it alone would
+        meet the full disk. A disk that fills up while they write ends the run, see `wait`.
 
         Raises:
-          JaxparError: If the write before it failed, but for a full disk: that is told, and training goes on.
+          JaxparError: If the write before it failed, except for a full disk: that is reported, and training goes on.
         """
         self.wait()
         self._sweep()
         needed = sum(each.bytes + LISTED for each in orbax.described(state).values())
-        if processes.told(step in self.steps()):
+        # the first process decides for all: on a shared file system the others may still see an older folder, and if
+        # they decided differently some would wait in Orbax's barrier for ever
+        if processes.from_first(step in self.steps()):
             return
         short = processes.several() and processes.is_first() and shutil.disk_usage(self.folder).free < needed
-        if processes.told(short):
+        if processes.from_first(short):
             self._full(step, needed)
         else:
             self._pending = writing.begin(self.folder, step, state, scores)
 
     def score(self, step: int, scores: dict[str, float]) -> None:
-        """Adds to the list of a checkpoint what was measured since it was saved; it may still be being written.
+        """Adds scores to the MANIFEST of a checkpoint that is saved already, or is still being written.
 
         Raises:
-          JaxparError: If its list cannot be read or written.
+          JaxparError: If the MANIFEST cannot be read or written.
         """
         if not processes.is_first():
             return
@@ -90,11 +99,11 @@ class Store:
             self._delete_old()
 
     def wait(self) -> None:
-        """Waits until the last write is committed, then deletes what is not kept.
+        """Waits until the last write is committed, then deletes checkpoints that are not kept.
 
         Raises:
-          JaxparError: If it failed, but for a full disk; of several processes for whatever reason, on those whose
-            part it was: the others wait for them, and end with them.
+          JaxparError: If it failed, except for a full disk. With several processes for any reason, on the process that
+            failed: the others wait for it in a barrier, and end when the watchdog finds it gone.
         """
         if self._pending is None:
             return
@@ -102,13 +111,14 @@ class Store:
         error = write.done.exception()
         write.worker.shutdown()
         if error is None:
-            processes.told(0)  # the first has renamed it
+            processes.from_first(0)  # a barrier: the first has renamed it, so that all list the same steps from here on
             self._unsaved = None
             if processes.is_first():
                 self._delete_old()
         elif processes.several():
             raise HalfWritten(*self._failed(write, error).problems) from error
         else:
+            # one process can go on without this checkpoint: what it wrote is deleted, which frees the disk again
             writing.remove(self.folder, write.step)
             if os_code(error) not in FULL:
                 raise self._failed(write, error) from error
@@ -118,14 +128,17 @@ class Store:
         """Waits for the last write of a run.
 
         Raises:
-          JaxparError: If it failed, for whatever reason: the last steps are not saved.
+          JaxparError: If it failed, for any reason: the last steps are not saved.
         """
         self.wait()
         if self._unsaved is not None:
             raise self._unsaved
 
     def close(self) -> None:
-        """Waits for a write under way, on this process alone: a run that ends by an error still has its checkpoint."""
+        """Waits for a write under way, on this process alone, so that a run that ends by an error keeps its checkpoint.
+
+        It raises nothing: it is called while an error is handled, and must not hide it.
+        """
         if self._pending is not None:
             write, self._pending = self._pending, None
             error = write.done.exception()
@@ -138,19 +151,20 @@ class Store:
 
         Args:
           like: The state as `jax.ShapeDtypeStruct`s with shardings; the layout may be another than that of the save.
-          step: Which one; the newest good one by default. Newer ones that are damaged are told, and set aside.
+          step: Which one; the newest good one by default. Newer ones that are damaged are reported and set aside.
 
         Raises:
           JaxparError: If there is none, it is damaged, or it does not fit: every difference by path.
         """
         path = self.path(self.find(step))
+        # compared before Orbax reads: its own error for a wrong shape does not name the array
         saved, wanted = manifest.read(path).arrays, orbax.described(like)
         if wrong := problems(differences(saved, wanted), str(_run_of(path))):
             raise JaxparError(*wrong)
         return orbax.unflat(like, orbax.load(path, saved, orbax.flat(like))), int(path.name)
 
     def find(self, step: int | None = None) -> int:
-        """Returns the step of the newest good checkpoint, or `step` if that is good: every byte of it was read.
+        """Returns the step of the newest good checkpoint, or `step` if that is good: every byte is read and hashed.
 
         Raises:
           JaxparError: If there is none, with what is wrong with each.
@@ -158,15 +172,15 @@ class Store:
         found, wrong = NONE, []
         if processes.is_first():
             found, wrong = self._newest_good(step)
-        found = processes.told(found)
+        found = processes.from_first(found)
         if found == NONE:
             raise JaxparError(*wrong) if wrong else _refuse_none(self.folder, step)
         return found
 
     def leave(self, step: int) -> list[str]:
-        """Sets aside the checkpoints after a step, to go on from that one; returns what they are called now.
+        """Sets aside the checkpoints after a step, from which training goes on; returns their new names.
 
-        Called by the first process alone: which steps are left, the others know.
+        Called by the first process alone, as a rename must happen once; the others compute the same list of steps.
         """
         return [listing.set_aside(self.path(each), listing.LEFT).name for each in self.steps() if each > step]
 
@@ -175,7 +189,7 @@ class Store:
         return self.folder / listing.name_of(step)
 
     def scores(self, step: int) -> dict[str, float]:
-        """Returns what was measured when a checkpoint was written; nothing where its list is lost."""
+        """Returns the scores of a checkpoint; empty where its MANIFEST is lost."""
         try:
             return manifest.read(self.path(step)).scores
         except JaxparError:
@@ -187,6 +201,7 @@ class Store:
         damaged: list[Problem] = []
         for each in asked:
             path = self.path(each)
+            # not skipped like a damaged one: going back behind it in silence could lose days of training
             if listing.is_older(path):
                 return NONE, [*damaged, *listing.refuse_older(path).problems]
             if not (wrong := manifest.check(path)):
@@ -195,7 +210,13 @@ class Store:
                 return each, []
             others = [other for other in there if other != each]
             fix = f"another step ({', '.join(map(str, others[-4:]))})" if others else "train anew, in another run.dir"
-            damaged.append(Problem(f"checkpoint {path} is damaged: {_few(wrong)}", "every byte is as written", fix))
+            damaged.append(
+                Problem(
+                    f"checkpoint {path} is damaged: {_few(wrong)}",
+                    "every file has the hash that the MANIFEST lists",
+                    fix,
+                )
+            )
         return NONE, damaged
 
     def _set_aside(self, problem: Problem, step: int, used: int) -> None:
@@ -205,7 +226,7 @@ class Store:
         self.say(f"{problem.got}; step {used} is used instead{aside}")
 
     def _sweep(self) -> None:
-        """Deletes, before a write, what a killed run or a failed write has left."""
+        """Deletes the remains of a killed run or a failed write, before the next write."""
         if processes.is_first():
             make_folder(self.folder)
             for path in list(listing.left_over(self.folder)):
@@ -214,7 +235,7 @@ class Store:
     def _score(self, step: int, scores: dict[str, float]) -> None:
         try:
             manifest.score(self.path(step), scores)
-        except OSError as error:
+        except OSError as error:  # without scores a checkpoint is still good: only keep_best cannot choose it
             if error.errno not in FULL:
                 raise
             self.say(f"the scores of step {step} are not saved: the disk of {self.folder} is full")
@@ -226,7 +247,7 @@ class Store:
         self._unsaved = refuse(
             f"step {step} is not saved: the disk of {self.folder} is full ({show_bytes(needed)} needed, "
             f"{show_bytes(free)} free)",
-            rule="a checkpoint needs room beside those that are kept",
+            rule="the disk has free space for one checkpoint more than are kept",
             fix=f"free some, or a smaller checkpoint.keep_last ({self.spec.keep_last}); "
             + (f"the same command goes on from step {last[0]}" if last else "nothing is saved yet"),
         )
@@ -242,7 +263,7 @@ class Store:
         cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
         return refuse(
             f"step {write.step} is not saved in {self.folder}: {cause:.160}",
-            rule="a checkpoint can be written where the run lives",
+            rule="checkpoints can be written in the folder of the run",
             fix="another run.dir, or what the message says; the same command goes on from the last checkpoint",
         )
 
@@ -255,6 +276,7 @@ class Store:
         for step in steps:
             if step not in kept:
                 path = self.path(step)
+                # renamed first: deleting takes time, and a kill in the middle of it must not leave half a checkpoint
                 shutil.rmtree(path.rename(path.with_name(path.name + listing.DELETED)))
 
 

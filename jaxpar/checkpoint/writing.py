@@ -1,8 +1,8 @@
-"""One checkpoint on its way to the disk, beside the training.
+"""Writes one checkpoint to the disk while training goes on.
 
-    Orbax ─► 000200.writing ─► MANIFEST in it ─► all on the disk ─► renamed to 000200
+    Orbax ─► 000200.writing ─► MANIFEST in it ─► fsync of all files ─► renamed to 000200
 
-A kill at any moment leaves a folder with another name than `000200`, or the whole checkpoint.
+A kill at any moment leaves either the whole checkpoint, or a folder with another name than `000200`.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ class Write:
 
     Attributes:
       step: Its step.
-      bytes: Of its arrays.
-      done: Ends when it is committed, or with the error that ended it.
+      bytes: Bytes of its arrays.
+      done: Done once it is committed, or with the error that stopped it.
       worker: The thread that commits it.
     """
 
@@ -45,13 +45,13 @@ def begin(folder: Path, step: int, state: Any, scores: Mapping[str, float]) -> W
         response = orbax.save(writing, state, step)
         about = {"step": step, "written": time.time(), "scores": scores, "arrays": listed}
         done = worker.submit(_finish, response, writing, final, about)
-    except orbax.UNREADABLE as error:  # told by `Store.wait`, as what comes later
+    except orbax.UNREADABLE as error:  # raised by `Store.wait`, as errors of the thread are
         done.set_exception(error)
     return Write(step=step, bytes=sum(each.bytes for each in listed.values()), done=done, worker=worker)
 
 
 def after(write: Write, act: Callable[[], None]) -> Write:
-    """Returns the write with something that is done once it is committed."""
+    """Returns the write, followed by an action once it is committed."""
 
     def _then() -> None:
         write.done.result()
@@ -61,16 +61,18 @@ def after(write: Write, act: Callable[[], None]) -> Write:
 
 
 def _finish(response: Any, writing: Path, final: Path, about: dict[str, Any]) -> None:
-    """Waits for the arrays of all processes; the first one then makes them a checkpoint."""
+    """Waits for the arrays of all processes; the first one then hashes and renames the folder."""
     response.result()
     if processes.is_first():
         manifest.write(writing, **about)
+        # last, and atomic: a folder with its final name is whole. The parent is synced too, as a rename is an entry in
+        # it, which a power cut would lose
         writing.rename(final)
         sync(final.parent)
 
 
 def remove(folder: Path, step: int) -> None:
-    """Deletes what a write that failed has left."""
+    """Deletes the remains of a failed write."""
     for path in list(listing.left_over(folder)):
         if path.name.startswith(listing.name_of(step) + listing.WRITING):
             listing.delete(path)

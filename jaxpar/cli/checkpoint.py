@@ -98,7 +98,7 @@ def diff(args: argparse.Namespace) -> tuple[Any, int]:
 
     found, values = checkpoint.diff(args.where, args.other, args.overrides)
     for each in found:
-        print(plain(each.said(str(args.where), str(args.other))))
+        print(plain(each.describe(str(args.where), str(args.other))))
     for path, largest in values.items():
         print(plain(f"{path.removeprefix('params/')} differs by at most {largest:.3g}"))
     if not found and not values:

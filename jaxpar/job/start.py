@@ -33,7 +33,7 @@ def check_start(job: Job) -> Pretrained:
     if (spec.take, spec.rename, spec.cast) != (usual.take, usual.rename, usual.cast):
         raise refuse(
             f"checkpoint.take, rename or cast with {spec.start_from}",
-            rule="a model of Hugging Face's is taken whole",
+            rule="checkpoint.take and rename are for jaxpar's own checkpoints; a Hugging Face model is loaded whole",
             fix="train it for no step, then start_from that run",
         )
     found = load(spec.start_from)
@@ -66,7 +66,13 @@ def _other_model(job: Job, found: Pretrained) -> list[Problem]:
         return []
     has = ", ".join(f"{key} = {getattr(mine, key)!r}" for key in other)
     table = ", ".join(f"{key} = {json.dumps(value)}" for key, value in other.items())
-    return [Problem(f"[model] of the job has {has}", f"{job.checkpoint.start_from} has another model", table)]
+    return [
+        Problem(
+            f"[model] of the job has {has}",
+            f"[model] has the settings of the model in {job.checkpoint.start_from}",
+            table,
+        )
+    ]
 
 
 def _differs(mine: DecoderSettings, theirs: DecoderSettings) -> dict[str, Any]:

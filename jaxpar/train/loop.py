@@ -131,7 +131,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
 def _score_the_end(job: Run, state: State, feed: Feed, stop: "_Stop") -> str | None:
     """Evaluates the last step of a run that was stopped there, or broke in its last evaluation."""
     step, store = int(state.step), job.store
-    if store is None or not processes.told(step in store.steps() and "eval_loss" not in store.scores(step)):
+    if store is None or not processes.from_first(step in store.steps() and "eval_loss" not in store.scores(step)):
         return None
     row: dict[str, Any] = {"step": step}
     by = _evaluate(job, state, feed, row, stop)
@@ -149,7 +149,7 @@ def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) ->
     totals: dict[str, tuple[float, float]] = {}
     index = 0
     while not job.eval_batches or index < job.eval_batches:
-        if stop is not None and (number := processes.told(stop.number)):
+        if stop is not None and (number := processes.from_first(stop.number)):
             stop.name = signal.Signals(number).name
             return None
         if not (batches := feed.evaluation(index)):
