@@ -12,7 +12,7 @@ import pytest
 from supervised import rows, start, started_by, wait_until, write
 
 from jaxpar.cluster.environment import Cluster
-from jaxpar.cluster.rendezvous import go_to_meeting, host_meeting
+from jaxpar.cluster.rendezvous import host_rendezvous, join_rendezvous
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor import network
 from jaxpar.launch.supervise import free_port
@@ -33,9 +33,9 @@ def met(cluster, *, seconds=5.0, word="", check=None):
         more["check"] = check
     try:
         if cluster.process == 0:
-            host_meeting(cluster, bind=cluster.coordinator, until=begin + seconds, same="", **more)
+            host_rendezvous(cluster, bind=cluster.coordinator, until=begin + seconds, same="", **more)
         else:
-            word = go_to_meeting(cluster, until=begin + seconds, same="", **more)
+            word = join_rendezvous(cluster, until=begin + seconds, same="", **more)
     except JaxparError as error:
         return "", error.problems[0], time.monotonic() - begin
     return word, None, time.monotonic() - begin

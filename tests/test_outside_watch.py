@@ -195,7 +195,7 @@ def test_a_step_says_when_it_compiles(tmp_path):
 def test_jax_waits_longer_for_a_paused_process_than_the_watch(tmp_path, monkeypatch, timeout):
     seen = {}
     monkeypatch.setattr(run, "connect", lambda cluster, **settings: seen.update(settings))
-    monkeypatch.setattr(run, "Peers", lambda *_, **settings: seen.update(settings))
+    monkeypatch.setattr(run, "WatchdogThread", lambda *_, **settings: seen.update(settings))
     for name, value in (("COORDINATOR", "127.0.0.1:7"), ("PROCESSES", "2"), ("PROCESS", "0")):
         monkeypatch.setenv(f"JAXPAR_{name}", value)
     run._meet(Job(run=RunTable(dir=str(tmp_path), timeout=timeout)), tmp_path)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.cluster.hostlist import hosts
-from jaxpar.cluster.rendezvous import go_to_meeting, host_meeting
+from jaxpar.cluster.rendezvous import host_rendezvous, join_rendezvous
 from jaxpar.errors import JaxparError
 
 LAUNCH = Path(__file__).parent.parent / "configs" / "launch"
@@ -289,9 +289,9 @@ def met(cluster, same="", *, seconds=5.0):
     until = time.monotonic() + seconds
     try:
         if cluster.process == 0:
-            host_meeting(cluster, bind=cluster.coordinator, until=until, same=same)
+            host_rendezvous(cluster, bind=cluster.coordinator, until=until, same=same)
         else:
-            go_to_meeting(cluster, until=until, same=same)
+            join_rendezvous(cluster, until=until, same=same)
     except JaxparError as error:
         return error.problems[0].got.partition(": ")[2]
     return ""

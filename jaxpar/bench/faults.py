@@ -110,8 +110,8 @@ class Processes:
         (file,) = (self.folder / "run" / "processes").rglob(f"{process}.json")
         return int(json.loads(file.read_text())["pid"])
 
-    def said(self, process: int) -> str:
-        """Returns what a process has said so far."""
+    def output(self, process: int) -> str:
+        """Returns the output of a process so far."""
         return (self.folder / f"{process}.log").read_text(errors="replace")
 
     def wait_for_training(self, steps: int = 20) -> None:
@@ -120,10 +120,10 @@ class Processes:
         while self.step() < steps:
             ended = [process for process, child in self.children.items() if child.poll() is not None]
             if ended or time.monotonic() - begin > LATEST:
-                said = self.said(ended[0] if ended else 0)[-800:]
+                said = self.output(ended[0] if ended else 0)[-800:]
                 raise refuse(
                     f"process {ended or 'none'} ended before step {steps}: {said}",
-                    rule="the processes train before a fault is planted",
+                    rule="the processes train without an error until the fault is planted",
                     fix="jaxpar doctor",
                 )
             time.sleep(0.02)
@@ -189,15 +189,15 @@ def started(
 
 
 @dataclass(frozen=True)
-class Found:
-    """The outcome of a planted fault.
+class Detection:
+    """Whether and when the processes of a run detected a planted fault.
 
     Attributes:
       fault: Its name.
-      seconds: Until the last other process had ended.
-      within: Seconds that were set.
+      seconds: Seconds until the last other process had ended.
+      within: Seconds within which it had to.
       named: Whether each of them named the process at fault.
-      said: What one of them said.
+      said: The message of one of them.
     """
 
     fault: str
@@ -212,7 +212,7 @@ class Found:
         return self.named and self.seconds <= self.within
 
 
-def send(timeout: float, number: signal.Signals, process: int) -> Found:
+def send(timeout: float, number: signal.Signals, process: int) -> Detection:
     """Sends a signal to one process of a run that trains."""
     with started(timeout) as run:
         run.wait_for_training()
@@ -220,7 +220,7 @@ def send(timeout: float, number: signal.Signals, process: int) -> Found:
         return _found(run, f"{number.name} to process {process}", process, timeout)
 
 
-def killed(timeout: float, process: int) -> Found:
+def killed(timeout: float, process: int) -> Detection:
     """Kills one process of a run that `jaxpar launch` watches: Gloo ends the others without a word."""
     with started(timeout, launched=True) as run:
         run.wait_for_training()
@@ -228,37 +228,37 @@ def killed(timeout: float, process: int) -> Found:
         os.kill(run.pid(process), signal.SIGKILL)
         run.wait_for_end(within=3 * timeout + 20)
         seconds = time.monotonic() - begin
-        said = next((line for line in run.said(0).splitlines() if line.startswith("launch: process")), "")
+        said = next((line for line in run.output(0).splitlines() if line.startswith("launch: process")), "")
         named = f"process {process} (host " in said and "SIGKILL" in said
-        return Found(f"SIGKILL to process {process}", seconds, timeout + 5, named, said)
+        return Detection(f"SIGKILL to process {process}", seconds, timeout + 5, named, said)
 
 
-def late(timeout: float) -> Found:
+def late(timeout: float) -> Detection:
     """Lets one process read a batch for ever."""
     with started(timeout, plants={1: "late"}) as run:
         run.wait_for_training(25)
         return _found(run, "process 1 reads a batch for ever", 1, timeout)
 
 
-def corrupt(timeout: float) -> Found:
+def corrupt(timeout: float) -> Detection:
     """Gives one process a batch that holds no numbers."""
     with started(timeout, plants={1: "corrupt"}) as run:
         run.wait_for_training(25)
         return _found(run, "process 1 reads a corrupt batch", 1, timeout)
 
 
-def nan(timeout: float) -> Found:
+def nan(timeout: float) -> Detection:
     """Makes the loss of a step infinite; what is named is the step."""
     with started(timeout, plants=dict.fromkeys(range(PROCESSES), "nan")) as run:
         run.wait_for_training(25)
         begin = time.monotonic()
         ended = run.wait_for_end(within=3 * timeout + 20)
-        said = [next((x for x in run.said(p).splitlines() if x.startswith("error: ")), "") for p in run.children]
+        said = [next((x for x in run.output(p).splitlines() if x.startswith("error: ")), "") for p in run.children]
         named = len(ended) == len(run.children) and all("step 31" in text for text in said)
-        return Found("the loss of step 31 is infinite", time.monotonic() - begin, timeout + 5, named, said[0])
+        return Detection("the loss of step 31 is infinite", time.monotonic() - begin, timeout + 5, named, said[0])
 
 
-def full_disk(timeout: float) -> Found:
+def full_disk(timeout: float) -> Detection:
     """Fills the disk that a run saves to, between two saves; it says so, trains on, and saves when there is room."""
     often = {process: ["checkpoint.every=50"] for process in range(PROCESSES)}
     with small_disk() as disk, started(timeout, words=often, run_in=disk) as run:
@@ -269,15 +269,15 @@ def full_disk(timeout: float) -> Found:
         ballast = disk / "ballast"
         ballast.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - 4096)))
         begin = time.monotonic()
-        while "is full" not in run.said(0) and time.monotonic() - begin < 3 * timeout:
+        while "is full" not in run.output(0) and time.monotonic() - begin < 3 * timeout:
             time.sleep(0.02)
         seconds, before = time.monotonic() - begin, run.step()
         ballast.unlink()
         while not (later := newer(disk, before)) and time.monotonic() - begin < 3 * timeout + 40:
             time.sleep(0.05)
-        said = next((line for line in run.said(0).splitlines() if "is full" in line), run.said(0)[-300:])
+        said = next((line for line in run.output(0).splitlines() if "is full" in line), run.output(0)[-300:])
         goes_on = later and all(child.poll() is None for child in run.children.values())
-        return Found("the disk fills up", seconds, timeout + 5, goes_on and "is full" in said, said)
+        return Detection("the disk fills up", seconds, timeout + 5, goes_on and "is full" in said, said)
 
 
 def newer(folder: Path, step: int) -> bool:
@@ -296,38 +296,42 @@ def small_disk() -> Iterator[Path]:
         mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", name]
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise refuse(f"mount: {done.stderr.strip()}", rule="a small disk is mounted to be filled", fix="as root")
+            raise refuse(
+                f"mount: {done.stderr.strip()}",
+                rule="the fault of a full disk needs a small disk to fill",
+                fix="as root",
+            )
         try:
             yield Path(name)
         finally:
             subprocess.run(["umount", "-l", name], check=False)
 
 
-def preempted(timeout: float) -> Found:
+def preempted(timeout: float) -> Detection:
     """Asks one process to stop: no fault, but all of them must, after the same step, and well."""
     with started(timeout) as run:
         run.wait_for_training()
         begin = time.monotonic()
         run.children[1].send_signal(signal.SIGTERM)
         ended = run.wait_for_end(within=3 * timeout + 20)
-        said = next((line for line in run.said(0).splitlines() if line.startswith("stopped by SIGTERM")), "")
+        said = next((line for line in run.output(0).splitlines() if line.startswith("stopped by SIGTERM")), "")
         well = len(ended) == len(run.children) and {status for status, _ in ended.values()} == {STOPPED["SIGTERM"]}
-        return Found("SIGTERM to process 1", time.monotonic() - begin, timeout + 5, well and bool(said), said)
+        return Detection("SIGTERM to process 1", time.monotonic() - begin, timeout + 5, well and bool(said), said)
 
 
-def other_job(timeout: float) -> Found:
+def other_job(timeout: float) -> Detection:
     """Gives one process another job."""
     with started(timeout, words={2: ["optimizer.learning_rate=0.5"]}) as run:
         return _found(run, "process 2 has another job", 2, timeout, starting=True)
 
 
-def other_program(timeout: float) -> Found:
+def other_program(timeout: float) -> Detection:
     """Gives one process another loss function under the same name."""
     with started(timeout, plants={1: "program"}) as run:
         return _found(run, "process 1 has other code", 1, timeout, starting=True)
 
 
-def _found(run: Processes, fault: str, process: int, timeout: float, *, starting: bool = False) -> Found:
+def _found(run: Processes, fault: str, process: int, timeout: float, *, starting: bool = False) -> Detection:
     """Waits for the end of the others.
 
     At the start, what counts is the time from when the last process was ready to be compared.
@@ -344,13 +348,15 @@ def _found(run: Processes, fault: str, process: int, timeout: float, *, starting
             ready = time.monotonic()
     seconds = time.monotonic() - (ready or begin)
     others = [other for other in run.children if other != process]
-    said = {other: re.sub(r"\s+", " ", "".join(re.findall(r"error: .*", run.said(other))[:1])) for other in others}
+    said = {other: re.sub(r"\s+", " ", "".join(re.findall(r"error: .*", run.output(other))[:1])) for other in others}
     named = len(ended) == len(others) and all(f"process {process} (host " in text for text in said.values())
     status = {status for status, _ in ended.values()}
-    return Found(fault, seconds, timeout + 5, named and 0 not in status, said[others[0]] or run.said(others[0])[-300:])
+    return Detection(
+        fault, seconds, timeout + 5, named and 0 not in status, said[others[0]] or run.output(others[0])[-300:]
+    )
 
 
-FAULTS: dict[str, Callable[[float], Found]] = {
+FAULTS: dict[str, Callable[[float], Detection]] = {
     "killed": lambda timeout: killed(timeout, 2),
     "coordinator killed": lambda timeout: killed(timeout, 0),
     "stopped": lambda timeout: send(timeout, signal.SIGSTOP, 1),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 
 from jaxpar.cluster.environment import Cluster
-from jaxpar.cluster.rendezvous import go_to_meeting, host_meeting
+from jaxpar.cluster.rendezvous import host_rendezvous, join_rendezvous
 from jaxpar.errors import Problem, refuse
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as lost
@@ -38,15 +38,15 @@ def connect(
     if jax.distributed.is_initialized():
         raise refuse(
             f"connect a second time, as {cluster}",
-            rule="a process joins one cluster, once",
+            rule="a process connects once",
             fix="connect at the start of the program, and only there",
         )
     until = time.monotonic() + timeout
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", cluster.coordinator)
     if cluster.process == 0:
-        host_meeting(cluster, bind=bind, until=until, same=same, word=word)
+        host_rendezvous(cluster, bind=bind, until=until, same=same, word=word)
     else:
-        word = go_to_meeting(cluster, until=until, same=same, check=check)
+        word = join_rendezvous(cluster, until=until, same=same, check=check)
     try:
         jax.distributed.initialize(
             cluster.coordinator, cluster.processes, cluster.process, coordinator_bind_address=bind,

@@ -1,8 +1,8 @@
-"""Reads which processes train together from the environment that a launcher left; no jax, nothing is contacted.
+"""Reads from the environment variables of a launcher which processes train together; connects to nothing.
 
-JAXPAR_*                 jaxpar launch, or by hand    each of them wins, for what it says
-RANK, WORLD_SIZE, ...    torchrun and its like     ─┐
-OMPI_COMM_WORLD_*        mpirun                     ├─► the first that is there says the rest ─► Cluster
+JAXPAR_*                 jaxpar launch, or by hand    each variable that is set wins
+RANK, WORLD_SIZE, ...    torchrun                  ─┐
+OMPI_COMM_WORLD_*        mpirun                     ├─► the first launcher that is found sets the rest ─► Cluster
 SLURM_*                  srun                       │
 JOB_COMPLETION_INDEX     Kubernetes' indexed jobs  ─┘
 """
@@ -14,7 +14,7 @@ from typing import Any
 from jaxpar.cluster.launchers import LAUNCHERS, WAY_OUT, Said, number
 from jaxpar.errors import JaxparError, Problem, refuse
 
-PORT = 8476  # where only a host is said; JAX takes the same on Kubernetes
+PORT = 8476  # where only a host is given; JAX uses the same on Kubernetes
 OWN = {"coordinator": "JAXPAR_COORDINATOR", "processes": "JAXPAR_PROCESSES", "process": "JAXPAR_PROCESS"}
 MEANS = {
     "coordinator": "it is HOST:PORT of process 0, as every process reaches it",
@@ -32,9 +32,9 @@ class Cluster:
       processes: How many there are, at least two.
       process: Which one this is, from 0.
       local: Which one of those on this machine, from 0, or None where the launcher does not say.
-      devices: The accelerators of this machine that are this process's, or None for all that it sees.
-      source: Whose variables say so; with a `+` where several do.
-      unheard: Launchers whose variables are set too, and were not asked.
+      devices: Indices of this process's accelerators on its machine, or None for all that it sees.
+      source: Whose variables were read; joined with a `+` where several were.
+      unheard: Launchers whose variables are set too, and were not read.
     """
 
     coordinator: str
@@ -61,19 +61,21 @@ class Cluster:
 
 
 def detect(environment: Mapping[str, str]) -> Cluster | None:
-    """Returns the cluster that the environment tells of, or None where this process is alone.
+    """Returns the cluster that the environment describes, or None where this process is alone.
 
     Args:
       environment: Such as `os.environ`.
 
     Raises:
-      JaxparError: With every variable that is missing, or says what cannot be.
+      JaxparError: With every variable that is missing, or has an impossible value.
     """
     own = {what: environment[name] for what, name in OWN.items() if environment.get(name)}
-    there = [name for name, launcher in LAUNCHERS.items() if launcher.there(environment)]
+    found = [name for name, launcher in LAUNCHERS.items() if launcher.started(environment)]
     said: Said = {}
     problems: list[Problem] = []
-    heard = there[:1] if len(own) < len(OWN) and own.get("processes") != "1" else []
+    # one launcher at most, and none where JAXPAR_* give everything or say that this process is alone: values of two
+    # launchers, such as a rank of torchrun and a size of SLURM, do not belong together
+    heard = found[:1] if len(own) < len(OWN) and own.get("processes") != "1" else []
     for name in heard:
         said, problems = LAUNCHERS[name].read(environment, own)
     for what in ("processes", "process"):
@@ -95,7 +97,7 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
             problems.append(Problem(f"{rest} without {OWN[what]}", MEANS[what], WAY_OUT))
     if problems:
         raise JaxparError(*problems)
-    return _cluster(said, source=source, unheard=tuple(name for name in there if name not in heard))
+    return _cluster(said, source=source, unheard=tuple(name for name in found if name not in heard))
 
 
 def _cluster(said: dict[str, Any], *, source: str, unheard: tuple[str, ...]) -> Cluster:

@@ -1,6 +1,6 @@
 """The environment variables of each launcher: how many processes there are, and where the first one is.
 
-A reader returns what is said (coordinator, processes, process, local, devices) and what is wrong with it.
+A reader returns a dict with some of coordinator, processes, process, local and devices, and adds problems to a list.
 """
 
 import re
@@ -14,34 +14,36 @@ from jaxpar.errors import JaxparError, Problem
 Environment = Mapping[str, str]
 Said = dict[str, Any]
 WAY_OUT = "JAXPAR_COORDINATOR=HOST:PORT, JAXPAR_PROCESSES=4 and JAXPAR_PROCESS=0..3; JAXPAR_PROCESSES=1 to train alone"
-FIRST, PORTS = 61440, 4096  # the last ports, above those that Linux gives out by itself (32768-60999)
+# The port follows from the number of the job, so that all processes compute the same one and two jobs on a host differ.
+# These are the last ports, above those that Linux gives out by itself (32768-60999)
+FIRST, PORTS = 61440, 4096
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher's marks in the environment, any of which shows it, and its reader.
+    """How a launcher is recognised and read.
 
     Attributes:
-      marks: Variables of which one is enough to know it.
-      reader: (environment, JAXPAR_* that are set, problems to add to) to what is said.
+      marks: Variables, of which any one shows that this launcher started the process.
+      reader: (environment, JAXPAR_* that are set, problems to add to) to the values that it sets.
     """
 
     marks: tuple[str, ...]
     reader: Callable[[Environment, Mapping[str, str], list[Problem]], Said]
 
-    def there(self, environment: Environment) -> bool:
-        """Returns whether the launcher has left a variable."""
+    def started(self, environment: Environment) -> bool:
+        """Returns whether one of the launcher's variables is set."""
         return any(environment.get(mark) for mark in self.marks)
 
     def read(self, environment: Environment, own: Mapping[str, str]) -> tuple[Said, list[Problem]]:
-        """Returns what is said, without what is missing, and what is wrong."""
+        """Returns the values that the launcher sets, and the problems with its variables."""
         problems: list[Problem] = []
         said = self.reader(environment, own, problems)
         return {what: value for what, value in said.items() if value is not None}, problems
 
 
 def number(environment: Environment, name: str, rule: str, problems: list[Problem], *, low: int = 0) -> int | None:
-    """Returns the whole number that a variable must hold, or None after adding what is wrong with it."""
+    """Returns the whole number that a variable must hold, or None after adding a problem."""
     text = environment.get(name, "")
     if re.fullmatch(r"\d{1,9}", text, re.ASCII) and int(text) >= low:
         return int(text)
@@ -62,7 +64,8 @@ def _optional(environment: Environment, name: str) -> int | None:
 
 
 def _one_each(environment: Environment, local: int | None, several: bool) -> tuple[int, ...] | None:
-    """Returns the accelerator of a process that shares its machine; all it sees where it sees one, or is alone."""
+    """Returns the accelerator of a process that shares its machine, or None for all that it sees."""
+    # a launcher that already restricts each process to one GPU numbers it 0 there: the local rank would be no device
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if local is None or not several or (visible is not None and len(visible.split(",")) == 1):
         return None
@@ -70,7 +73,7 @@ def _one_each(environment: Environment, local: int | None, several: bool) -> tup
 
 
 def _torchrun(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
-    """Returns what torchrun says; where it keeps MASTER_PORT for its own store, process 0 takes the next port."""
+    """Reads torchrun's variables; where torchrun uses MASTER_PORT for its own store, process 0 takes the next port."""
     said = _world(environment, ("WORLD_SIZE", "RANK"), "torchrun", problems)
     local, beside = _optional(environment, "LOCAL_RANK"), _optional(environment, "LOCAL_WORLD_SIZE")
     said |= {"local": local, "devices": _one_each(environment, local, beside is None or beside > 1)}
@@ -87,9 +90,9 @@ def _torchrun(environment: Environment, own: Mapping[str, str], problems: list[P
 
 
 def _open_mpi(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
-    """The coordinator is where mpirun runs: that process 0 is there too holds unless hosts are mapped otherwise.
+    """Reads Open MPI's variables; the coordinator is the host of mpirun, where process 0 runs unless mapped elsewhere.
 
-    Open MPI 4 says it in `OMPI_MCA_orte_hnp_uri`, 5 in the name of its namespace, `prterun-HOST-PID@1`.
+    Open MPI 4 names that host in `OMPI_MCA_orte_hnp_uri`, 5 in the name of its namespace, `prterun-HOST-PID@1`.
     """
     said = _world(environment, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), "mpirun", problems)
     local = _optional(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -113,7 +116,11 @@ def _open_mpi(environment: Environment, own: Mapping[str, str], problems: list[P
 
 
 def _slurm(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
-    """A process of a step that `srun` started; outside of a step, one of several tasks would wait for no one."""
+    """Reads SLURM's variables for a process that `srun` started.
+
+    A batch script itself has the job's variables too, but is not one of its tasks: if it trained as process 0 it would
+    wait for others that nobody starts, so that is a problem.
+    """
     step = next((environment[name] for name in ("SLURM_STEP_ID", "SLURM_STEPID") if environment.get(name)), None)
     nodes = next((environment[name] for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
                   if environment.get(name)), "")  # fmt: skip
@@ -146,10 +153,10 @@ def _digits(text: str | None) -> int:
 
 
 def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
-    """A pod of an indexed job knows its index; how many there are and the headless service, the job must say.
+    """Reads the index of a pod of an indexed job; the job itself must set the count and the headless service.
 
-    A `JAXPAR_COORDINATOR` of one word is that service: pod 0 of the job JOB is JOB-0.SERVICE, and this pod's
-    own name is JOB-INDEX.
+    A `JAXPAR_COORDINATOR` of one word is that service: pod 0 of the job JOB is JOB-0.SERVICE, and this pod's own name
+    is JOB-INDEX.
     """
     fix = "JAXPAR_PROCESSES = completions and JAXPAR_COORDINATOR = the headless service; configs/launch/kubernetes.yaml"
     index = number(environment, "JOB_COMPLETION_INDEX", "Kubernetes sets it: which pod this is, from 0", problems)

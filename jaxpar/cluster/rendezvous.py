@@ -1,13 +1,13 @@
-"""Checks that all processes are there before JAX connects them: JAX ends them without saying which one is missing.
+"""Checks that all processes have come before JAX connects them: JAX would end them without naming the missing one.
 
     others ──{process, processes, host, same}──► process 0, which waits for all of them
-           ◄──────────── {word} ───────────────  once all have come: what it says to all, such as the attempt's name
-           ──────── {problem or none} ─────────► what is wrong with it, such as a folder that is not seen here
+           ◄──────────── {word} ───────────────  once all have come: a text for all, such as the attempt's name
+           ──────── {problem or none} ─────────► a problem with it, such as a folder that this host does not see
            ◄─────── {problem or none} ─────────  all go on; or the reason why not, the same for all of them
 
-Takes place at the coordinator's own address, which process 0 gives free again for JAX. Whoever reaches that address
-and says that it is process 1 is taken for it, here as in JAX's own service, which comes next: it belongs into a
-network of one's own. A stranger who is silent or slow holds up nobody: each connection has a deadline.
+It takes place at the coordinator's own address, which process 0 releases again for JAX. There is no authentication, as
+in JAX's own service, which comes next: whoever reaches that address and says that it is process 1 is taken for it, so
+the address belongs into a private network. A silent or slow connection delays nobody: each has a deadline.
 """
 
 import socket
@@ -17,33 +17,33 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxpar.cluster.environment import Cluster
-from jaxpar.cluster.guests import ANSWER, RULE, Guest, Guests, problem_of
+from jaxpar.cluster.peers import ANSWER, RULE, Peer, Peers, problem_of
 from jaxpar.errors import JaxparError, Problem, refuse
 
 
-def host_meeting(cluster: Cluster, *, bind: str, until: float, same: str, word: str = "") -> None:
+def host_rendezvous(cluster: Cluster, *, bind: str, until: float, same: str, word: str = "") -> None:
     """Waits, as process 0, until all the others have come.
 
     Args:
       cluster: As process 0 sees it.
       bind: Address to listen on, host:port.
       until: When to give up, by `time.monotonic`.
-      same: What all must run, in words, such as the hash of the job.
-      word: What all are told; each says what is wrong with it.
+      same: Text that all must send alike, such as the hash of the job.
+      word: Text that is sent to all; each answers whether it has a problem with it.
 
     Raises:
-      JaxparError: If it cannot listen, some did not come, one does not fit, or finds the word wrong; the others are
-        told the same.
+      JaxparError: If it cannot listen, some did not come, one does not fit, or has a problem with the word; the others
+        get the same error.
     """
     with _listening(cluster, bind) as server:
-        guests, problem = Guests(cluster, same), None
-        while problem is None:
-            problem = guests.gather(server, until) or guests.ask(word)
-            if not guests.missing():
+        peers, problem = Peers(cluster, same), None
+        while problem is None:  # again, where a process was lost between coming and answering
+            problem = peers.gather(server, until) or peers.ask(word)
+            if not peers.missing():
                 break
-        guests.answer(problem)
+        peers.answer(problem)
     if problem:
-        raise _told(cluster, problem)
+        raise _refused(cluster, problem)
 
 
 def _listening(cluster: Cluster, bind: str) -> socket.socket:
@@ -57,7 +57,8 @@ def _listening(cluster: Cluster, bind: str) -> socket.socket:
             cluster, f"{host} is no address: {error.strerror}", "a name or an address of this machine"
         ) from error
     server.setblocking(False)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what lingers is no one
+    # the port of an attempt that ended a moment ago is in TIME_WAIT, and the next attempt needs it
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         server.bind(where)
         server.listen(cluster.processes)
@@ -68,16 +69,16 @@ def _listening(cluster: Cluster, bind: str) -> socket.socket:
     return server
 
 
-def go_to_meeting(
+def join_rendezvous(
     cluster: Cluster, *, until: float, same: str, check: Callable[[str], Problem | None] = lambda word: None
 ) -> str:
-    """Goes to process 0 and waits, as one of the others, until all have come; returns the word of process 0.
+    """Connects to process 0 and waits, as one of the others, until all have come; returns the word of process 0.
 
     Args:
       cluster: As this process sees it.
       until: When to give up, by `time.monotonic`.
-      same: What this process runs, in words.
-      check: From the word to what is wrong with it here.
+      same: Text that all must send alike.
+      check: Returns the problem that this process has with the word, if any.
 
     Raises:
       JaxparError: If process 0 is not found in time, or says that someone is missing or does not fit.
@@ -89,12 +90,12 @@ def go_to_meeting(
             with socket.create_connection((cluster.host, cluster.port), timeout=left) as server:
                 word, problem = _listen(server, said, until=until + ANSWER + 2.0, check=check)
             if problem:
-                raise _told(cluster, problem)
+                raise _refused(cluster, problem)
             return word
         except ValueError as error:
             if isinstance(error, JaxparError):
                 raise
-            why = "it hung up"  # between two runs, or no process of jaxpar
+            why = "it hung up"  # process 0 of an earlier attempt, or another program: tried again
         except OSError as error:
             why = error.strerror or str(error)
         time.sleep(min(0.2, max(0.0, until - time.monotonic())))
@@ -106,13 +107,14 @@ def go_to_meeting(
 def _listen(
     server: socket.socket, said: dict[str, Any], *, until: float, check: Callable[[str], Problem | None]
 ) -> tuple[str, Problem | None]:
-    """Returns the word of process 0, and how the meeting ended; process 0 gives up first, and says why.
+    """Returns the word of process 0, and the problem that ended the rendezvous, if any.
 
     Raises:
       ValueError: If the other side hangs up, or is no process 0.
       OSError: If it is gone, or silent.
     """
-    word, process_0 = "", Guest(server, until)
+    # `until` is later than the deadline of process 0: so process 0 gives up first, and can say why
+    word, process_0 = "", Peer(server, until)
     process_0.tell(said)
     while True:
         server.settimeout(max(0.01, until - time.monotonic()))
@@ -125,7 +127,7 @@ def _listen(
         process_0.tell({"problem": asdict(wrong) if wrong else None})
 
 
-def _told(cluster: Cluster, problem: Problem) -> JaxparError:
+def _refused(cluster: Cluster, problem: Problem) -> JaxparError:
     return _lost(cluster, problem.got, problem.fix, rule=problem.rule)
 
 

@@ -1,4 +1,4 @@
-"""Heartbeats: what a process says of itself, and the file it says it in."""
+"""Heartbeats: the state that a process reports, and the file it reports it in."""
 
 import dataclasses
 import json
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxpar.files import FULL
-from jaxpar.train.watchdog.digest import Crowd, Digest
+from jaxpar.train.watchdog.digest import Digest, ProcessGroup
 
-ROOM = 2048  # bytes that a beat may grow by on a full disk
+ROOM = 2048  # spare bytes in a file: on a full disk a heartbeat is overwritten in place, and may grow by so many
 MOST = 1 << 20  # bytes of a beat: a few names and numbers
 
 
@@ -22,19 +22,19 @@ class Heartbeat:
 
     Attributes:
       process: Its number.
-      host, pid: Where it is.
-      count: How often it has said so: a stopped process no longer counts.
-      place: How many things it has begun; all processes begin the same ones in the same order.
+      host, pid: Its host and its process id there.
+      count: Number of this heartbeat: it no longer grows when the process is stopped.
+      place: Number of activities it has begun; all processes begin the same ones in the same order.
       step: The step it is in.
-      doing: What it does, in words; `done` and `failed: ...` at its end.
-      stuck: Seconds since it began that, by its own clock, without those in which it was stopped itself.
-      longest: What it did to the most seconds that this took.
-      fact: How many facts it has stated, and the hash of the last one.
-      agreed: On how many facts all agree; only process 0 decides.
-      stop: The signal that asked it to stop, or ""; of process 0, the one because of which all are asked to.
-      hold: The step after which it waits until it knows where to stop, or 0.
-      stop_at: The step after which all stop, or 0; only process 0 decides.
-      below: What is known of the processes below it in the tree, or None.
+      doing: Its activity in words; `done` or `failed: ...` at its end.
+      stuck: Seconds since it began that activity, by its own clock, without time in which it was stopped itself.
+      longest: Activity to the most seconds that it took.
+      fact: Number of facts that it has stated, and the hash of the last one.
+      agreed: Number of facts that all agree on; set by process 0 alone.
+      stop: The signal that asked it to stop, or ""; in process 0, the signal that all are asked to stop for.
+      hold: The step after which it waits until it knows the last step, or 0.
+      stop_at: The step after which all stop, or 0; set by process 0 alone.
+      below: Digest of the processes below it in the tree, or None.
     """
 
     process: int
@@ -65,7 +65,7 @@ class Heartbeat:
 
     @property
     def ended(self) -> bool:
-        """Whether it has nothing more to say."""
+        """Whether this is its last heartbeat."""
         return self.doing == "done" or self.failed
 
     @property
@@ -74,14 +74,15 @@ class Heartbeat:
         return self.doing.startswith("failed: ")
 
     def digest(self, silent: float = 0.0) -> Digest:
-        """Returns what is known of this process alone, which has said nothing new for so many seconds."""
-        alone = Crowd(
+        """Returns the digest of this process alone, whose heartbeat has not changed for `silent` seconds."""
+        alone = ProcessGroup(
             place=self.place, count=1, stuck=self.stuck, names=(self.name,), doing=self.doing, activity=self.activity
         )
         index, value = self.fact
         reason = f"{self.name} ended: {self.doing.removeprefix('failed: ')}"
         return Digest(
             failed=(self.process, reason) if self.failed else None,
+            # a process that has ended is neither silent nor late: it has nothing more to do
             silent=None if self.ended else (silent, self.name, self.activity),
             late=None if self.ended else alone,
             longest=self.longest,
@@ -93,12 +94,12 @@ class Heartbeat:
 
 
 def unknown(process: int) -> Heartbeat:
-    """Returns what is known of a process that has said nothing yet."""
+    """Returns the heartbeat that stands for a process from which none has come yet."""
     return Heartbeat(process=process, host="unknown", pid=0)
 
 
 class Files:
-    """The folder in which processes find each other's beats.
+    """The folder in which processes find each other's heartbeats.
 
     Args:
       folder: Of one attempt of a run; shared by all its processes.
@@ -109,15 +110,15 @@ class Files:
         folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, process: int) -> Heartbeat | None:
-        """Returns what a process last said, or None if it has said nothing yet."""
+        """Returns the last heartbeat of a process, or None if it has written none yet."""
         return read(self.folder, process)
 
     def write(self, beat: Heartbeat) -> None:
-        """Says what a process has to say."""
+        """Writes the heartbeat of a process."""
         write(self.folder, beat)
 
     def state(self, process: int, text: str) -> None:
-        """Leaves the text of a fact where it can be compared, should its hash differ; not on a full disk."""
+        """Writes the text of a fact, which is read only if its hash differs; on a full disk it is left out."""
         file = self.folder / f"{process}.fact.txt"
         try:
             file.write_text(text, encoding="utf-8")
@@ -133,7 +134,8 @@ class Files:
 
 
 def read(folder: Path, process: int) -> Heartbeat | None:
-    """Returns what a process last said, or None if it has said nothing yet."""
+    """Returns the last heartbeat of a process, or None if it has written none yet."""
+    # tried again: only a heartbeat that was overwritten in place, on a full disk, can be met half written
     for _ in range(3):
         try:
             said = json.loads(_bytes(f"{folder}/{process}.json"))
@@ -141,13 +143,13 @@ def read(folder: Path, process: int) -> Heartbeat | None:
             return Heartbeat(**said, below=None if below is None else Digest.parse(below))
         except (OSError, TypeError, KeyError):  # not written yet, or by another version
             return None
-        except ValueError:  # on a full disk it is written in its place
+        except ValueError:
             time.sleep(0.002)
     return None
 
 
 def _bytes(path: str) -> bytes:
-    """Returns a small file; `Path.read_bytes` takes as long as all the rest of a turn."""
+    """Returns the bytes of a small file, by system calls: `Path.read_bytes` takes as long as the rest of a turn."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(handle, MOST)
@@ -156,7 +158,10 @@ def _bytes(path: str) -> bytes:
 
 
 def write(folder: Path, beat: Heartbeat) -> None:
-    """Writes what a process says, whole or not at all; on a full disk over what it said before, in its place."""
+    """Writes a heartbeat, by an atomic rename; on a full disk over the one before, in place.
+
+    Without that a full disk would silence all processes at once, and each would end the run because of another.
+    """
     text, file = json.dumps(dataclasses.asdict(beat)), folder / f"{beat.process}.json"
     part = folder / f".{beat.process}.{os.getpid()}.part"
     try:

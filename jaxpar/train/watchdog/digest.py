@@ -1,10 +1,10 @@
-"""Digests: what is known of many processes, in a size that does not grow with them.
+"""Digests: the state of many processes, in a size that does not grow with their number.
 
     digest of one process      digest of another
               └──────── merge ────────┘           in any order, any grouping: a tree of processes adds them up
 
-A judgement needs the most silent process, those at the lowest place, and how many are ahead of them: each of these
-is a minimum, a maximum or a sum, with a few names.
+The judgement needs the most silent process, the processes at the lowest place, and how many are ahead of them: each of
+these is a minimum, a maximum or a sum, with a few names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,19 +13,19 @@ from functools import reduce
 from typing import Any
 
 NAMES = 4  # processes that a message names; the others are counted
-VALUES = 4  # values of one fact that are told apart; the others are counted
+VALUES = 4  # values of one fact that are kept apart; the others are counted together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crowd:
-    """Processes that have come as far as each other, or some of them further.
+class ProcessGroup:
+    """Some processes: those at the lowest place, or all that are ahead of them.
 
     Attributes:
-      place: How far the last of them has come.
-      count: How many they are.
-      stuck: Seconds, of the one that began last what it does.
-      names: Of the first few.
-      doing: What the first of them does.
+      place: The lowest number of activities that one of them has begun.
+      count: Number of processes.
+      stuck: Seconds since the last of them began its activity.
+      names: Names of the first few.
+      doing: Activity of the first.
       activity: The same with its step.
     """
 
@@ -36,8 +36,8 @@ class Crowd:
     doing: str
     activity: str
 
-    def __add__(self, other: "Crowd") -> "Crowd":
-        return Crowd(
+    def __add__(self, other: "ProcessGroup") -> "ProcessGroup":
+        return ProcessGroup(
             place=min(self.place, other.place), count=self.count + other.count, stuck=min(self.stuck, other.stuck),
             names=(self.names + other.names)[:NAMES], doing=self.doing, activity=self.activity,
         )  # fmt: skip
@@ -49,24 +49,24 @@ class Crowd:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Digest:
-    """A digest of some processes.
+    """The state of some processes. The default is that of none.
 
     Attributes:
-      failed: The first that ended before the run did, and its words; or None.
-      silent: The longest silence: seconds, whose, and what it did then; or None where all have ended.
-      late: Those at the lowest place, but for ended ones.
-      ahead: All others, but for ended ones.
-      longest: What processes do to the most seconds that it took one of them.
-      facts: `COUNT:HASH` of the last fact stated, to how many stated it and the first of them.
+      failed: The lowest process that failed, and its reason; or None.
+      silent: The longest silence: seconds, name and activity; or None where all have ended.
+      late: The processes at the lowest place, without those that have ended.
+      ahead: All others, without those that have ended.
+      longest: Activity to the most seconds that it took one of them.
+      facts: `COUNT:HASH` of the last fact stated, to the number of processes that stated it and the first of them.
       stop: A signal that one of them got, or "".
-      holding: How many know that all are asked to stop, and do not pass `hold`; ended ones count.
+      holding: How many have promised not to pass `hold`; those that have ended count.
       hold: The highest step after which one of them waits.
     """
 
     failed: tuple[int, str] | None = None
     silent: tuple[float, str, str] | None = None
-    late: Crowd | None = None
-    ahead: Crowd | None = None
+    late: ProcessGroup | None = None
+    ahead: ProcessGroup | None = None
     longest: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     stop: str = ""
@@ -75,17 +75,18 @@ class Digest:
 
     @classmethod
     def parse(cls, said: Mapping[str, Any]) -> "Digest":
-        """Returns what was written as JSON."""
-        crowds = {
-            name: None if said[name] is None else Crowd(**said[name] | {"names": tuple(said[name]["names"])})
+        """Returns the digest in a decoded JSON object."""
+        groups = {
+            name: None if said[name] is None else ProcessGroup(**said[name] | {"names": tuple(said[name]["names"])})
             for name in ("late", "ahead")
         }
         facts = {value: (count, tuple(first)) for value, (count, first) in said["facts"].items()}
         ends = {name: None if said[name] is None else tuple(said[name]) for name in ("failed", "silent")}
-        return cls(**{**said, **crowds, **ends, "facts": facts})
+        return cls(**{**said, **groups, **ends, "facts": facts})
 
     def __add__(self, other: "Digest") -> "Digest":
         late, ahead = _ordered(self, other)
+        # associative and commutative up to the choice of names: however the tree groups processes, all get one verdict
         return Digest(
             failed=_least(self.failed, other.failed),
             silent=self.silent if self.silent and not (other.silent and other.silent > self.silent) else other.silent,
@@ -99,18 +100,18 @@ class Digest:
         )
 
     def stated(self, index: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Returns each value of a fact by its hash: how many stated it, and the first of them."""
+        """Returns the values of a fact: hash to the number of processes that stated it, and the first of them."""
         return {value.partition(":")[2]: found for value, found in self.facts.items() if value.startswith(f"{index}:")}
 
 
 def merge(digests: Iterable[Digest]) -> Digest:
-    """Returns what is known of all."""
+    """Returns the digest of all."""
     each = iter(digests)
     return reduce(Digest.__add__, each, next(each, Digest()))
 
 
-def _ordered(one: Digest, other: Digest) -> tuple[Crowd | None, Crowd | None]:
-    """Returns those at the lowest place of both, and all others."""
+def _ordered(one: Digest, other: Digest) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+    """Returns the processes of both at the lowest place, and all others."""
     if one.late is None or other.late is None:
         known = other if one.late is None else one
         return known.late, known.ahead
@@ -121,7 +122,7 @@ def _ordered(one: Digest, other: Digest) -> tuple[Crowd | None, Crowd | None]:
     return other.late, _both(_both(one.late, one.ahead), other.ahead)
 
 
-def _both(one: Crowd | None, other: Crowd | None) -> Crowd | None:
+def _both(one: ProcessGroup | None, other: ProcessGroup | None) -> ProcessGroup | None:
     return one + other if one and other else one or other
 
 
@@ -134,7 +135,8 @@ def _most(one: Mapping[str, float], other: Mapping[str, float]) -> Mapping[str, 
 
 
 def _added(one: Mapping, other: Mapping) -> Mapping[str, tuple[int, tuple[int, ...]]]:
-    """Returns who stated which value; of very many values the rarest are counted together."""
+    """Returns who stated which value; beyond the most frequent values, the others are counted together."""
+    # where every process states something else (a PRNG seed by mistake), a digest would grow with their number
     both = dict(one)
     for value, (count, first) in other.items():
         before = both.get(value, (0, ()))

@@ -1,4 +1,4 @@
-"""Facts that must be the same on all processes: whether they are, and how those differ that are not."""
+"""Facts: values that must be equal on all processes, and where they differ if they are not."""
 
 import difflib
 import hashlib
@@ -10,12 +10,12 @@ from jaxpar.train.watchdog.digest import Digest
 
 
 def digest_of(text: str) -> str:
-    """Returns the hash by which a fact is compared: its text may be long, and is read only where it differs."""
+    """Returns the hash by which a fact is compared: its text may be long, and is read only if hashes differ."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def agreed(known: Digest, index: int, count: int) -> bool:
-    """Whether all processes have stated the same."""
+    """Whether all processes have stated this fact, with the same value."""
     stated = known.stated(index)
     return len(stated) == 1 and sum(n for n, _ in stated.values()) == count
 

@@ -1,11 +1,11 @@
-"""The judgement: from what is known of all processes to the one that is at fault, and why."""
+"""The judgement: from the digest of all processes to the one that is at fault, and why."""
 
 from jaxpar.errors import Problem
 from jaxpar.train.watchdog.digest import Digest
 
-SLOW = 10  # times as patient with what takes long, and as long on one host as on another only by chance
+SLOW = 10  # times the limit for activities that may take long on one host and be quick on another
 PATIENT = ("compiling", "evaluating", "saving", "restoring", "starting")
-TOGETHER = ("training",)  # processes wait for each other in it: how long it takes says nothing of one of them
+TOGETHER = ("training",)  # processes wait for each other in it, so its duration says nothing about one of them
 ON = "the same command goes on from the newest checkpoint; jaxpar launch does so by itself"
 
 
@@ -16,12 +16,13 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
     `limit`, and it has itself taken longer than `allowed`.
 
     Args:
-      me: The process that asks; whether it failed it knows itself.
-      known: What is known of all.
+      me: The process that asks: it is not told of its own failure.
+      known: The digest of all processes.
       limit: Seconds.
     """
+    # in this order: a process that failed has a reason of its own, and its silence and lateness follow from it
     if known.failed and known.failed[0] != me:
-        return Problem(known.failed[1], "all processes train", ON)
+        return Problem(known.failed[1], "all processes of a run train until its end", ON)
     if known.silent and known.silent[0] > limit:
         seconds, name, activity = known.silent
         return Problem(
@@ -30,6 +31,8 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
             ON,
         )
     late, ahead = known.late, known.ahead
+    # both must hold: others have waited for the limit, and the late one has been at it longer than it may. A process
+    # whose compilation takes an hour is not late while the others compile too
     if late is None or ahead is None or ahead.stuck <= limit or late.stuck <= allowed(late.doing, known, limit=limit):
         return None
     return Problem(
@@ -41,10 +44,10 @@ def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
 
 
 def allowed(doing: str, known: Digest, *, limit: float) -> float:
-    """Returns the seconds that a process may take for what it does while others wait for it.
+    """Returns the seconds that a process may take for an activity while others wait for it.
 
-    That is `limit`, ten times that for what may be quick on one host and slow on another (a compilation whose result
-    only the others have kept), and beside that twice the longest that it has taken any process so far.
+    That is `limit`, or ten times that for an activity that may be quick on one host and slow on another (a compilation
+    that the others had in their cache), plus twice the longest time that it has taken any process so far.
     """
     needed = 0.0 if doing in TOGETHER else known.longest.get(doing, 0.0)
     return limit * (SLOW if doing in PATIENT else 1) + 2 * needed

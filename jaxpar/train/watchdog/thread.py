@@ -1,9 +1,9 @@
-"""The other processes of a run, as the loop sees them: what it tells them, and when all stop.
+"""The watchdog in a thread, as the training loop uses it: it reports activities, and learns when all stop.
 
-A collective waits for ever for a process that is gone, stopped, late or runs another program. So a thread of every
-process takes its turns as `jaxpar.train.watchdog` says, and ends the process with the name of the one at
-fault. The folder of the beats is the run's: whoever shares its checkpoints shares it. What the training says and asks
-in each step stays in memory.
+A collective waits for ever for a process that is gone, stopped, late or runs another program. So a thread in every
+process writes and reads heartbeats, as `jaxpar.train.watchdog` describes, and ends the process with an error that names
+the one at fault. The heartbeats are in the run folder, which all hosts share for its checkpoints. Calls of the training
+loop only change values in memory: a step never waits for the file system.
 """
 
 import dataclasses
@@ -25,55 +25,56 @@ from jaxpar.train.watchdog.beat import Files, read, write
 from jaxpar.train.watchdog.judge import ON
 from jaxpar.train.watchdog.watchdog import Watchdog
 
-# seconds before a process ends: without its connections others would be aborted before they can say the same
+# seconds that a process waits before it ends: when its connections close, JAX aborts the others, and they should have
+# printed the same reason by then
 PAUSE = 3 * tree.EVERY
 BROKEN = ("Gloo", "onnection", "heartbeat", "oordination", "NCCL", "UNAVAILABLE")  # words of a collective that failed
 
 
 class LostPeer(JaxparError):
-    """A process of the run is gone, stopped, late, or was made to end."""
+    """Another process of the run is gone, stopped, late, or has failed."""
 
     status = LOST
 
 
 class SingleProcess:
-    """The one process of a run: it has nobody to tell."""
+    """The watchdog of a run with one process, which does nothing: the interface of `WatchdogThread`."""
 
     count, process = 1, 0
 
     def at(self, step: int, doing: str) -> None:
-        """Says what this process does now."""
+        """Reports the activity that begins now."""
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Says that this process compiles, and afterwards what it did before."""
+        """Reports that this process compiles, and afterwards the activity before."""
         yield
 
     def stopping(self, wish: str | None, step: int) -> str | None:
-        """Returns the signal because of which all stop after this step, or None."""
+        """Returns the signal for which all stop after this step, or None."""
         return wish
 
     def agree(self, what: str, value: str) -> None:
-        """Waits until all have said this, and refuses to go on if one said something else."""
+        """Waits until all processes have stated this value, and raises if one states another."""
 
     def explain(self, error: Exception) -> Exception:
-        """Returns an error of a collective as what it means."""
+        """Returns the cause of a collective's error."""
         return error
 
     def close(self, doing: str = "done") -> None:
-        """Says that this process ends."""
+        """Reports that this process ends."""
 
 
 class WatchdogThread(SingleProcess):
-    """All processes of a run, from the point of view of one.
+    """The watchdog of one of several processes, with its thread.
 
     Args:
       folder: The run folder.
-      attempt: What tells this start of the run from others; the same for all processes.
-      process: This one's number.
-      count: How many there are.
-      limit: Seconds without a sign of life, or in the way of others.
-      end: What ends this process when another is lost, with a problem.
+      attempt: Name of this start of the run; the same for all processes.
+      process: Number of this process.
+      count: Number of processes.
+      limit: Seconds without a heartbeat, or of keeping others waiting, after which a process is lost.
+      end: Function that ends this process when another is lost, with a problem.
     """
 
     def __init__(
@@ -85,20 +86,20 @@ class WatchdogThread(SingleProcess):
         self._dog = Watchdog(Files(self.folder), process=process, count=count, limit=limit)
         self._lost: Problem | None = None
         self._closed = threading.Event()
-        self._asked = threading.Event()  # the thread is to take its next turn at once
-        self._turned = threading.Condition()
+        self._asked = threading.Event()  # set to make the thread take its next turn at once
+        self._turned = threading.Condition()  # notified after each turn, for a main thread that waits
         self._waiting: float | None = None  # since when the main thread waits for the others
-        self._dog.turn()
+        self._dog.turn()  # the first turn in the main thread: a folder that cannot be written is an error at once
         self._thread = threading.Thread(target=self._watch, name="jaxpar-peers", daemon=True)
         self._thread.start()
 
     def at(self, step: int, doing: str) -> None:
-        """Says what this process does now: all processes say the same things in the same order."""
+        """Reports the activity that begins now: all processes report the same ones in the same order."""
         self._dog.at(step, doing)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Says that this process compiles, and afterwards what it did before."""
+        """Reports that this process compiles, and afterwards the activity before."""
         before = self._dog.beat
         self.at(before.step, "compiling")
         yield
@@ -108,7 +109,7 @@ class WatchdogThread(SingleProcess):
         """Returns the signal that any process got, after the step that all agreed on.
 
         Once a process wants to stop, each waits after the next step that it finishes until it knows which one is the
-        last: a second or two, or as long as the shared folder shows what is old.
+        last: a second or two, or as long as the shared folder shows old files.
 
         Raises:
           LostPeer: If another process is lost meanwhile.
@@ -121,10 +122,10 @@ class WatchdogThread(SingleProcess):
         return self._dog.stops(step)
 
     def agree(self, what: str, value: str) -> None:
-        """Waits until all have said this; who does not come is found late by the watch.
+        """Waits until all processes have stated this value; the watchdog's thread finds one that does not come.
 
         Raises:
-          JaxparError: If one said something else: which one, and where it differs.
+          JaxparError: If one states another value: which process, and where the texts differ.
           LostPeer: If one is lost, or too late.
         """
         text, before, begin = f"{what}\n{value}", self._dog.beat, time.monotonic()
@@ -138,12 +139,15 @@ class WatchdogThread(SingleProcess):
 
         self._wait(lambda: self._dog.first.agreed >= index or differs())
         if self._dog.first.agreed < index:
-            time.sleep(PAUSE)
+            time.sleep(PAUSE)  # until the others have found the same difference, and read this one's text
             raise facts.disagreement(what, self._dog.known.stated(index), self._dog.files)
         self.at(before.step, before.doing)
 
     def explain(self, error: Exception) -> Exception:
-        """Returns what a broken collective means; waits a moment for a process that says why it ended."""
+        """Returns the cause of a broken collective; waits a moment for a process that reports why it ended.
+
+        A connection breaks within milliseconds, its reason comes with the heartbeat of the process that failed.
+        """
         if not any(word in str(error) for word in BROKEN):
             return error
         begin, quiet = time.monotonic(), 2 * self._dog.interval
@@ -156,13 +160,15 @@ class WatchdogThread(SingleProcess):
         return LostPeer(Problem(got, "all processes of a run train until its end", ON))
 
     def close(self, doing: str = "done") -> None:
-        """Says that this process ends, and watches no more."""
+        """Reports that this process ends, and stops the thread."""
         if not self._closed.is_set():
             self._closed.set()
             self._asked.set()
             self._thread.join(timeout=4 * tree.EVERY)
             self._dog.end(doing)
-            if self._dog.beat.failed:  # the others end with the first, which coordinates: it lets them speak before
+            if self._dog.beat.failed:
+                # process 0 waits longer: it hosts JAX's coordination service, and when that is gone the others are
+                # aborted, whatever they were about to report
                 time.sleep(PAUSE * (1 if self.process else 2))
 
     def _failed(self) -> str | None:
@@ -170,7 +176,7 @@ class WatchdogThread(SingleProcess):
         return failed[1] if failed and failed[0] != self.process else None
 
     def _wait(self, done: Callable[[], bool], *, watched: bool = True) -> None:
-        """Waits until something is known of the others; the thread takes its turns faster meanwhile.
+        """Waits until a condition on the others holds; the thread takes its turns faster meanwhile.
 
         Raises:
           LostPeer: If one is lost meanwhile, and this one is watched.
@@ -208,7 +214,9 @@ class WatchdogThread(SingleProcess):
                 time.sleep(self._dog.interval)
                 continue
             if problem and not self._closed.is_set():
-                time.sleep(max(0.0, 2 * self._dog.interval - PAUSE))  # until others have read it, where turns are rare
+                # with many processes turns are rare: the others should have found the same before this one is gone,
+                # else they would name this one
+                time.sleep(max(0.0, 2 * self._dog.interval - PAUSE))
                 self._lost = problem
                 self._end(problem)
             with self._turned:
@@ -216,7 +224,7 @@ class WatchdogThread(SingleProcess):
 
 
 def report(run: Path, process: int, pid: int, how: str) -> None:
-    """Says for a process of this host that it failed, where it could not say so itself."""
+    """Reports for a process of this host that it failed, where it could not do so itself, as after SIGKILL."""
     for file in (run / "processes").glob(f"*/{process}.json"):
         beat = read(file.parent, process)
         if beat and (beat.host, beat.pid) == (socket.gethostname(), pid) and not beat.ended:
@@ -234,7 +242,7 @@ def _end(problem: Problem) -> NoReturn:
 
 
 def forget(folder: Path, keep: int = 3) -> None:
-    """Deletes what earlier starts of a run left, but the latest."""
+    """Deletes the folders of earlier starts of a run, except the latest ones."""
     folder = folder / "processes"
     if folder.is_dir():
         old = sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime)

@@ -1,14 +1,14 @@
-"""The tree of who reads whose heartbeat: each process opens as many files for 4,096 processes as for one."""
+"""The tree of who reads whose heartbeat: a process opens a few files per turn, however many processes there are."""
 
 WIDTH = 16  # files that a process reads per level of the tree, at most
-EVERY = 0.5  # seconds between two signs of life, of few processes
+EVERY = 0.5  # seconds between two heartbeats, where processes are few
 OPENED = 3  # files per process and turn: its own, by its parent, and that of process 0
 MOST = 15_000  # files that all processes open per second: a shared file system answers 100,000, and has other users
-TURNS = 5  # turns in silence that say nothing yet
+TURNS = 5  # turns of silence that may happen to a healthy process
 
 
 def children(process: int, count: int) -> list[int]:
-    """Returns whose beats a process reads, in order.
+    """Returns the processes whose heartbeats a process reads, in order.
 
     >>> children(0, 50)[12:]
     [13, 14, 15, 16, 32, 48]
@@ -24,7 +24,7 @@ def children(process: int, count: int) -> list[int]:
 
 
 def shortest(count: int) -> float:
-    """Returns the seconds that a turn of so many processes takes at least, so that they open no more than `MOST`."""
+    """Returns the least seconds between turns of `count` processes, so that they open no more than `MOST` files."""
     return count * OPENED / MOST
 
 
@@ -32,8 +32,8 @@ def interval(count: int, limit: float) -> float:
     """Returns the seconds between two turns.
 
     Args:
-      count: How many processes there are.
-      limit: Seconds in which a silent one is to be found.
+      count: Number of processes.
+      limit: Seconds within which a silent one is to be found.
 
     >>> interval(3, 30.0), round(interval(4096, 30.0), 2)
     (0.5, 0.82)

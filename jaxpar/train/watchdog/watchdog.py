@@ -1,6 +1,6 @@
-"""One process's part in the watch: the training says what it does in memory; a turn writes, reads and judges.
+"""The watchdog of one process: the training sets its heartbeat in memory; a turn writes it, reads others' and judges.
 
-    at, wish, state ─► beat ─► turn: children's files ─► digest ─► own file;  process 0's file ─► what all know
+    at, wish, state ─► heartbeat ─► turn: children's files ─► digest ─► own file;  file of process 0 ─► digest of all
 
 Nothing here waits, and only a turn opens files: `jaxpar.train.watchdog.thread` takes one every so often, in a thread.
 """
@@ -17,21 +17,21 @@ from jaxpar.train.watchdog.digest import Digest, merge
 from jaxpar.train.watchdog.facts import agreed
 from jaxpar.train.watchdog.judge import TOGETHER, judge
 
-AGREEING = "agreeing on the"  # how a process that waits for others to state a fact says what it does
+AGREEING = "agreeing on the"  # the activity of a process that waits for others to state a fact begins so
 
 
 class Watchdog:
     """The watchdog of one process.
 
     Args:
-      files: Where processes find each other.
-      process: This one's number.
-      count: How many there are.
-      limit: Seconds without a sign of life, or in the way of others.
-      clock: Seconds, never going back.
+      files: The folder of the heartbeats.
+      process: Number of this process.
+      count: Number of processes.
+      limit: Seconds without a heartbeat, or of keeping others waiting, after which a process is lost.
+      clock: A monotonic clock, in seconds.
 
     Attributes:
-      known: What is known of all processes, as of the last turn.
+      known: The digest of all processes, as of the last turn.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class Watchdog:
         self._lock = threading.Lock()
         self._beat = Heartbeat(process=process)
         self._reached = 0
-        self._heard: dict[int, tuple[tuple[int, int], float]] = {}  # process to a sign of life, and when it was new
+        # process to its last (pid, count), and when that was first read: silence is measured by this process's own
+        # clock, as clocks of hosts differ
+        self._heard: dict[int, tuple[tuple[int, int], float]] = {}
         self._before, self._awake, self._began = clock(), 0.0, 0.0
         self._said = unknown(0)
         self.known = Digest()
@@ -58,10 +60,10 @@ class Watchdog:
         """The heartbeat of process 0, as far as this one knows."""
         return self._said if self.process else self._beat
 
-    # what the training says
+    # called by the training
 
     def at(self, step: int, doing: str) -> None:
-        """Says what this process does now: all processes say the same things in the same order."""
+        """Begins an activity: all processes begin the same ones in the same order."""
         with self._lock:
             self._begin(replace(self._beat, step=step, doing=doing))
 
@@ -73,25 +75,25 @@ class Watchdog:
             return index
 
     def wish(self, name: str) -> None:
-        """Says that this process got a signal to stop."""
+        """Reports that this process got a signal to stop."""
         with self._lock:
             if not self._beat.stop:
                 self._beat = replace(self._beat, stop=name)
 
     def holds(self, step: int) -> bool:
-        """Whether this process waits after a step until process 0 says which one is the last."""
+        """Whether this process waits after a step until process 0 names the last one."""
         with self._lock:
             self._reached = max(self._reached, step)
             if held := stop.holds(self._beat, self.first, step):
-                self._began = self._age()  # nobody is late because of it
+                self._began = self._age()  # waiting for the decision makes nobody late
             return held
 
     def stops(self, step: int) -> str | None:
-        """Returns the signal because of which all stop after this step."""
+        """Returns the signal for which all stop after this step, or None."""
         return stop.stops(self.first, step)
 
     def end(self, doing: str) -> None:
-        """Says, in its file, that this process ends."""
+        """Writes the last heartbeat of this process."""
         with self._lock:
             self._beat = replace(self._beat, doing=doing)
         self._write()
@@ -99,14 +101,16 @@ class Watchdog:
     # a turn
 
     def turn(self) -> Problem | None:
-        """Says and hears what there is; returns what is wrong with a process of the run.
+        """Writes this process's heartbeat and reads others'; returns the problem with a process of the run, if any.
 
         Raises:
           OSError: If the folder cannot be written.
         """
         now = self.clock()
         with self._lock:
-            if now - self._before > 4 * self.interval:  # this process itself was stopped: what it heard is old
+            if now - self._before > 4 * self.interval:
+                # this process itself was stopped, by a signal or a paused machine: by its clock all others seem silent
+                # since then, so they are timed anew
                 self._heard.clear()
             self._awake, self._before = self._age(now), now
         below = merge(self._hear(child, now) for child in self._children)
@@ -120,7 +124,7 @@ class Watchdog:
         return judge(self.process, self.known, limit=self.limit)
 
     def _begin(self, beat: Heartbeat) -> None:
-        """Begins the next thing, and keeps what the one before it took; the lock is held."""
+        """Begins the next activity, and records how long the one before it took; the lock is held."""
         now, before = self._age(), self._beat
         longest = before.longest
         if before.doing not in TOGETHER and not before.doing.startswith(AGREEING):
@@ -130,27 +134,27 @@ class Watchdog:
         self._began = now
 
     def _age(self, now: float | None = None) -> float:
-        """Returns for how many seconds this process has lived, but for those in which it was stopped."""
+        """Returns the seconds that this process has been running, without those in which it was stopped."""
         return self._awake + min((self.clock() if now is None else now) - self._before, 4 * self.interval)
 
     def _hear(self, process: int, now: float) -> Digest:
-        """Returns what is known of a process and of those below it."""
+        """Returns the digest of a process and of those below it."""
         beat = self.files.read(process) or unknown(process)
         if process == 0:
-            # what process 0 has decided stays, though the folder shows an older file, or for a moment none
+            # a decision of process 0 stays, even if a shared file system shows an older file, or for a moment none
             self._said = beat = max(self._said, beat, key=lambda each: each.count)
         alone = beat.digest(self._silence(beat, now))
         return alone if beat.below is None else alone + beat.below
 
     def _silence(self, beat: Heartbeat, now: float) -> float:
-        """Returns for how many seconds a process has said the same, by this one's clock."""
+        """Returns for how many seconds the heartbeat of a process has not changed, by this one's clock."""
         life = (beat.pid, beat.count)
         if beat.process not in self._heard or self._heard[beat.process][0] != life:
             self._heard[beat.process] = (life, now)
         return round(now - self._heard[beat.process][1], 2)
 
     def _lead(self, below: Digest) -> None:
-        """Decides, as process 0, what all agree on."""
+        """Decides, as process 0, where all stop and on which facts they agree."""
         with self._lock:
             self._beat = replace(self._beat, stuck=round(self._age() - self._began, 2))
             self.known = merge([self._beat.digest(), below])
