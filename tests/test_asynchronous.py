@@ -17,13 +17,13 @@ import optax
 import pytest
 from covering import some
 from tiny import Staged, assert_same_arrays, batches, token_loss
+from weight_versions import pipedream, versions
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.pipeline.run.program import COLUMNS, program
 from jaxpar.pipeline.run.unflushed import history, plan
 from jaxpar.pipeline.tables.library import schedule
-from jaxpar.pipeline.tables.weight_versions import pipedream, versions
 from jaxpar.sharding.names import Compute, path_of
 
 pytestmark = pytest.mark.xdist_group("asynchronous")  # what is compiled is shared

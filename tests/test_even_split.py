@@ -3,9 +3,9 @@
 from itertools import pairwise, product
 
 import pytest
+from balanced import balance
 
 from jaxpar.errors import JaxparError
-from jaxpar.partition.profile import balance
 from jaxpar.plan.rules.uneven_layers import Split, split
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from jaxpar.errors import JaxparError
-from jaxpar.partition.profile import balance
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.price import Times, price
 from jaxpar.pipeline.tables.schedule import Cell, from_orders
@@ -205,7 +204,6 @@ REFUSED = [
     (lambda: price(schedule("gpipe", stages=2, microbatches=2), Times((1.0,))), "1 times for forward", "forward=1.0"),
     (lambda: Times(float("nan")), "forward=nan", "forward=1.0"),
     (lambda: Times(send=-1.0), "send=-1.0", "send=1.0"),
-    (lambda: balance([1.0, 2.0], 3), "2 layers in 3 parts", "1..2 parts"),
 ]
 
 

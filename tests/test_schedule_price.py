@@ -5,12 +5,13 @@ import random
 from pathlib import Path
 
 import pytest
+from balanced import balance
+from weight_versions import flushed, pipedream, steady, versions
 
 from jaxpar.errors import JaxparError
-from jaxpar.partition.profile import balance, load
+from jaxpar.partition.profile import load
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.price import Times, price
-from jaxpar.pipeline.tables.weight_versions import flushed, pipedream, steady, versions
 
 GNMT = Path(__file__).parent / "data/pipedream/gnmt_large.graph.txt"
 

@@ -12,7 +12,6 @@ Format: github.com/msr-fiddle/pipedream; the profiler of Narayanan et al. (2019)
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 from jaxpar.errors import refuse
@@ -128,33 +127,3 @@ def _in_order(names: list[str], edges: Sequence[tuple[str, str]], path: str | Pa
         ordered.append(ready)
         del needs[ready]
     return ordered
-
-
-def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Returns where a chain is cut into parts so that the most expensive one is as cheap as can be.
-
-    Args:
-      costs: What every layer of the chain costs.
-      parts: Into how many parts, of one layer at least.
-
-    Returns:
-      The index of the first layer of every part, and at last the number of layers.
-
-    Raises:
-      JaxparError: If there are fewer layers than parts, or a part would be none.
-
-    Source: the linear partition problem: the most expensive of k parts of the first n layers is, at best, the least
-    over i of max(that of k-1 parts of the first i, the sum of the rest).
-    """
-    count, sums = len(costs), [0.0, *accumulate(costs)]
-    if not 1 <= parts <= count:
-        raise refuse(
-            f"{count} layers in {parts} parts", rule="each part has at least one layer", fix=f"1..{count} parts"
-        )
-    best = {n: (sums[n], (0, n)) for n in range(1, count + 1)}
-    for k in range(2, parts + 1):
-        best = {
-            n: min((max(best[i][0], sums[n] - sums[i]), (*best[i][1], n)) for i in range(k - 1, n))
-            for n in range(k, count + 1)
-        }
-    return best[count][1]

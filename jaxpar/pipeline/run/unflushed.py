@@ -27,7 +27,7 @@ import optax
 
 from jaxpar.errors import refuse
 from jaxpar.pipeline.run.execute import run_table
-from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind
+from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind, program
 from jaxpar.pipeline.run.slots import load, store
 from jaxpar.pipeline.run.stage import Keep, Row, Stage
 from jaxpar.pipeline.run.traced_model import Model
@@ -264,8 +264,6 @@ def updating(optimizer: optax.GradientTransformation, join: Callable, split: Cal
 
 def history(schedule: Schedule, weights: Weights) -> np.ndarray:
     """Returns [stages, microbatches]: the version that the backward of a microbatch differentiates with."""
-    from jaxpar.pipeline.run.program import program
-
     rows = plan(program(schedule), weights).program.rows
     found = np.zeros((schedule.stages, schedule.microbatches), np.int32)
     for tick, stage, cell in schedule:

@@ -1,4 +1,4 @@
-"""PipeDream's training without a flush: weights change after every backward, so which ones did a microbatch see?
+"""PipeDream's training without a flush, by definition: which weights a microbatch sees, and how long it takes.
 
     1f1b, 3 stages: of microbatch 2, stage 0 goes forward with weights that no backward has changed yet, its backward
     comes when two have. Without stashing that backward would differentiate another function than its forward computed.
