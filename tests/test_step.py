@@ -7,10 +7,14 @@ import optax
 import pytest
 from covering import some
 from flax import nnx
+from jax.sharding import PartitionSpec
 from tiny import BATCH, SEQ, VOCAB, assert_same_arrays, batches, models, on_one_device, token_loss, train
 
 import jaxpar as jp
+from jaxpar.models.named import spec_of
 from jaxpar.models.remat import POLICIES
+from jaxpar.parallel.techniques.asked import names_of
+from jaxpar.sharding.constrain import activation_names
 from jaxpar.step.check_precision import products
 
 
@@ -239,3 +243,11 @@ def test_the_batch_is_split_over_data_and_fsdp():
     step = jp.train_step(layout, token_loss, optax.sgd(0.1))
     placed = step.put(next(iter(batches(1))))["inputs"]
     assert placed.addressable_shards[0].data.shape == (BATCH // 8, SEQ)
+
+
+def test_under_sequence_parallelism_heads_and_mlp_keep_the_axis_that_the_stream_may_have():
+    parallel = jp.Parallel(data=4, tensor=2, sequence=True)
+    with activation_names(names_of(parallel), parallel.sizes):
+        assert spec_of(("batch", "seq", "embed")) == PartitionSpec("data", "tensor", None)
+        assert spec_of(("batch", "seq", "heads", "head_dim")) == PartitionSpec("data", None, "tensor", None)
+        assert spec_of(("batch", "seq", "mlp")) == PartitionSpec("data", None, "tensor")

@@ -29,9 +29,10 @@ def names_of_dims(sizes: Mapping[str, int]) -> dict[str, Axes]:
     What a dim is called decides what it is split over: Megatron-LM's column and row pairs (Shoeybi et al. 2019,
     arXiv:1909.08053) in the names that Flax, MaxText and T5X use for dims.
     """
-    # inner axes first: where two names of an activation ask for one axis the first takes it, and under sequence
-    # parallelism, which splits seq over tensor as well, heads must come before seq
-    split = {dim: axis.name for axis in reversed(AXES.values()) for dim in axis.splits if axis.name in sizes}
+    # Inner axes first: of two dims that ask for one axis, the name that comes first has it. Under sequence parallelism
+    # `seq` asks for `tensor` too, and must leave it to the heads or the mlp of an activation that has both.
+    inner_first = reversed(AXES.values())
+    split = {dim: axis.name for axis in inner_first for dim in axis.splits if axis.name in sizes}
     return {"batch": batch_axes(sizes), **split, **dict.fromkeys(WHOLE)}
 
 
