@@ -19,6 +19,7 @@ _MODULES = {
     "compose": "jaxpar.parallel.compose",
     "linen": "jaxpar.parallel.compose",
     "constrain": "jaxpar.models.named",
+    "attention": "jaxpar.models.islands",
     "init_state": "jaxpar.step.state",
     "State": "jaxpar.step.state",
     "train_step": "jaxpar.step.step",

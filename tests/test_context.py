@@ -12,7 +12,8 @@ from tiny import SEQ, VOCAB, assert_same_arrays, models, on_one_device, token_lo
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.target import find_plugin
-from jaxpar.models import attention as attending
+from jaxpar.models import islands
+from jaxpar.parallel.techniques.attention_gather import in_16_bits
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 LAYOUTS = {
@@ -121,6 +122,14 @@ def test_a_piece_may_have_fewer_tokens_than_the_others():
     assert_same_arrays(state.params, reference.params)
 
 
+def test_a_step_may_be_lowered_twice_though_jax_traces_it_once():
+    step = jp.train_step(jp.compose(KINDS["llama"], jp.Parallel(data=4, context=2)), jp.next_token, optax.sgd(0.1))
+    ids = jax.ShapeDtypeStruct((8, SEQ), jnp.int32)
+    batch = {"inputs": ids, "targets": ids}
+    first, second = (step.lower(step.abstract(), batch) for _ in range(2))
+    assert first.as_text() == second.as_text()
+
+
 def test_a_model_that_names_no_sequence_is_refused():
     said = r"context=2, but Bare names no activation dim seq.*\n.*\n.*jp.constrain"
     with pytest.raises(JaxparError, match=said):
@@ -146,8 +155,8 @@ def lowered(monkeypatch, settings, backend, **sizes):
         asked.add(implementation)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(attending.jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(attending.jax.nn, "dot_product_attention", attention)
+    monkeypatch.setattr(islands.jax, "default_backend", lambda: backend)
+    monkeypatch.setattr(islands.jax.nn, "dot_product_attention", attention)
     layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(**sizes))
     step = jp.train_step(layout, jp.next_token, optax.sgd(0.1), precision="bf16")
     ids = jax.ShapeDtypeStruct((8, settings.seq), jnp.int32)
@@ -186,14 +195,15 @@ def test_attention_in_pieces_is_attention(is_causal):
     *given, weight = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
 
     def run(attention, dtype):
-        out, back = jax.vjp(partial(attention, is_causal=is_causal), *(x.astype(dtype) for x in given))
+        out, back = jax.vjp(attention, *(x.astype(dtype) for x in given))
         return out, *back(weight.astype(dtype))
 
-    low, high = run(attending._attend_pieces, jnp.bfloat16), run(jax.nn.dot_product_attention, jnp.float32)
+    pieces, whole = partial(in_16_bits, causal=is_causal), partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    low, high = run(pieces, jnp.bfloat16), run(whole, jnp.float32)
     for got, want in zip(low, high, strict=True):
         assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(got.astype(np.float32), want, atol=0.03 * np.abs(want).max())
-    exact = run(attending._attend_pieces, jnp.float32)
+    exact = run(pieces, jnp.float32)
     for got, want in zip(exact, high, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
 

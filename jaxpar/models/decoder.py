@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.models.attention import Attend, Rope, attend
 from jaxpar.models.heads import check_heads
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
+from jaxpar.models.rotary import Rope
 from jaxpar.models.stack import run_stack, stack
 
 
@@ -95,11 +95,10 @@ class Decoder(nnx.Module):
 
     Args:
       settings: Shape and kind.
-      attend: How attention is computed; context parallelism hands in its own.
       rngs: Streams `params` and `dropout`.
     """
 
-    def __init__(self, settings: DecoderSettings, *, attend: Attend = attend, rngs: nnx.Rngs):
+    def __init__(self, settings: DecoderSettings, *, rngs: nnx.Rngs):
         s = self.settings = settings
         self.remat = "none"
         self.deterministic = False
@@ -119,7 +118,6 @@ class Decoder(nnx.Module):
             causal=True,
             dropout=s.dropout,
             out_scale=(2 * s.layers) ** -0.5,
-            attend=attend,
         )
         self.blocks = stack(lambda rngs: Block(kind, rngs=rngs), s.layers, rngs)
         self.norm = Norm(s.dim, kind=s.norm, eps=s.norm_eps)

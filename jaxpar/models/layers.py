@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.models.attention import KEYS, QUERIES, Attend, Rope, attend, gathered, rotate
+from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.named import constrain
+from jaxpar.models.rotary import Rope, rotate
 
 
 def weight(rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str, ...], scale: float) -> nnx.Param:
@@ -68,7 +69,6 @@ class BlockSettings:
       dropout: Rate, where a key is given.
       out_scale: Scale of the initial matrices that write to the stream, 1 / sqrt(2 layers) in GPT-2.
       norm_eps: What the norms add to the mean square.
-      attend: How attention is computed.
     """
 
     dim: int
@@ -83,7 +83,6 @@ class BlockSettings:
     dropout: float
     out_scale: float
     norm_eps: float = 1e-5
-    attend: Attend = attend
 
 
 class Attention(nnx.Module):
@@ -110,8 +109,7 @@ class Attention(nnx.Module):
         q, k, v = _plus(q, self.query_bias), _plus(k, self.key_bias), _plus(v, self.value_bias)
         if self.settings.rope is not None:
             q, k = rotate(q, self.settings.rope), rotate(k, self.settings.rope)
-        y = self.settings.attend(q, gathered(k), gathered(v), is_causal=self.settings.causal)
-        y = constrain(y, *QUERIES)
+        y = constrain(attention(q, k, v, causal=self.settings.causal), *QUERIES)
         return _plus(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
 
 

@@ -1,5 +1,7 @@
 """Names of dims of activations, which a training step gives a meaning: what an axis of its mesh splits."""
 
+from collections.abc import Sequence
+
 import jax
 from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import PartitionSpec
@@ -23,13 +25,20 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
             rule="every dim has one name, or None",
             fix=f"constrain(x, {', '.join(map(repr, (*names, *(None,) * x.ndim)[: x.ndim]))})",
         )
-    spec = spec_of(names)
+    spec = _spec(names, get_logical_axis_rules())
     return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
 
 
 def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
-    """Returns what the rules of a step make of the names of an activation's dims; None outside of a step."""
-    rules = get_logical_axis_rules()
+    """Returns how an activation with these names of dims is cut; None outside of a step.
+
+    To ask is not to name: a step notes the names that `constrain` compares with its rules, as those that its model
+    used, and refuses an axis that cuts none of them. Plain copies of the rules' names note nothing.
+    """
+    return _spec(names, tuple((str(name), axes) for name, axes in get_logical_axis_rules()))
+
+
+def _spec(names: tuple[str | None, ...], rules: Sequence) -> PartitionSpec | None:
     if not rules:
         return None
     dims: list = [None] * len(names)

@@ -38,6 +38,7 @@ class Parallel:
       sequence: Whether the activations between the matrices are split along `seq` over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       pipeline: How the stages take turns.
+      how: Axis to the way in which its technique runs, where it has several: {"context": "gather"}.
       axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
       rules: Name of a dim to mesh axis (or axes, or None), before jaxpar's own names.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
@@ -55,6 +56,7 @@ class Parallel:
     zero: int | None = None
     sequence: bool = False
     pipeline: Pipeline = field(default_factory=Pipeline)
+    how: Mapping[str, str] = field(default_factory=dict)
     axes: Mapping[str, int] = field(default_factory=dict)
     rules: Mapping[str, Axes] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -252,8 +252,9 @@ class Layout:
         total = sum(leaf.bytes for leaf in leaves)
         count = sum(leaf.size for leaf in leaves)
         updates = f", {self.updates_per_step} updates a step" if self.updates_per_step > 1 else ""
+        how = "".join(f", {axis} by {way}" for axis, way in self.parallel.how.items())
         return (
-            f"{self.blueprint.name} on {axes}{stage}{', sequence' if self.parallel.sequence else ''}{updates}: "
+            f"{self.blueprint.name} on {axes}{stage}{', sequence' if self.parallel.sequence else ''}{how}{updates}: "
             f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device"
         )
 

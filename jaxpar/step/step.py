@@ -23,8 +23,7 @@ from jaxpar.inspector.branches import check_branches
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.table import TECHNIQUES
-from jaxpar.sharding.constrain import activation_names
+from jaxpar.parallel.techniques import asked
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step import check_precision as check
@@ -72,6 +71,7 @@ class Step:
         self.gradients = gradients_of(layout, loss, numerics)
         self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self._compiled: dict[Any, Any] = {}
+        self._used = asked.Used()
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
         self._flying: deque = deque()
         self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
@@ -121,9 +121,9 @@ class Step:
         if key not in self._compiled:
             self._check_state(state)
             with self.compiling():
-                with self._users_code(batch), self._traced() as named:
+                with self._users_code(batch), self._traced():
                     lowered = self._eval.lower(state.params, state.model_state, batch)
-                self._check(named, lowered)
+                asked.check(self.layout, self._used, lowered)
                 self._compiled[key] = self._compile(key, lowered)
         sums = self._run(key, state, state.params, state.model_state, batch)
         self._bound(sums)
@@ -162,9 +162,9 @@ class Step:
     def lower(self, state: State, batch: Batch):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
-        with self._users_code(batch), self._traced() as named:
+        with self._users_code(batch), self._traced():
             lowered = self._train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
-        self._check(named, lowered)
+        asked.check(self.layout, self._used, lowered)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())
             check.check_bf16(self.products)
@@ -191,16 +191,10 @@ class Step:
         """Returns the shape of a batch array with the sharding that it will have."""
         return self._placing.shaped(name, value)
 
-    def _check(self, named: set[str], lowered: Any) -> None:
-        """Lets each technique look at the names that the model used, and at the lowered program."""
-        for technique in TECHNIQUES.values():
-            technique.check(self.layout, named, lowered)
-
     @contextmanager
     def _traced(self):
-        names = activation_names(self.layout.names, self.layout.sizes)
-        with jax.set_mesh(self.layout.on), uncollected(), names as named:
-            yield named
+        with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used):
+            yield
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         return self.gradients.update(self.optimizer, state, batch, self._on_device)

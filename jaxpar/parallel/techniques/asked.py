@@ -1,16 +1,24 @@
-"""What all techniques together say of a declaration and of a layout."""
+"""Asks all techniques together: of a declaration, of a layout, and while its step is traced."""
 
-from jaxpar.errors import Problem
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxpar.errors import Problem, nearest, refuse
 from jaxpar.mesh.axes import AXES
+from jaxpar.models.islands import implemented
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.table import TECHNIQUES
+from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.rules import names_of_dims
 
 
 def declared(parallel: Parallel) -> list[Problem]:
     """Returns what is wrong with a declaration, before any model or device."""
-    return [problem for each in TECHNIQUES.values() for problem in each.problems(parallel)] + parallel.problems()
+    found = [problem for each in TECHNIQUES.values() for problem in each.problems(parallel)]
+    return found + parallel.problems() + _how_problems(parallel)
 
 
 def names_of(parallel: Parallel) -> dict[str, Axes]:
@@ -35,3 +43,81 @@ def idle(layout: Layout) -> list[Problem]:
         for axis, size in layout.sizes.items()
         if size > 1 and axis in AXES and axis not in TECHNIQUES
     ]
+
+
+def islands(parallel: Parallel) -> dict[str, Callable]:
+    """Returns what runs the islands of a model in a step, by the names of the islands.
+
+    A technique whose axis is not there runs those that no other does: `gather` goes by the names of dims, which a
+    user's rules, or sequence parallelism, cut over other axes than `context`.
+    """
+    found: dict[str, Callable] = {}
+    for axis, each in TECHNIQUES.items():
+        if each.how:
+            own = each.how[parallel.how.get(axis, next(iter(each.how)))]
+            found = {**found, **own} if parallel.sizes.get(axis, 1) > 1 else {**own, **found}
+    return found
+
+
+@dataclass
+class Used:
+    """What a model used of jaxpar in a step, over all that is traced of it: JAX traces once what is lowered twice.
+
+    Attributes:
+      names: Names of dims of activations.
+      islands: Names of islands that were called.
+    """
+
+    names: set[str] = field(default_factory=set)
+    islands: set[str] = field(default_factory=set)
+
+
+@contextmanager
+def traced(layout: Layout, used: Used) -> Iterator[None]:
+    """Gives names of dims and islands their meaning in a layout while a step of it is traced, and notes their use."""
+    names = activation_names(layout.names, layout.sizes)
+    with names as named, implemented(islands(layout.parallel)) as called:
+        yield
+    used.names |= named
+    used.islands |= called
+
+
+def check(layout: Layout, used: Used, lowered: Any) -> None:
+    """Lets each technique look at what a model used in a step, and at the lowered program.
+
+    Raises:
+      JaxparError: If a technique can't do what it should; if the declaration chose how an island runs, and the model
+        never called it.
+    """
+    for technique in TECHNIQUES.values():
+        technique.check(layout, used.names, lowered)
+    for axis, way in layout.parallel.how.items():
+        if not used.islands & (calls := TECHNIQUES[axis].how[way].keys()):
+            raise refuse(
+                f"how={{{axis!r}: {way!r}}}, but {layout.blueprint.name} never calls {_functions(calls)}",
+                rule=f"{way!r} says how {_functions(calls)} runs, so the model calls it",
+                fix=f"{_functions(calls)} in the model, or leave how out",
+            )
+
+
+def _how_problems(parallel: Parallel) -> list[Problem]:
+    """Returns ways that no technique has, or that would do nothing."""
+    ways = {axis: each.how for axis, each in TECHNIQUES.items() if each.how}
+    rule = "how names a way of a technique: " + "; ".join(f"{axis}: {', '.join(each)}" for axis, each in ways.items())
+    if not isinstance(parallel.how, Mapping):
+        return [Problem(f"how={parallel.how!r:.60}", rule, 'how={"context": "gather"}')]
+    found = []
+    for axis, way in parallel.how.items():
+        got = f"how={{{axis!r}: {way!r}}}"
+        if axis not in ways:
+            found.append(Problem(got, rule, nearest(str(axis), ways)))
+        elif str(way) not in ways[axis]:
+            found.append(Problem(got, rule, nearest(str(way), ways[axis])))
+        elif parallel.sizes.get(axis, 1) == 1:
+            fix = f"{axis}=2 or more, or leave how out"
+            found.append(Problem(f"{got} with {axis}=1 does nothing", f"it says how `{axis}` runs what it splits", fix))
+    return found
+
+
+def _functions(names: Iterable[str]) -> str:
+    return ", ".join(f"jp.{name}" for name in sorted(names))

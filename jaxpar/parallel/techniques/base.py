@@ -2,12 +2,13 @@
 
 declared    problems(parallel)           what is wrong with the declaration on its own
 composed    names(parallel)              names of dims to mesh axes, besides what its axis splits
-idle(layout)                 why its axis would do nothing, or could not do what it should
+            idle(layout)                 why its axis would do nothing, or could not do what it should
+traced      how                          what runs the islands that a model calls, such as jp.attention
 lowered     check(layout, named, text)   what it needs of a model, seen in its traced step
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.errors import Problem
@@ -24,6 +25,8 @@ class Technique:
       problems: Returns what is wrong with a declaration, before any model or device.
       names: Returns names of dims to mesh axes, besides or instead of what the axis splits by itself.
       idle: Returns why the axis does nothing for a model, or cannot do what it should.
+      how: Ways in which it runs the islands of a model, where it has any: name to the functions that implement them,
+        each by the name of its island. The first is the default; `Parallel.how` chooses another.
       check: Refuses a step by the names of activation dims that its model used, and its lowered program.
     """
 
@@ -31,6 +34,7 @@ class Technique:
     problems: Callable[[Parallel], list[Problem]] = lambda _: []
     names: Callable[[Parallel], Mapping[str, Axes]] = lambda _: {}
     idle: Callable[[Layout], list[Problem]] = lambda _: []
+    how: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)
     check: Callable[[Layout, set[str], Any], None] = lambda *_: None
 
 

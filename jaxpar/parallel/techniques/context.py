@@ -1,12 +1,18 @@
-"""Context parallelism: devices share every sequence, and gather keys and values."""
+"""Context parallelism: devices share every sequence, and attention brings its queries and keys together.
+
+To add a way of doing that: a file beside `attention_gather.py` with a function of the arguments of `jp.attention`, and
+a row of `HOW`. It is chosen by `Parallel(how={"context": name})`.
+"""
 
 from typing import Any
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.attention_gather import gather
 from jaxpar.parallel.techniques.base import Technique
 
+HOW = {"gather": {"attention": gather}}
 _PICKS = "operand_batching_dims"  # a lookup of its own in every row, as in take_along_axis
 
 
@@ -50,4 +56,4 @@ def check(layout: Layout, named: set[str], lowered: Any) -> None:
         )
 
 
-CONTEXT = Technique(axis="context", names=names, check=check)
+CONTEXT = Technique(axis="context", names=names, check=check, how=HOW)

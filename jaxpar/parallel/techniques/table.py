@@ -15,9 +15,15 @@ TECHNIQUES: dict[str, Technique] = {each.axis: each for each in (PIPE, DATA, SHA
 
 @contextmanager
 def added(technique: Technique) -> Iterator[None]:
-    """Adds a technique, until the context ends."""
+    """Adds a technique, or takes it for the one of its axis, until the context ends.
+
+    A way of jaxpar's own technique to run a model's islands is added so:
+    `added(replace(CONTEXT, how={**CONTEXT.how, "mine": {"attention": mine}}))`.
+    """
+    before = dict(TECHNIQUES)
     TECHNIQUES[technique.axis] = technique
     try:
         yield
     finally:
-        del TECHNIQUES[technique.axis]
+        TECHNIQUES.clear()
+        TECHNIQUES.update(before)

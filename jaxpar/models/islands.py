@@ -1,0 +1,113 @@
+"""Islands: functions that any Flax model calls, and that the traced step implements.
+
+    model ──► jp.attention(q, k, v) ──► outside of a step: softmax(q k) v, as jax.nn has it
+                                    └─► in a step: as a technique of its layout runs it (gather, ring, ...)
+
+As with `jp.constrain`, the model knows no mesh, and outside of a step an island is a plain function. An implementation
+has the island's own arguments, as arrays of global shape that are cut as the model named their dims: it may constrain
+them whole, or enter `jax.shard_map` over the axes that cut them.
+
+To add an island: a function here that checks what it is given and calls what runs under its name. To add an
+implementation: a row of the table `how` of a technique (`jaxpar.parallel.techniques`). A model's or a user's own needs
+no technique: `with implemented({"attention": mine}):` around the call of the model.
+
+Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, k head_dim.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import refuse
+
+Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal) -> bshk
+# the names of dims of what attention is given, for models that name them and implementations that ask how they are cut
+QUERIES = ("batch", "seq", "heads", "head_dim")
+KEYS = ("batch", "seq", "kv_heads", "head_dim")
+
+# pairs of an island's name and what runs it. A context of JAX's, so that a function that was jitted before is traced
+# again where another implementation runs; hence a tuple, which can be compared
+_running = jax.make_user_context(())
+_called: ContextVar[set[str] | None] = ContextVar("called", default=None)
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False) -> jax.Array:
+    """Returns softmax(q k / sqrt(head_dim)) v, as the step that is traced runs it.
+
+    Name the dims of the model's stream, `jp.constrain(x, "batch", "seq", "embed")`, and context parallelism cuts the
+    sequence: where one query meets all keys is then this function's business.
+
+    Args:
+      q: Queries. Shape [batch, queries, heads, head_dim].
+      k: Keys. Shape [batch, keys, kv_heads, head_dim]; kv_heads divides heads (grouped-query attention).
+      v: Values. Shape of `k`.
+      causal: Whether query i sees only the keys 0..i; there are as many of both then.
+
+    Returns:
+      Shape and dtype of `q`.
+
+    Raises:
+      JaxparError: If the shapes or dtypes do not belong together.
+    """
+    _check(q, k, v, causal)
+    return _run("attention", whole)(q, k, v, causal=causal)
+
+
+def whole(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
+    """Returns attention over whole sequences; with cuDNN's fused kernel on NVIDIA GPUs in 16 bits."""
+    low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
+    fused = "cudnn" if low and jax.default_backend() == "gpu" else None
+    return jax.nn.dot_product_attention(q_bshk, k_btgk, v_btgk, is_causal=causal, implementation=fused)
+
+
+@contextmanager
+def implemented(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
+    """Runs these islands, by their names, as the given functions, while the context lasts. The innermost context wins.
+
+    Yields:
+      The names of the islands that were called, complete when the context ends; also within contexts inside of it.
+    """
+    around = _called.get()
+    called: set[str] = set() if around is None else around
+    token = _called.set(called)
+    try:
+        with _running(tuple({**dict(_running.value), **islands}.items())):
+            yield called
+    finally:
+        _called.reset(token)
+
+
+def _run(island: str, plain: Callable) -> Callable:
+    """Returns what runs an island here, and notes that it was called."""
+    called = _called.get()
+    if called is not None:
+        called.add(island)
+    return dict(_running.value).get(island, plain)
+
+
+def _check(q: Any, k: Any, v: Any, causal: bool) -> None:
+    shapes = [getattr(x, "shape", None) for x in (q, k, v)]
+    dtypes = {str(getattr(x, "dtype", type(x).__name__)) for x in (q, k, v)}
+    fits = (
+        all(shape is not None and len(shape) == 4 and all(shape) for shape in shapes)
+        and shapes[1] == shapes[2]
+        and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+        and q.shape[2] % k.shape[2] == 0
+        and (q.shape[1] == k.shape[1] or not causal)
+    )
+    if not fits or len(dtypes) > 1 or not jnp.issubdtype(q.dtype, jnp.floating):
+        given = ", ".join(f"{n} {_shown(x)}" for n, x in (("q", q), ("k", k), ("v", v)))
+        raise refuse(
+            f"jp.attention({given}, causal={causal})",
+            rule="q is [batch, queries, heads, head_dim], k and v are [batch, keys, kv_heads, head_dim] where kv_heads "
+            "divides heads, all of one floating-point dtype; with causal=True there are as many queries as keys",
+            fix='q = jnp.einsum("bsd,dhk->bshk", x, w), and likewise k and v',
+        )
+
+
+def _shown(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") and hasattr(x, "dtype") else type(x).__name__

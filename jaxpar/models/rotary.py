@@ -1,0 +1,46 @@
+"""Rotary position embeddings.
+
+Suffixes of arrays: b batch, s seq, h heads, k head_dim.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings: how fast the pairs of a head turn (Su et al. 2021, arXiv:2104.09864).
+
+    Attributes:
+      base: Pair i of n turns by base ** (-i / n), in radians.
+      stretch: (factor, low, high, seq): pairs that turn less than `low` times within seq positions turn `factor` times
+        slower, those that turn more than `high` times as they did, the others in between. () leaves all as they are.
+        Llama 3.1 (arXiv:2407.21783) has (8, 1, 4, 8192).
+    """
+
+    base: float
+    stretch: tuple[float, ...] = ()
+
+    def frequencies(self, pairs: int) -> jax.Array:
+        """Returns radians per position. Shape [pairs], float32."""
+        found = self.base ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
+        if not self.stretch:
+            return found
+        factor, low, high, seq = self.stretch
+        kept = jnp.clip((seq * found / (2 * math.pi) - low) / (high - low), 0, 1)
+        return found * (kept + (1 - kept) / factor)
+
+
+def rotate(x_bshk: jax.Array, rope: Rope) -> jax.Array:
+    """Returns queries or keys turned by their position.
+
+    Pairs are (i, i + head_dim / 2), as in the released Llama weights.
+    """
+    frequency = rope.frequencies(x_bshk.shape[-1] // 2)
+    angle = jnp.arange(x_bshk.shape[1], dtype=jnp.float32)[:, None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x_bshk.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bshk.dtype)
