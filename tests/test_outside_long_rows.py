@@ -13,11 +13,11 @@ from jaxpar.job.plan import question as asked_of
 from jaxpar.plan.enumerate import pick
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
-from jaxpar.plan.memory import layer_bytes
-from jaxpar.plan.model.base import Transformer
+from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.pages.html import write
 from jaxpar.plan.pages.text import hopeless, page
+from jaxpar.plan.planned import Transformer
 from jaxpar.plan.search import Question, search
 from jaxpar.plan.speed import LOW, WAITING, speed, ways_out
 

@@ -16,8 +16,8 @@ from jaxpar.plan.doubts import doubts
 from jaxpar.plan.enumerate import pick
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
-from jaxpar.plan.model.base import Transformer
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.planned import Transformer
 from jaxpar.plan.search import Question, search, weigh
 
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")

@@ -21,14 +21,15 @@ from jaxpar.inspector.ledger import attribute_text
 from jaxpar.inspector.timeline import replay
 from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.enumerate import Choices
+from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED, MEGATRON_2022
-from jaxpar.plan.model.base import Transformer
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.planned import Transformer
 from jaxpar.plan.rules.advice import advise
 from jaxpar.plan.search import Question, search
-from jaxpar.plan.traffic import gradients, pieces, send
+from jaxpar.plan.techniques.pipe import send
+from jaxpar.plan.techniques.sharding import gradients, pieces
 
 A100, H100 = HARDWARE["a100"], HARDWARE["h100"]
 LLAMA_405B = replace(LLAMA_8B, layers=128, dim=16384, heads=128, hidden=53248)

@@ -13,13 +13,14 @@ from tiny import Staged, assert_same_arrays, on_one_device, train
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.plan import traffic
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
-from jaxpar.plan.memory import memory, stage_parameters
+from jaxpar.plan.memory import memory
+from jaxpar.plan.model.layer_bytes import stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR as BYTES
+from jaxpar.plan.techniques import sharding
 
 MODEL = partial(Staged, layers=4, tied=False)
 MESHES = {
@@ -87,5 +88,5 @@ def test_outside_the_planner_counts_shards_and_what_they_cost_to_make():
     before, after = memory(shape, one, JAXPAR), memory(shape, two, JAXPAR)
     assert before.gradients - after.gradients == pytest.approx(BYTES.gradients * count * 7 / 8)
     assert after.working - before.working == pytest.approx(BYTES.gradients * 8 * shape.cut_layer(1))
-    (_, once), (each, after) = (traffic.gradients(count, c, HARDWARE["h100"], JAXPAR, layers=8) for c in (one, two))
+    (_, once), (each, after) = (sharding.gradients(count, c, HARDWARE["h100"], JAXPAR, layers=8) for c in (one, two))
     assert 8 * each == pytest.approx((8 + 4 - 1) * (once - after))

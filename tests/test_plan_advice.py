@@ -14,8 +14,8 @@ from jaxpar.errors import JaxparError
 from jaxpar.plan.enumerate import legal
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
-from jaxpar.plan.model.base import Transformer
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.planned import Transformer
 from jaxpar.plan.rules.advice import advise, situation_of
 from jaxpar.plan.rules.decisions import RULES, Situation
 from jaxpar.plan.search import MARGIN, Question, search
@@ -65,12 +65,8 @@ def test_a_cell_of_the_table(asked, cell, said):
     for option in advice.options:
         if option.best is not None:
             assert option.best.memory.total <= asked.room
-            one = {key: np.array([value]) for key, value in vars_of(option.best.candidate).items()}
-            assert option.layouts.among(type(option.best.candidate)(**one), 8).all()
-
-
-def vars_of(candidate):
-    return {key: getattr(candidate, key) for key in type(candidate).__dataclass_fields__}
+            one = option.best.candidate.mapped(lambda value: np.array([value]))
+            assert option.layouts.among(one, 8).all()
 
 
 def test_every_row_has_its_case_and_every_situation_exactly_one_row():

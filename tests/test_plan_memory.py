@@ -16,10 +16,12 @@ from jaxpar.errors import JaxparError
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022
-from jaxpar.plan.memory import in_flight, layer_bytes, memory, static
+from jaxpar.plan.memory import memory, static
+from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR as FLOAT32
 from jaxpar.plan.model.state_bytes import MEGATRON, PAPER, Recipe
+from jaxpar.plan.techniques.pipe import in_flight
 
 GIB = 2**30
 # Korthikanti et al. 2022, figure 1: layers, dim, heads, pipe, chunks, rows, microbatches; GiB of parameters with

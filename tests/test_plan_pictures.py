@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from jaxpar.cli.main import main
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
-from jaxpar.plan.model.base import Transformer
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.pages.bars import LETTERS, bars, lengths
-from jaxpar.plan.pages.html import MEMORY, write
+from jaxpar.plan.pages.bars import bars, lengths
+from jaxpar.plan.pages.html import write
+from jaxpar.plan.pages.looks import BYTES, looks
 from jaxpar.plan.pages.pareto_svg import Frame, kinds, memory_ticks, thinned, time_ticks
 from jaxpar.plan.pages.text import leaner, page
 from jaxpar.plan.pareto import pareto
+from jaxpar.plan.planned import Transformer
 from jaxpar.plan.search import Question, describe, search
 from jaxpar.plan.validation import Checked
 from jaxpar.units import show_bytes, show_seconds
@@ -118,7 +119,7 @@ def test_bars_of_a_terminal_are_as_long_as_the_steps_and_coloured_only_if_asked(
     for each, line in zip(given.best, lines, strict=True):
         drawn = line[5:61].rstrip()
         assert len(drawn) == pytest.approx(56 * each.time.total / longest, abs=0.51)
-        assert set(drawn) <= {letter for letter, _ in LETTERS.values()}
+        assert set(drawn) <= {look.letter for look in looks().values()}
         assert show_seconds(each.time.total) in line
     assert "\033[" not in page(given)
     plain = re.sub(r"\033\[[\d;]*m", "", page(given, colour=True))
@@ -128,9 +129,11 @@ def test_bars_of_a_terminal_are_as_long_as_the_steps_and_coloured_only_if_asked(
 
 def test_every_cause_has_a_letter_and_a_colour_of_its_own():
     first = plan().best[0]
-    assert list(LETTERS) == list(first.time)
-    assert len({letter for letter, _ in LETTERS.values()}) == len({colour for _, colour in LETTERS.values()}) == 10
-    assert {*MEMORY} == {*first.memory}
+    found = looks()
+    assert {*found} == {*first.time}
+    assert len({look.letter for look in found.values()}) == len({look.shade for look in found.values()}) == 10
+    assert len({look.light for look in found.values()}) == len({look.dark for look in found.values()}) == 10
+    assert {*BYTES} == {*first.memory}
 
 
 # PAGE
@@ -188,8 +191,8 @@ def test_a_hundred_thousand_layouts_are_still_a_page_to_send():
     count = 100_000
     rng = np.random.default_rng(0)
     layouts = given.points.layouts
-    wide = {key: np.resize(value, count) for key, value in vars(layouts).items()}
-    points = replace(given.points, layouts=replace(layouts, **wide), seconds=rng.uniform(5, 50, count),
+    wide = layouts.mapped(lambda value: np.resize(value, count))
+    points = replace(given.points, layouts=wide, seconds=rng.uniform(5, 50, count),
                      bytes=rng.uniform(1, given.question.room, count))  # fmt: skip
     assert len(write(replace(given, points=points), title="many")) < 600_000
 

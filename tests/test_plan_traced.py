@@ -15,7 +15,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.plan import planned
 from jaxpar.job.plan import question as asked_of
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.enumerate import Choices
+from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
 from jaxpar.plan.model.tracing import Product, trace
@@ -214,7 +214,7 @@ def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsy
     assert {each["remat"] for each in best} == {"none"}  # it places none
     page = Path("plan.html").read_text()
     assert "rows per second" in page
-    assert "Not weighed: tensor, context and pipe" in page
+    assert "Not weighed: pipe, context and tensor" in page
     assert main(["check", "planned.toml"]) == 0
 
 

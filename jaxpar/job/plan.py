@@ -89,6 +89,7 @@ def overrides(candidate: Candidate, layers: int) -> list[str]:
     """Returns a layout as overrides of a job."""
     c = candidate
     words = [f"parallel.{axis}={getattr(c, axis)}" for axis in DECLARED]
+    words += [f"parallel.axes.{axis}={size}" for axis, size in c.axes.items() if size > 1]
     words += [f"parallel.zero={c.zero}"] * (c.fsdp > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
     words.append(f"train.remat={c.remat}")
     if c.pipe == 1:

@@ -1,10 +1,13 @@
 """Predicts, before anything is compiled: what a layout costs and needs, and which would be better.
 
-    model/     what a plan asks of a model: a decoder answers with formulas, any other model is traced
-    machine/   chips in nodes, what they reach of their data sheets, and what a program does with them
-    rules/     published rules of thumb beside the cost model
-    pages/     a plan as text, HTML and bars
+    pages/        a plan as text, HTML and bars             rules/         published rules of thumb beside it
+    search        what is first, of all that is legal       memory, time   the two sums, by cause
+    techniques/   what each technique adds to them          model/         a decoder's shape, or a traced model
+    machine/      chips in nodes, what they reach of their data sheets, and what a program does with them
 
-Nouns: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by cause, a `Question` and its answer.
-To add a model family: what answers `model.base.Model`. To add a machine: `machine/file.py` reads a user's measurements.
+Nouns: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by cause, a `Collective` that is the
+ledger's too, a `Question` and its `Plan`.
+To add a technique: a file in `techniques/` (see there); its cause is then in every sum, page and bar. A chip: a row of
+`machine.hardware.HARDWARE`, or a user's file of measurements (`machine/file.py`). A model family: what answers
+`planned.Model`. A schedule: nothing, it is priced by its table (`jaxpar.pipeline.tables.library`).
 """

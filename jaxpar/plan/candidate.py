@@ -1,12 +1,14 @@
 """One way to run a training step, as the planner weighs it; or many at once."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.declare import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY
 
@@ -43,6 +45,7 @@ class Candidate:
         between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other product with
         weights, and elementwise passes (torchtitan's selective checkpointing by operation).
       head: Where a pipeline runs embedding and head, as `jaxpar.Pipeline` has it: last, or spread over the stages.
+      axes: Sizes of further axes, of techniques that are added to jaxpar's own, as `jaxpar.Parallel` has them.
     """
 
     pipe: Any = 1
@@ -58,15 +61,19 @@ class Candidate:
     microbatches: Any = 1
     remat: Any = "none"
     head: Any = "last"
+    axes: Mapping[str, Any] = field(default_factory=dict, hash=False)  # a mapping has none
 
     def __post_init__(self):
-        problems = []
-        for key in (*DECLARED, "chunks", "microbatch", "microbatches"):
-            value = np.asarray(getattr(self, key))
-            if not np.issubdtype(value.dtype, np.integer) or (value < 1).any():
-                problems.append(
-                    Problem(f"{key}={getattr(self, key)!r:.60}", f"{key} is a positive whole number", f"{key}=1")
-                )
+        problems = [
+            Problem(f"axes={{{axis!r}: ...}}", "axes has sizes of further axes of a mesh", nearest(str(axis), AXES))
+            for axis in self.axes
+            if axis not in AXES or axis in DECLARED
+        ]
+        counts = {key: getattr(self, key) for key in (*DECLARED, "chunks", "microbatch", "microbatches")}
+        for key, value in {**counts, **self.axes}.items():
+            numbers = np.asarray(value)
+            if not np.issubdtype(numbers.dtype, np.integer) or (numbers < 1).any():
+                problems.append(Problem(f"{key}={value!r:.60}", f"{key} is a positive whole number", f"{key}=1"))
         if not np.isin(self.zero, range(4)).all():
             problems.append(Problem(f"zero={self.zero!r:.60}", "zero is 0, 1, 2 or 3", "zero=3"))
         for key, known in (("schedule", LIBRARY), ("remat", RECOMPUTES), ("head", ("last", "spread"))):
@@ -76,14 +83,39 @@ class Candidate:
             raise JaxparError(*problems)
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """Mesh axis to size, outermost first."""
+        own = {axis: getattr(self, axis) for axis in DECLARED} | dict(self.axes)
+        return {axis: own[axis] for axis in AXES if axis in own}
+
+    def size(self, axis: str) -> Any:
+        """Returns the size of an axis; 1 where the layout has none of that name."""
+        return self.sizes.get(axis, 1)
+
+    def stride(self, axis: str) -> Any:
+        """Returns how many devices lie between neighbours along an axis: the product of all that lie inside of it."""
+        names = [*AXES]
+        return math.prod(self.size(inner) for inner in names[names.index(axis) + 1 :])
+
+    def mapped(self, change: Callable[[Any], Any]) -> "Candidate":
+        """Returns it with every field, and the size of every further axis, changed in the same way."""
+        own = {each.name: change(getattr(self, each.name)) for each in fields(self) if each.name != "axes"}
+        return Candidate(**own, axes={axis: change(size) for axis, size in self.axes.items()})
+
+    @property
     def devices(self) -> Any:
         """Devices all axes together need."""
-        return math.prod(getattr(self, axis) for axis in DECLARED)
+        return math.prod(self.sizes.values())
+
+    @property
+    def replicas(self) -> Any:
+        """Groups of devices that each see other examples."""
+        return math.prod(self.size(axis) for axis in batch_axes())
 
     @property
     def rows(self) -> Any:
         """Rows of a step on all replicas."""
-        return self.microbatch * self.microbatches * self.data * self.fsdp
+        return self.microbatch * self.microbatches * self.replicas
 
     def layers(self, count: int) -> Any:
         """Returns how many of so many layers the fullest part holds."""

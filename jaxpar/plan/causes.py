@@ -1,14 +1,39 @@
 """Numbers by cause that add up: the seconds of a step, or the bytes of a device.
 
-    {"matmuls": 0.6, "tensor": 0.2, ...}    each a number, or an array with one for each of many layouts
+    {"products": 0.6, "tensor": 0.2, ...}    each a number, or an array with one for each of many layouts
 
-Who prices a technique names its cause, and pages show the causes that they meet: there is no list of them.
+Who prices a technique names its cause and how it is drawn, and pages show the causes that they meet: there is no list
+of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+
+INK, PALE = "#10151b", "#ffffff"  # text on light colours, and on dark ones
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """A cause as bars and pages draw it: work is cold, waiting for the network warm, idling pale.
+
+    Attributes:
+      letter: In the bars of a terminal, so that they say the same without colours.
+      shade: One of the 256 colours of a terminal.
+      ink: That of the letter on it.
+      light: CSS colour on a light page.
+      dark: The same on a dark page.
+      on: CSS colour of text on either; or two, for a light page and a dark one.
+    """
+
+    letter: str
+    shade: int
+    ink: int = 16
+    light: str
+    dark: str
+    on: str = INK
 
 
 class Causes(Mapping[str, Any]):
@@ -43,6 +68,10 @@ class Causes(Mapping[str, Any]):
     def plain(self) -> Self:
         """The same of one layout, as plain numbers."""
         return type(self)(**{cause: float(np.asarray(value)) for cause, value in self.items()})
+
+    def plus(self, more: Mapping[str, Any]) -> Self:
+        """Returns it with more of some causes, and with further ones after its own."""
+        return type(self)(**{cause: self.get(cause, 0.0) + more.get(cause, 0.0) for cause in {**self, **more}})
 
     @classmethod
     def largest(cls, several: Sequence[Self]) -> Self:

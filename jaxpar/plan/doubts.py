@@ -9,7 +9,7 @@ So no doubt makes a cause of a step's time more than twice, or less than half, a
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
@@ -17,7 +17,7 @@ from jaxpar.plan.machine.software import SoftwareModel
 DOUBT = 0.3  # how wrong an assumed bandwidth or speed may be
 MOST = 2.0  # the factor by which a doubt changes a part of the time at most
 
-_OVERLAPS = ("overlap", "tensor_overlap", "context_overlap")
+_OVERLAPS = tuple(each.name for each in fields(SoftwareModel) if each.name.endswith("overlap"))
 
 
 def doubts(hardware: Hardware, software: SoftwareModel) -> Iterator[tuple[str, Hardware, SoftwareModel]]:

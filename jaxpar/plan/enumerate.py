@@ -1,48 +1,33 @@
-"""Every layout that a model, a batch and a number of devices allow."""
+"""Every layout that a model, a batch and a number of devices allow: the table of techniques, run over a table of rows.
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+    left 8                                     one row: all devices are left
+    pipe 1 left 8 | pipe 2 left 4 | ...        each technique makes of a row as many as its axis may have sizes
+    ... microbatches, settings, remat          and so does whatever else may vary
+
+Rows stay in the order of the loops that this stands for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jaxpar.errors import refuse
+from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import DECLARED
-from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.heads import by_default
+from jaxpar.plan.choices import Choices
+from jaxpar.plan.model.dims import Named
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.techniques.base import divisors
+from jaxpar.plan.techniques.table import TECHNIQUES
 
-Row = tuple[int, int, int, int, int, int, str, int, int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choices:
-    """The choices of a search.
-
-    Attributes:
-      schedules: Of pipelines.
-      chunks: Parts of the model on each stage, where a schedule interleaves.
-      remats: What may be computed again.
-      context: The most devices that share a sequence; 16 are what Llama 3 was trained with at 131,072 tokens; 0 means
-        as many as divide it.
-      tensor: The most devices that share a matrix; 0 means as many as divide it.
-      pipe: The most stages; 0 means as many as there are layers.
-    """
-
-    schedules: tuple[str, ...] = ("1f1b_phased", "interleaved_phased", "gpipe")
-    chunks: tuple[int, ...] = (2, 4)
-    remats: tuple[str, ...] = ("none", "all_dots", "dots", "full")
-    context: int = 16
-    tensor: int = 0
-    pipe: int = 0
+Table = dict[str, np.ndarray]
+Ways = Callable[..., Sequence[Mapping[str, Any]]]
 
 
 def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = None) -> Candidate:
-    """Returns all candidates that use all devices, as arrays.
-
-    The tensor axis divides heads, heads of keys and values, and the feed-forward; context, and with sequence
-    parallelism both together, the sequence; replicas divide the rows; no stage
-    is without a layer. `fsdp` with zero=0 would be `data`, and is left out.
+    """Returns all candidates of a decoder that use all devices, as arrays.
 
     Args:
       shape: The model.
@@ -54,59 +39,45 @@ def legal(shape: Shape, *, devices: int, rows: int, choices: Choices | None = No
       JaxparError: If there is none: more devices than the model and the batch can use.
     """
     choices = choices or Choices()
-    within_reach(devices, rows)
-    found = list(_rows(shape, devices, rows, choices))
-    if not found:
+    found = every(shape, devices=devices, rows=rows, choices=choices)
+    if found is None:
         raise _unusable(shape, devices, rows, choices)
-    every = _arrays(found, (False, True), choices.remats)
-    every = pick(every, ~every.sequence | ((every.tensor > 1) & (shape.seq % (every.tensor * every.context) == 0)))
-    return replace(every, head=by_default(shape, every))
+    return found
 
 
-def replicated(*, devices: int, rows: int, choices: Choices) -> Candidate:
-    """Returns the candidates that leave a model in one piece: data and fsdp alone, as arrays.
+def every(model: Named, *, devices: int, rows: int, choices: Choices) -> Candidate | None:
+    """Returns all candidates that use all devices, as arrays; None where there is none.
+
+    Each technique says which sizes its axis may have, and what else of it varies; replicas divide the rows.
 
     Raises:
-      JaxparError: If the devices do not divide the rows.
+      JaxparError: If a number is out of its range.
     """
     within_reach(devices, rows)
-    if rows % devices:
-        raise refuse(
-            f"{devices:,} devices for {rows} rows",
-            rule="data x fsdp, the devices, divides the rows of the global batch",
-            fix=f"--devices {max(n for n in divisors(rows) if n <= devices)}, or train.global_batch = "
-            f"{-(-rows // devices) * devices}",
-        )
-    found = [
-        (1, devices // fsdp, fsdp, 1, 1, zero, "1f1b", 1, rows // devices // microbatches, microbatches)
-        for fsdp in divisors(devices)
-        for zero in _stages(fsdp)
-        for microbatches in divisors(rows // devices)
-    ]
-    return _arrays(found, (False,), choices.remats)
+    table = _meshes(model, devices, rows, choices)
+    if not len(table["left"]):
+        return None
+    table = _each(table, ("left",), lambda left: [_batch(left, count) for count in divisors(left)])  # rows of a replica
+    del table["left"]
+    for each in TECHNIQUES.values():
+        if settings := each.settings:
+            table = _each(table, settings.needs, lambda *row, ways=settings.ways: ways(model, choices, *row))
+    table = _each(table, (), lambda: [{"remat": remat} for remat in choices.remats])
+    further = {axis: table.pop(axis) for axis in TECHNIQUES if axis not in DECLARED}
+    found = Candidate(**table, head=np.full(len(table["remat"]), "last"), axes=further)
+    for each in TECHNIQUES.values():
+        found = found if each.lacks(model) else each.follows(model, found)
+    return found
 
 
 def pick(candidates: Candidate, which: np.ndarray) -> Candidate:
     """Returns some of many candidates: those that a mask or indices name."""
-    return Candidate(**{each.name: getattr(candidates, each.name)[which] for each in fields(Candidate)})
+    return candidates.mapped(lambda value: value[which])
 
 
-def _arrays(found: list[Row], sequences: tuple[bool, ...], remats: tuple[str, ...]) -> Candidate:
-    """Returns each row with each choice that goes with every row, as arrays."""
-    columns = [np.array(column) for column in zip(*found, strict=True)]
-    last = [(sequence, remat) for sequence in sequences for remat in remats]
-    count = len(found)
-    table = {
-        key: np.repeat(column, len(last))
-        for key, column in zip(
-            (*DECLARED, "zero", "schedule", "chunks", "microbatch", "microbatches"),
-            columns,
-            strict=True,
-        )
-    }
-    table["sequence"] = np.tile(np.array([sequence for sequence, _ in last]), count)
-    table["remat"] = np.tile(np.array([remat for _, remat in last]), count)
-    return Candidate(**table, head=np.full(len(table["remat"]), "last"))
+def at(candidates: Candidate, index: int) -> Candidate:
+    """Returns one of many candidates, with plain numbers."""
+    return candidates.mapped(lambda value: value[index].item())
 
 
 def within_reach(devices: int, rows: int) -> None:
@@ -116,79 +87,65 @@ def within_reach(devices: int, rows: int) -> None:
             raise refuse(f"{number!r} {name}", rule="a whole number within 1..1,000,000", fix="64")
 
 
-def at(candidates: Candidate, index: int) -> Candidate:
-    """Returns one of many candidates, with plain numbers."""
-    return Candidate(**{field.name: getattr(candidates, field.name)[index].item() for field in fields(Candidate)})
+def _meshes(model: Named, devices: int, rows: int, choices: Choices) -> Table:
+    """Returns the sizes of all axes with what comes with them, and as `left` the rows of one replica."""
+    table, last = {"left": np.array([devices])}, [*TECHNIQUES][-1]
+    for axis, each in TECHNIQUES.items():
+        sizes = each.legal(model, rows, choices)
+
+        def ways(left: int, axis=axis, sizes=sizes, each=each) -> list[dict[str, Any]]:
+            tried = [left] if axis == last else divisors(left)
+            fits = [size for size in tried if size in sizes]
+            return [{axis: size, "left": left // size, **more} for size in fits for more in each.variants(size)]
+
+        table = _each(table, ("left",), ways)
+    replicas = np.prod([table[axis] for axis in batch_axes() if axis in table], axis=0, dtype=int)
+    divides = rows % replicas == 0
+    return {name: column[divides] for name, column in table.items()} | {"left": rows // replicas[divides]}
 
 
-def divisors(number: int) -> list[int]:
-    """Returns what divides a number, smallest first.
+def _batch(rows: int, count: int) -> dict[str, int]:
+    """Returns so many microbatches of the rows of a replica."""
+    return {"microbatch": rows // count, "microbatches": count, "left": rows}
 
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
+
+def _each(table: Table, needs: tuple[str, ...], ways: Ways) -> Table:
+    """Returns every row of a table once for each way that goes with it, in order.
+
+    Args:
+      table: Names to columns of the same length.
+      needs: Columns of whole numbers that the ways hang on.
+      ways: Returns the ways that go with values of these columns: each names the same further columns.
     """
-    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return small + [number // n for n in reversed(small) if n * n != number]
-
-
-def _rows(shape: Shape, devices: int, rows: int, choices: Choices) -> Iterator[Row]:
-    for pipe in divisors(devices):
-        if pipe > min(shape.layers, choices.pipe or shape.layers):
-            continue
-        for tensor in divisors(devices // pipe):
-            if not _shares(shape, tensor, choices):
-                continue
-            for context in divisors(devices // pipe // tensor):
-                replicas = devices // pipe // tensor // context
-                if shape.seq % context == 0 and context <= (choices.context or context) and rows % replicas == 0:
-                    yield from _of_mesh(shape, pipe, (context, tensor), replicas, rows // replicas, choices)
-
-
-def _of_mesh(
-    shape: Shape, pipe: int, inner: tuple[int, int], replicas: int, rows: int, choices: Choices
-) -> Iterator[Row]:
-    for fsdp in divisors(replicas):
-        for zero in _stages(fsdp):
-            for microbatches in divisors(rows):
-                for name, chunks in _tables(shape, pipe, microbatches, choices):
-                    yield pipe, replicas // fsdp, fsdp, *inner, zero, name, chunks, rows // microbatches, microbatches
-
-
-def _stages(fsdp: int) -> tuple[int, ...]:
-    """Returns the stages of ZeRO that so many devices can share: of one device none, or it would be data."""
-    return (1, 2, 3) if fsdp > 1 else (0,)
-
-
-def _tables(shape: Shape, pipe: int, microbatches: int, choices: Choices) -> Iterator[tuple[str, int]]:
-    """Yields the schedules that take so many stages and microbatches, with their chunks."""
-    if pipe == 1:
-        yield "1f1b", 1
-        return
-    for name in choices.schedules:
-        kind = LIBRARY[name]
-        if microbatches < kind.least(pipe) or (kind.whole and microbatches % pipe):
-            continue
-        for chunks in kind.chunks if len(kind.chunks) == 1 else choices.chunks:
-            if chunks in kind.chunks and pipe * chunks <= shape.layers:
-                yield name, chunks
-
-
-def _shares(shape: Shape, tensor: int, choices: Choices) -> bool:
-    """Returns whether so many devices can share the matrices."""
-    within_most = tensor <= (choices.tensor or tensor)
-    return within_most and not any(n % tensor for n in (shape.heads, shape.kv_heads or shape.heads, shape.width))
+    count = len(next(iter(table.values())))
+    code = np.zeros(count, int)
+    for name in needs:  # alike rows have the same ways, so these are asked for once
+        code = np.unique(code * (table[name].max(initial=0) + 1) + table[name], return_inverse=True)[1]
+    _, first, kind = np.unique(code, return_index=True, return_inverse=True)
+    known = [ways(*(table[name][i].item() for name in needs)) for i in first]
+    found = [way for each in known for way in each]
+    many = np.array([len(each) for each in known], int)
+    times = many[kind]
+    rows = np.repeat(np.arange(count), times)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)  # which of its row's ways
+    which = (np.cumsum(many) - many)[kind][rows] + nth
+    more = {name: np.array([way[name] for way in found])[which] for name in (found[0] if found else ())}
+    return {name: column[rows] for name, column in table.items()} | more
 
 
 def _unusable(shape: Shape, devices: int, rows: int, choices: Choices):
-    pipe, tensor = choices.pipe or shape.layers, max(n for n in divisors(shape.heads) if _shares(shape, n, choices))
-    context = max(n for n in divisors(shape.seq) if n <= (choices.context or n))
-    most = pipe * tensor * context * rows
+    most = {axis: max(each.legal(shape, rows, choices)) for axis, each in TECHNIQUES.items()}
+    replicas = " x ".join(axis for axis in batch_axes() if axis in TECHNIQUES)
+    inner = {axis: size for axis, size in most.items() if axis not in batch_axes()}
+    all_ = int(np.prod([*inner.values(), rows], dtype=object))
+    bounds = [
+        f"{axis} {'is ' * (not i)}at most {size}{TECHNIQUES[axis].rule}" for i, (axis, size) in enumerate(inner.items())
+    ]
     return refuse(
         f"{devices:,} devices for {shape.layers} layers, {shape.heads} heads ({shape.kv_heads or shape.heads} of keys "
         f"and values) and {rows} rows",
-        rule=f"pipe is at most {pipe}, tensor at most {tensor} and divides the heads, context at most {context} and "
-        "divides the tokens of a row, data x fsdp divides the rows"
-        + (f": at most {most:,} devices" if most < devices else ""),
-        fix=f"a global batch of {rows * -(-devices // most)}, or fewer devices" if most < devices
+        rule=", ".join([*bounds, f"{replicas} divides the rows"])
+        + (f": at most {all_:,} devices" if all_ < devices else ""),
+        fix=f"a global batch of {rows * -(-devices // all_)}, or fewer devices" if all_ < devices
         else "a number of devices, or a global batch, with more small factors",
     )  # fmt: skip

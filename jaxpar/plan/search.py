@@ -6,15 +6,16 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.parallel.declare import DECLARED
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.choices import Choices
 from jaxpar.plan.doubts import MOST, doubts
-from jaxpar.plan.enumerate import Choices, at, pick
+from jaxpar.plan.enumerate import at, pick
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory
-from jaxpar.plan.model.base import Model
 from jaxpar.plan.pareto import Points, pareto
+from jaxpar.plan.planned import Model
+from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes
 
@@ -130,7 +131,8 @@ class Plan:
     def left_out(self) -> tuple[str, ...]:
         """Axes and schedules that are not compared, each with the reason or the way to it."""
         apart, share = self.fitting - len(self.points.seconds), f"{self.question.margin:.0%}"
-        several = f"tensor on several nodes, {apart:,} layouts that fit: none is faster by more than {share}"
+        near = " or ".join(axis for axis, each in TECHNIQUES.items() if each.near)
+        several = f"{near} on several nodes, {apart:,} layouts that fit: none is faster by more than {share}"
         return (*self.question.left_out, *[several] * bool(apart))
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,9 +203,8 @@ def weigh(question: Question, candidate: Candidate) -> Ranked:
 
 def complexity(candidate: Candidate) -> Any:
     """Returns how much there is to understand in a layout: axes first, then what is done besides."""
-    more = lambda value, least=1: np.greater(value, least).astype(int)  # noqa: E731
-    axes = 3 * more(candidate.pipe) + 2 * more(candidate.tensor) + 2 * more(candidate.context)
-    axes += more(candidate.fsdp) + more(candidate.data)
+    more = lambda value: np.greater(value, 1).astype(int)  # noqa: E731
+    axes = sum(each.complexity * more(candidate.size(axis)) for axis, each in TECHNIQUES.items())
     besides = more(candidate.chunks) + np.not_equal(candidate.remat, "none") + np.asarray(candidate.sequence)
     return axes + besides / 4 + more(candidate.microbatches) / 8
 
@@ -229,11 +230,13 @@ def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[
 def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np.ndarray:
     """Returns which layouts are compared: with tensor on several nodes only where one of them is faster by the margin.
 
-    A collective of tensor stands in the way of every layer, and over nodes it meets gradients and the messages of
-    stages in the same NICs, which no formula here knows of. Source: Narayanan et al. 2021, arXiv:2104.04473, section
-    3.2: tensor up to the GPUs of a server, pipelines across servers.
+    A technique that is `near`, as tensor is, stands in the way of every layer with its collectives, and over nodes
+    these meet gradients and the messages of stages in the same NICs, which no formula here knows of. Source: Narayanan
+    et al. 2021, arXiv:2104.04473, section 3.2: tensor up to the GPUs of a server, pipelines across servers.
     """
-    inside = fitting.tensor <= question.hardware.per_node
+    near = [axis for axis, each in TECHNIQUES.items() if each.near]
+    span = [np.where(np.greater(fitting.size(axis), 1), fitting.size(axis) * fitting.stride(axis), 1) for axis in near]
+    inside = np.all([each <= question.hardware.per_node for each in span], axis=0)
     if inside.all() or not inside.any():
         return np.full(len(inside), True)
     return inside | (seconds[~inside].min() * (1 + question.margin) < seconds[inside].min())
@@ -241,7 +244,7 @@ def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
     """Returns the first of every mesh and ZeRO stage, in order."""
-    keys = np.stack([getattr(fitting, key)[order] for key in (*DECLARED, "zero")], axis=1)
+    keys = np.stack([value[order] for value in (*fitting.sizes.values(), fitting.zero)], axis=1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
     return order[first].tolist()
 
@@ -283,8 +286,7 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
 
 def describe(candidate: Candidate) -> str:
     """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 x 2 rows, remat full`."""
-    sizes = {key: getattr(candidate, key) for key in DECLARED}
-    words = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "one device"
+    words = " x ".join(f"{axis} {size}" for axis, size in candidate.sizes.items() if size > 1) or "one device"
     words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
     if candidate.pipe > 1:
         words += f", {candidate.schedule}" + f" of {candidate.chunks} chunks" * (candidate.chunks > 1)

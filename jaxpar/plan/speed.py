@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpar.errors import JaxparError
 from jaxpar.plan.search import Question, Ranked, first_of
+from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_count
 
 LOW, WAITING = 0.1, 0.5  # MFU below which, and bubble above which, a layout is hopeless
@@ -81,17 +82,17 @@ class Way:
 
 
 def ways_out(question: Question, ranked: Ranked) -> Iterator[Way]:
-    """Yields what would make the first choice of a question better: more rows, fewer devices, wider context axes.
+    """Yields what would make the first choice of a question better: more rows, fewer devices, wider axes.
 
     Of each kind the smallest change after which the first choice is hopeless no longer; where there is none, the best,
     if it is better by a tenth.
     """
-    rows, devices, context = question.rows, question.devices, question.choices.context
-    wider = replace(question, choices=replace(question.choices, context=0))
+    rows, devices = question.rows, question.devices
+    bounds = {axis: most for axis in TECHNIQUES if (most := question.choices.most(axis))}
     kinds = (
         [(f"train.global_batch={rows * n}", replace(question, rows=rows * n)) for n in FACTORS],
         [(f"--devices {devices // n}", replace(question, devices=devices // n)) for n in FACTORS if devices % n == 0],
-        [(f"parallel.context above {context}", wider)] * (context > 0),
+        *([(f"parallel.{axis} above {most}", _wider(question, axis))] for axis, most in bounds.items()),
     )
     before = speed(question, ranked).mfu
     for tries in kinds:
@@ -99,6 +100,11 @@ def ways_out(question: Question, ranked: Ranked) -> Iterator[Way]:
         best = max(found, key=lambda way: (not way.speed.hopeless, way.speed.mfu), default=None)
         if best is not None and best.speed.mfu > 1.1 * before:
             yield best
+
+
+def _wider(question: Question, axis: str) -> Question:
+    """Returns the question with no bound on an axis."""
+    return replace(question, choices=question.choices.without_bound(axis))
 
 
 def _until_good(tries: list[tuple[str, Question]]) -> Iterator[Way]:

@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.plan import bubble, traffic
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.memory import stage_parameters
 from jaxpar.plan.model import layer_time
+from jaxpar.plan.model.layer_bytes import stage_parameters
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.techniques.table import TECHNIQUES
+from jaxpar.plan.techniques import pipe, span
+from jaxpar.plan.techniques.asked import around, of_blocks, of_step
+from jaxpar.plan.techniques.base import Work
 
 
 class StepTime(Causes):
@@ -45,13 +46,13 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     """Returns what a step takes, by cause."""
     forward, backward, again = layer_time.block(shape, candidate, hardware, software)
     head_f, head_b = layer_time.head(shape, candidate, hardware, software)
-    shared = {cause: each.block(shape, candidate, hardware, software) for cause, each in TECHNIQUES.items()}
+    shared = of_blocks(shape, candidate, hardware, software)
     ahead, back = (sum(each) for each in zip(*shared.values(), strict=True))
     deep = candidate.layers(shape.layers)
 
     # a part: its layers; weights' gradients are half of the products going backward and all sums of gradients
     weights = deep * backward.products / 2
-    spread = traffic.spread(shape, candidate, hardware)
+    spread = pipe.spread(shape, candidate, hardware)
     times = (
         deep * (forward.total + ahead),
         deep * (backward.total + again.total + back) - weights,
@@ -59,46 +60,28 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         head_f.total + spread[0],
         head_b.total + spread[1],
     )
-    send = traffic.send(shape, candidate, hardware, software)
-    table = bubble.counts(
+    send = pipe.send(shape, candidate, hardware, software)
+    table = span.counts(
         *np.broadcast_arrays(candidate.schedule, candidate.pipe, candidate.microbatches, candidate.chunks, send)[:4],
         run=software.run,
     )
-    still = bubble.span(table, (*times, 0.0))
-    moving = bubble.span(table, (*times, send))
+    still = span.span(table, (*times, 0.0))
+    moving = span.span(table, (*times, send))
 
     count = candidate.microbatches * candidate.chunks * deep
     heads = candidate.microbatches
     busy = count / deep * sum(times[:3]) + heads * (times[3] + times[4])
     held = stage_parameters(shape, candidate, "last", everywhere=software.everywhere)
-    traveling = sharding(held, candidate, hardware, software, layers=candidate.chunks * deep, compute=moving)
+    more = of_step(shape, candidate, hardware, software)
+    work = Work(parameters=held, layers=candidate.chunks * deep, compute=moving)
     return StepTime(
         products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
         passes=count * (forward.passes + backward.passes) + heads * (head_f.passes + head_b.passes),
         recompute=count * again.total,
-        **{cause: count * sum(both) for cause, both in shared.items()},
-        sharding=traveling,
+        **{cause: count * sum(both) + more[cause] for cause, both in shared.items()},
+        **around(work, candidate, hardware, software),
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
         send=np.maximum(moving - still, 0.0) + heads * sum(spread),
         optimizer=optimizer(held, candidate, hardware, software),
-    )
-
-
-def sharding(
-    held: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any, compute: Any
-) -> Any:
-    """Returns the exposed seconds of fsdp's and data's collectives for `held` parameters of a device, of `layers`.
-
-    `compute` seconds, those of waiting for other stages and their messages too, may hide the software's share of them.
-
-    What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
-    microbatch, beside the rest.
-    """
-    shards = traffic.gradients(held, candidate, hardware, software, layers=layers)
-    copies = traffic.replicas(held, candidate, hardware, software, layers=layers)
-    each, once = (one + other for one, other in zip(shards, copies, strict=True))
-    last = compute / candidate.microbatches * 2 / 3
-    return traffic.exposed(each * candidate.microbatches, compute - last, software.overlap) + traffic.exposed(
-        once, last, software.overlap
     )

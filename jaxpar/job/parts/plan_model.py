@@ -1,7 +1,9 @@
-"""The model of a job as a plan sees it: a decoder by formulas over every axis, any other traced, over data and fsdp."""
+"""The model of a job as a plan sees it: a decoder by formulas, any other traced over data, fsdp and what is added."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Mapping
+from itertools import product
 from typing import Any
 
 import jax
@@ -13,13 +15,17 @@ from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.models.decoder import Decoder
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import as_blueprint, compose
-from jaxpar.parallel.declare import Parallel
-from jaxpar.plan.enumerate import divisors
-from jaxpar.plan.model.base import Model, Transformer
+from jaxpar.parallel.declare import DECLARED, Parallel
+from jaxpar.parallel.layout import Layout
+from jaxpar.plan.choices import Choices
+from jaxpar.plan.model.dims import Dims
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.model.traced import Traced
 from jaxpar.plan.model.tracing import trace
+from jaxpar.plan.planned import Model, Transformer
+from jaxpar.plan.techniques.base import divisors
+from jaxpar.plan.techniques.table import TECHNIQUES
+from jaxpar.plan.traced import Traced
 from jaxpar.sharding.names import Blueprint, Compute
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes
@@ -62,13 +68,13 @@ def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
 
 
 def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devices: int) -> Traced:
-    use, dtype = compose(blueprint, Parallel(), 1).use, PRECISIONS[job.train.precision]
+    alone, dtype = compose(blueprint, Parallel(), 1), PRECISIONS[job.train.precision]
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
     batch = abstract_batch(job)
 
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
         def run(params, known):
-            model = blueprint.bind(params, known[0], use, Compute(dtype=dtype, remat=remat))
+            model = blueprint.bind(params, known[0], alone.use, Compute(dtype=dtype, remat=remat))
             return as_sums(loss(model, known[1]), accumulate=accumulate)["loss"][0]
 
         return run
@@ -80,29 +86,52 @@ def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devi
 
     with accepting(job, blueprint.name, known(2)[1]):
         found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
-    shards, refused = _shards(blueprint, devices)
+    named = _dims(alone)
+    axes = {
+        axis: each.legal(named, job.train.global_batch, Choices())
+        for axis, each in TECHNIQUES.items()
+        if axis not in DECLARED and not each.lacks(named)
+    }
+    shards, refused = _shards(blueprint, devices, axes)
     return Traced(
         name=blueprint.name, shards=shards, refused=refused, piece=_piece(blueprint), recipe=recipe, trace=found,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
         sums=_is_sum(forward("none", accumulate=2), params, known(2)),
+        axes=tuple(axes), dims=named.dims, holding=named.holding,
     )  # fmt: skip
 
 
-def _shards(blueprint: Blueprint, devices: int) -> tuple[dict[int, int], dict[int, str]]:
-    """Returns the parameters on each of so many devices of fsdp, for all numbers of them; or why it can't be."""
+def _dims(layout: Layout) -> Dims:
+    """Returns the named dims of a model's parameters."""
+    dims, holding = {}, {}
+    for place in layout.placements.values():
+        for name, size in zip(place.names, place.leaf.shape, strict=True):
+            if name:
+                dims[name] = math.gcd(size, dims.get(name, 0))
+                holding[name] = holding.get(name, 0) + place.leaf.size
+    return Dims(dims=dims, holding=holding)
+
+
+def _shards(
+    blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]]
+) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
+    """Returns the parameters on each device, for all sizes of fsdp and of further axes; or why they can't be."""
     found, refused = {}, {}
-    for fsdp in divisors(devices):
-        try:
-            layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0), fsdp)
-        except JaxparError as error:
-            refused[fsdp] = error.problems[0].got
+    every = divisors(devices)
+    for fsdp, *further in product(every, *([n for n in every if n in sizes] for sizes in axes.values())):
+        sizes, count = (fsdp, *further), math.prod((fsdp, *further))
+        if devices % count:
             continue
-        places = layout.placements.values()
-        sizes = [
+        more = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
+        try:
+            layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0, axes=more), count)
+        except JaxparError as error:
+            refused[sizes] = error.problems[0].got
+            continue
+        found[sizes] = sum(
             shard_bytes(each.leaf, each.stored, layout.sizes) // jax.numpy.dtype(each.leaf.dtype).itemsize
-            for each in places
-        ]
-        found[fsdp] = sum(sizes)
+            for each in layout.placements.values()
+        )
     return found, refused
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.memory import layer_bytes
+from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.shape import Shape
 
 SUM = 4  # bytes of a gradient's sum over microbatches: float32

@@ -100,6 +100,20 @@ class Shape:
         return (self.layer_parameters - whole) / tensor + whole
 
     @property
+    def dims(self) -> dict[str, int]:
+        """Names of dims to their sizes, as `jaxpar.mesh.axes` has them."""
+        sizes = {"layers": self.layers, "embed": self.dim, "heads": self.heads, "mlp": self.width}
+        return sizes | {"kv_heads": self.kv_heads or self.heads, "vocab": self.vocab, "seq": self.seq}
+
+    @property
+    def holding(self) -> dict[str, int]:
+        """Names of dims that a technique may split to the weights in all matrices that have such a dim."""
+        each = {"heads": 2 * self.dim, "kv_heads": 2 * self.kv_dim, "mlp": self.width * (2 + self.gated)}
+        inner = {name: self.layers * self.dim * width for name, width in each.items()}
+        stack, ends = self.layers * self.layer_parameters, (2 - self.tied) * self.vocab * self.dim
+        return inner | {"layers": stack, "vocab": ends, "embed": sum(inner.values()) + ends}
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding of tokens and of places."""
         return (self.vocab + self.learned * self.seq) * self.dim

@@ -6,33 +6,32 @@ A column is a letter, the cause's own, so that the bars say the same without col
 from collections.abc import Sequence
 from itertools import pairwise
 
+from jaxpar.plan.causes import Look
+from jaxpar.plan.pages.looks import looks
 from jaxpar.plan.search import Plan
-from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_seconds
 
-LETTERS = {  # cause: letter, colour of 256; work is blue, waiting for the network warm, idling grey
-    "products": ("P", 25), "attention": ("A", 74), "passes": ("p", 153), "recompute": ("R", 140),
-    **{cause: (each.letter, each.colour) for cause, each in TECHNIQUES.items()},
-    "sharding": ("S", 220), "bubble": (".", 250), "send": ("s", 205), "optimizer": ("O", 78),
-}  # fmt: skip
 _TIME, _MEMORY = 56, 16  # columns of the longest bar
 
 
 def bars(plan: Plan, *, colour: bool) -> str:
     """Returns a line for each layout: its step by cause on one scale for all, its memory against what there is."""
     scale, room = max(each.time.total for each in plan.best), plan.question.room
-    lines, met = [], set()
+    lines, met, drawn_as = [], set(), looks()
     for rank, each in enumerate(plan.best, 1):
         parts = list(each.time.items())
         met |= {cause for cause, seconds in parts if seconds > 0}
         columns = lengths([seconds for _, seconds in parts], scale, _TIME)
-        drawn = "".join(_run(cause, count, colour=colour) for (cause, _), count in zip(parts, columns, strict=True))
+        drawn = "".join(
+            _run(drawn_as[cause], count, colour=colour) for (cause, _), count in zip(parts, columns, strict=True)
+        )
         full = round(_MEMORY * each.memory.total / room)
         lines.append(
             f"{rank:>3}  {drawn}{' ' * (_TIME - sum(columns))}  {show_seconds(each.time.total):>8}  "
             f"{'█' * full}{'░' * (_MEMORY - full)} {each.memory.total / room:>4.0%}"
         )
-    legend = "  ".join(f"{_run(cause, 1, colour=colour)} {cause}" for cause in LETTERS if cause in met)
+    shown = [cause for cause in plan.best[0].time if cause in met]
+    legend = "  ".join(f"{_run(drawn_as[cause], 1, colour=colour)} {cause}" for cause in shown)
     head = "Where the step goes, and how much of the memory it takes (modelled):"
     return "\n".join([head, f"     {legend}", *lines])
 
@@ -50,9 +49,7 @@ def lengths(parts: Sequence[float], scale: float, columns: int) -> list[int]:
     return [end - start for start, end in pairwise(edges)]
 
 
-def _run(cause: str, count: int, *, colour: bool) -> str:
-    letter, shade = LETTERS[cause]
+def _run(look: Look, count: int, *, colour: bool) -> str:
     if not colour or not count:
-        return letter * count
-    ink = 231 if cause == "products" else 16
-    return f"\033[38;5;{ink};48;5;{shade}m{letter * count}\033[0m"
+        return look.letter * count
+    return f"\033[38;5;{look.ink};48;5;{look.shade}m{look.letter * count}\033[0m"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxpar.html.bars import bar
 from jaxpar.html.frame import document, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
-from jaxpar.plan.pages.bars import LETTERS
+from jaxpar.plan.pages.looks import css, of_bytes, of_seconds
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.text import batch_of, hopeless, leaner, spare, why
 from jaxpar.plan.search import Plan, Ranked, describe
@@ -13,8 +13,6 @@ from jaxpar.plan.speed import speed
 from jaxpar.plan.validation import Checked
 from jaxpar.units import show_bytes, show_count, show_seconds
 
-# causes of memory have the colours that the inspector's page gives them
-MEMORY = {"parameters": 0, "gradients": 5, "optimizer": 1, "activations": 7, "logits": 8, "working": 6}
 _ROOMY = 0.16  # of the width: a part that has place for its seconds
 
 
@@ -37,7 +35,8 @@ def write(plan: Plan, *, title: str, command: str = "", checked: Sequence[Checke
     top = [_where(plan), _verdict(plan), _numbers(plan), _left_out(plan)]
     known = [how for how in HOW if how != "compiled" or checked]
     legend = tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")
-    return document(title, *top, *[tag("section", tag("h2", name), body) for name, body in sections if body], legend)
+    told = [tag("section", tag("h2", name), body) for name, body in sections if body]
+    return document(title, tag("style", css()), *top, *told, legend)
 
 
 def _where(plan: Plan) -> Markup:
@@ -93,8 +92,9 @@ def _breakdown(plan: Plan) -> Markup:
     scale = max(each.time.total for each in plan.best)
     met = {cause for each in plan.best for cause, seconds in each.time.items() if seconds > 0}
     needed = {cause for each in plan.best for cause, size in each.memory.items() if size > 0}
-    key = [tag("li", swatch(f"jx-t{number}", cause)) for number, cause in enumerate(LETTERS) if cause in met]
-    sizes = [tag("li", swatch(f"jx-c{colour}", cause)) for cause, colour in MEMORY.items() if cause in needed]
+    first = plan.best[0]
+    key = [tag("li", swatch(of_seconds(cause), cause)) for cause in first.time if cause in met]
+    sizes = [tag("li", swatch(of_bytes(cause), cause)) for cause in first.memory if cause in needed]
     rows = [_row(rank, each, scale, plan) for rank, each in enumerate(plan.best, 1)]
     room = show_bytes(plan.question.room)
     return join([
@@ -107,9 +107,9 @@ def _breakdown(plan: Plan) -> Markup:
 def _row(rank: int, each: Ranked, scale: float, plan: Plan) -> Markup:
     """Returns a layout: its name and why it is where it is, its seconds and its bytes by cause."""
     seconds, room = list(each.time.items()), plan.question.room
-    parts = [(f"jx-t{number}", f"{cause}: {show_seconds(value)}, {value / each.time.total:.1%}", value)
-             for number, (cause, value) in enumerate(seconds)]  # fmt: skip
-    bytes_ = [(f"jx-c{MEMORY[cause]}", f"{cause}: {show_bytes(value)}, {value / each.memory.total:.1%}", value)
+    parts = [(of_seconds(cause), f"{cause}: {show_seconds(value)}, {value / each.time.total:.1%}", value)
+             for cause, value in seconds]  # fmt: skip
+    bytes_ = [(of_bytes(cause), f"{cause}: {show_bytes(value)}, {value / each.memory.total:.1%}", value)
               for cause, value in each.memory.items()]  # fmt: skip
     time = tag("div", bar(parts, scale, cls="jx-stack"), _labels(seconds, scale), cls="jx-limited")
     return tag(
@@ -133,11 +133,18 @@ def _pace(each: Ranked, plan: Plan) -> str:
 def _labels(seconds: Sequence[tuple[str, float]], scale: float) -> Markup:
     """Returns the seconds of those parts that have the place."""
     drawn, start = [], 0.0
-    for number, (_, value) in enumerate(seconds):
+    for cause, value in seconds:
         if value >= _ROOMY * scale:
             middle = percent((start + value / 2) / scale)
             drawn.append(
-                tag("text", show_seconds(value), x=middle, y="22", text_anchor="middle", cls=f"jx-on jx-t{number}")
+                tag(
+                    "text",
+                    show_seconds(value),
+                    x=middle,
+                    y="22",
+                    text_anchor="middle",
+                    cls=f"jx-on {of_seconds(cause)}",
+                )
             )
         start += value
     return tag("svg", *drawn, cls="jx-stack jx-marks", aria_hidden="true")

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from jaxpar.html.markup import Markup, join, percent, swatch, tag
+from jaxpar.mesh.axes import AXES
 from jaxpar.plan.enumerate import at
 from jaxpar.plan.pareto import Points
 from jaxpar.plan.search import Plan, describe
+from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.units import show_bytes, show_seconds
 
 HEIGHT, WIDTH = 340, 1000  # units of the drawing; the width is stretched
@@ -61,9 +63,11 @@ def scatter(plan: Plan) -> Markup:
 
 def kinds(points: Points) -> dict[str, np.ndarray]:
     """Returns which layouts are of which kind, by what there is most to say of; drawn in this order."""
-    pipe = points.layouts.pipe > 1
-    inner = ~pipe & ((points.layouts.tensor > 1) | (points.layouts.context > 1))
-    return {"with a pipeline": pipe, "with tensor or context": inner, "data and fsdp alone": ~pipe & ~inner}
+    pipe, sizes = points.layouts.pipe > 1, points.layouts.sizes
+    within = [axis for axis in TECHNIQUES if axis != "pipe" and AXES[axis].splits]
+    inner = ~pipe & np.any([np.greater(sizes.get(axis, 1), 1) & ~pipe for axis in within], axis=0)
+    alone = " and ".join(axis for axis in sizes if not AXES[axis].splits)
+    return {"with a pipeline": pipe, f"with {' or '.join(within)}": inner, f"{alone} alone": ~pipe & ~inner}
 
 
 def thinned(x: np.ndarray, y: np.ndarray) -> np.ndarray:

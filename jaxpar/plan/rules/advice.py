@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.parallel.declare import DECLARED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.enumerate import at
 from jaxpar.plan.rules.decisions import RULES, Layouts, Rule, Situation, situated
@@ -160,4 +159,4 @@ def _options(asked: Question, rule: Rule) -> Iterator[Option]:
 
 
 def _mesh(ranked: Ranked) -> tuple:
-    return tuple(getattr(ranked.candidate, key) for key in (*DECLARED, "zero"))
+    return (*ranked.candidate.sizes.values(), ranked.candidate.zero)

@@ -46,7 +46,7 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layouts:
-    """A kind of layout: lowest and highest size of each axis; of context, which the table does not know, 1.
+    """A kind of layout: lowest and highest size of each axis; 1 of those that the table does not know.
 
     Attributes:
       name: What the table calls it.
@@ -71,9 +71,9 @@ class Layouts:
         tensor = (self.tensor[0], min(self.tensor[1], per_node))
         fsdp = (self.fsdp[0], min(self.fsdp[1], per_node)) if self.local else self.fsdp
         found = np.isin(candidates.zero, self.zero)
-        sizes = {"pipe": self.pipe, "data": self.data, "fsdp": fsdp, "context": ONE, "tensor": tensor}
-        for axis, (least, most) in sizes.items():
-            size = getattr(candidates, axis)
+        named = {"pipe": self.pipe, "data": self.data, "fsdp": fsdp, "tensor": tensor}
+        for axis, size in candidates.sizes.items():
+            least, most = named.get(axis, ONE)
             found = found & (size >= least) & (size <= most)
         return found
 

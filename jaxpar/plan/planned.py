@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.enumerate import Choices, legal
+from jaxpar.plan.choices import Choices
+from jaxpar.plan.enumerate import legal
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.memory import Memory, layer_bytes, memory
+from jaxpar.plan.memory import Memory, memory
+from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
+from jaxpar.plan.techniques.asked import collectives, without
 from jaxpar.plan.time import StepTime, step_time
 
 
@@ -54,6 +58,10 @@ class Model(Protocol):
 
     def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step, by cause."""
+        ...
+
+    def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
+        """Returns the collectives of a step of one layout, those that techniques name, as a ledger has them."""
         ...
 
     def largest(self, software: SoftwareModel) -> float:
@@ -105,7 +113,7 @@ class Transformer:
         compared = (
             f"schedules {others}: `jaxpar schedule NAME --compare` prices them, parallel.pipeline.schedule sets one"
         )
-        return ("expert: a decoder of jaxpar has no experts", *[compared] * bool(others))
+        return (*without(self.shape), *[compared] * bool(others))
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts; see `jaxpar.plan.enumerate.legal`."""
@@ -118,6 +126,10 @@ class Transformer:
     def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step; see `jaxpar.plan.time`."""
         return step_time(self.shape, candidate, hardware, software)
+
+    def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
+        """Returns the collectives of a step; see `jaxpar.plan.techniques.asked`."""
+        return collectives(self.shape, candidate, software)
 
     def largest(self, software: SoftwareModel) -> float:
         """Returns the bytes of a block with what it keeps, or of an embedding."""

@@ -1,55 +1,31 @@
-"""Communication of a step besides what its blocks do (`techniques/`), and how much of it computation does not hide.
+"""ZeRO and FSDP with data parallelism: parameters gathered, gradients scattered and reduced, and how much is hidden.
 
     fsdp     zero 0: all-reduce of gradients; 1: scatter once a step, or an all-reduce with data for every one of
              several microbatches; 2: scatter for every microbatch; 1 and 2: parameters gathered once a step;
              3: parameters gathered going forward and backward, for every microbatch, and scatter
     data     all-reduce of gradients, and so over context, of fsdp's share where it shards them; once a step, or as the
-             practice has it
-    pipe     [tokens, dim] to the next part and its gradient back; where both ends are spread, five all-reduces of it
+             software has it
 
-Activations travel in bfloat16, parameters and gradients as the software has them; gradients that a table has summed, in
-float32. Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
+Parameters and gradients travel as the software has them; gradients that a table has summed, in float32. Source:
+Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.causes import Look
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_time import tokens
+from jaxpar.plan.model.dims import Named
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.techniques.base import BYTES
+from jaxpar.plan.model.state_bytes import Recipe
+from jaxpar.plan.techniques.base import Technique, Work
+from jaxpar.plan.techniques.sharding_bytes import gathered, scattered
 
 SUMMED = 4  # of a gradient that one program on all stages has summed over its table: reduced as it is, in float32
-
-
-def send(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
-    """Returns the seconds of a tick's messages between stages: those of the slowest link that any of them crosses.
-
-    Scattered, each tensor rank sends its share through its own NIC and a gather inside the node puts them together,
-    except where the stream is sharded by sequence anyway. Source: Narayanan et al. 2021, arXiv:2104.04473, section 4.1.
-    """
-    size = BYTES * tokens(shape, candidate) * shape.dim
-    stride = candidate.tensor * candidate.context * candidate.fsdp * candidate.data
-    if not software.scatter:
-        return hardware.send(size / np.where(candidate.sequence, candidate.tensor, 1), stride, candidate.pipe)
-    gathered = np.where(candidate.sequence, 0.0, hardware.gather(size, candidate.tensor, 1))
-    return hardware.send(size / candidate.tensor, stride, candidate.pipe) + gathered
-
-
-def spread(shape: Shape, candidate: Candidate, hardware: Hardware) -> tuple[Any, Any]:
-    """Returns the seconds of a microbatch's messages where stages share both ends, forward and backward.
-
-    XLA makes an all-reduce over `pipe` of each: forward of what flows into the layers and what comes out of them,
-    backward of the gradients of both, and again of what flows into them. Of shares where the stream is sharded by
-    sequence.
-    """
-    stride = candidate.tensor * candidate.context * candidate.fsdp * candidate.data
-    size = BYTES * tokens(shape, candidate) * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
-    once = 2 * hardware.gather(size, candidate.sharing, stride)
-    return 2 * once, 3 * once
 
 
 def pieces(layers: Any, candidate: Candidate, software: SoftwareModel) -> Any:
@@ -71,18 +47,18 @@ def gradients(
     around its table; but stage 2 scatters in every tick that makes gradients, of those that are idle too. What stages 1
     and 2 gather once for all of a step comes at once.
     """
-    over, count = (candidate.fsdp, candidate.tensor * candidate.context), pieces(layers, candidate, software)
+    over, count = (candidate.fsdp, candidate.stride("fsdp")), pieces(layers, candidate, software)
     around = software.everywhere & np.greater(candidate.pipe, 1)
-    sizes = software.wire[0], np.where(around, SUMMED, software.wire[1])
-    gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in sizes)
+    wires = software.wire[0], np.where(around, SUMMED, software.wire[1])
+    gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in wires)
     whole = hardware.gather(software.wire[0] * parameters, *over)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
     eager = _eager(candidate, software)
-    stages = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
+    zero = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
     nothing = 0.0 * gather
-    each = np.select(stages, [nothing, nothing, ticks * scatter, ~around * (2 * gather + scatter)])
+    each = np.select(zero, [nothing, nothing, ticks * scatter, ~around * (2 * gather + scatter)])
     once = [2 * scatter, ~eager * scatter + whole, whole, around * (gather + scatter)]
-    return each, np.select(stages, once)
+    return each, np.select(zero, once)
 
 
 def replicas(
@@ -95,16 +71,16 @@ def replicas(
     anything yet.
     """
     eager = _eager(candidate, software)
-    whole, beside = eager & np.equal(candidate.zero, 1), candidate.tensor * candidate.context
+    whole = eager & np.equal(candidate.zero, 1)
     shard = np.where(np.greater(candidate.zero, 0) & ~whole, candidate.fsdp, 1)
     table = software.everywhere & np.greater(candidate.pipe, 1)
     size, data, context = software.wire[1] * parameters, candidate.data, candidate.context
-    near, far = hardware.members(context, candidate.tensor), hardware.members(data, beside * candidate.fsdp)
+    near, far = (hardware.members(candidate.size(axis), candidate.stride(axis)) for axis in ("context", "data"))
     count = pieces(layers, candidate, software)
     ways = np.where(whole, candidate.fsdp, 1)
-    members = near * far * np.where(whole, hardware.members(candidate.fsdp, beside), 1)
+    members = near * far * np.where(whole, hardware.members(candidate.fsdp, candidate.stride("fsdp")), 1)
     both = 2 * hardware.gather(size / shard, data * context * ways, candidate.tensor, members=members, pieces=count)
-    around = 2 * hardware.gather(SUMMED * parameters / shard, data, beside * candidate.fsdp, pieces=count)
+    around = 2 * hardware.gather(SUMMED * parameters / shard, data, candidate.stride("data"), pieces=count)
     inside = 2 * hardware.gather(size, context, candidate.tensor, pieces=count)
     return np.where(table, inside, eager * both), np.where(table, around, ~eager * both)
 
@@ -117,3 +93,40 @@ def _eager(candidate: Candidate, software: SoftwareModel) -> Any:
 def exposed(traffic: Any, compute: Any, overlap: float) -> Any:
     """Returns the seconds of traffic that computation does not hide: `overlap` of it can be, as far as there is any."""
     return traffic - np.minimum(overlap * traffic, compute)
+
+
+def around(work: Work, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Mapping[str, Any]:
+    """Returns the exposed seconds of fsdp's and data's collectives.
+
+    What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
+    microbatch, beside the rest. Waiting for other stages and for their messages hides them as well.
+    """
+    shards, copies = (
+        price(work.parameters, candidate, hardware, software, layers=work.layers) for price in (gradients, replicas)
+    )
+    each, once = (one + other for one, other in zip(shards, copies, strict=True))
+    last = work.compute / candidate.microbatches * 2 / 3
+    spread = exposed(each * candidate.microbatches, work.compute - last, software.overlap)
+    return {"sharding": spread + exposed(once, last, software.overlap)}
+
+
+def stages(size: int) -> Sequence[Mapping[str, int]]:
+    """Returns the stages of ZeRO that so many devices can share: of one device none, or it would be data."""
+    return [{"zero": zero} for zero in ((1, 2, 3) if size > 1 else (0,))]
+
+
+def working(model: Named, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Mapping[str, Any]:
+    """Returns the bytes of a decoder's parameters that are gathered to work with, and of gradients to be scattered."""
+    if not isinstance(model, Shape):
+        return {}
+    return {"working": gathered(model, candidate, software, recipe) + scattered(model, candidate, software, recipe)}
+
+
+SHARDING = Technique(
+    axis="fsdp",
+    variants=stages,
+    bytes=working,
+    around=around,
+    looks={"sharding": Look(letter="S", shade=220, light="#e3a712", dark="#f2cb52")},
+    complexity=1.0,
+)

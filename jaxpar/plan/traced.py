@@ -1,4 +1,4 @@
-"""Any model as a plan sees it: traced once on shapes, shared by data and fsdp alone.
+"""Any model as a plan sees it: traced once on shapes, shared by data and fsdp, and by techniques that are added.
 
     products      2 FLOP per multiplication of every product and convolution, going forward; twice that going backward
     passes        what the backward pass reads was written and read once going forward, and is read, and its gradient
@@ -9,21 +9,29 @@
 What XLA fuses away, or keeps although nobody asked it to, is not in it: `--verify` compiles.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from jaxpar.errors import refuse
+from jaxpar.mesh.axes import batch_axes
+from jaxpar.mesh.collective import Collective
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.enumerate import Choices, pick, replicated
+from jaxpar.plan.choices import Choices
+from jaxpar.plan.enumerate import every, pick
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.memory import Memory, by_stage, gathered_for_a_step, while_made
+from jaxpar.plan.memory import Memory, by_stage
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.model.tracing import Kind, Trace
+from jaxpar.plan.techniques.asked import added_bytes, around, collectives, of_step, without
+from jaxpar.plan.techniques.base import Work, divisors
+from jaxpar.plan.techniques.sharding_bytes import gathered_for_a_step, while_made
 from jaxpar.plan.techniques.table import TECHNIQUES
-from jaxpar.plan.time import StepTime, optimizer, sharding
+from jaxpar.plan.time import StepTime, optimizer
 
 FORWARD, BACKWARD = 2, 3  # passes over what the backward pass reads
 AGAIN: Mapping[str, tuple[Kind, ...]] = {
@@ -41,28 +49,34 @@ class Traced:
 
     Attributes:
       name: What the user calls it.
-      shards: Number of devices of fsdp to the parameters that one of them holds; of 1, all.
-      refused: Numbers of devices of fsdp that the model does not take, and why.
+      shards: Sizes of `fsdp` and of the further axes to the parameters that a device holds; of ones, all.
+      refused: Such sizes that the model does not take, and why.
       piece: Parameters of the largest piece that is gathered at once: a parameter, or a layer of a stack.
       recipe: Bytes per parameter of the training state.
       trace: Its products, and what it keeps.
       itemsize: Bytes of what products run in: 2 or 4.
       sums: Whether the loss is a sum with a count, which microbatches need.
+      axes: Further axes, of techniques that are added to jaxpar's own and have something to split here.
+      dims: Names of dims of its parameters to what divides all dims of that name.
+      holding: Names of dims to the parameters in all arrays that have such a dim.
     """
 
     name: str
-    shards: Mapping[int, int]
-    refused: Mapping[int, str]
+    shards: Mapping[tuple[int, ...], int]
+    refused: Mapping[tuple[int, ...], str]
     piece: int
     recipe: Recipe
     trace: Trace
     itemsize: int
     sums: bool
+    axes: tuple[str, ...] = ()
+    dims: Mapping[str, int] = field(default_factory=dict)
+    holding: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> int:
         """Parameters, all of them."""
-        return self.shards[1]
+        return self.shards[(1,) * (1 + len(self.axes))]
 
     @property
     def layers(self) -> int:
@@ -85,40 +99,51 @@ class Traced:
         )
 
     def left_out(self, choices: Choices) -> tuple[str, ...]:
-        """Returns what the model does not take, and the axes whose cost is known of decoders alone."""
+        """Returns what the model does not take, and the axes that it has no use for."""
         remats = [name for name in AGAIN if name not in self.trace.kept]
         return (
-            "tensor, context and pipe: what they cost is known of decoders alone",
+            *without(self),
             *["microbatches: the loss is a mean; one that returns (sum, count) adds up over them"] * (not self.sums),
             *[f"remat {', '.join(remats)}: {self.name} marks no blocks for it"] * bool(remats),
             *self.refused.values(),
         )
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
-        """Returns all layouts of data and fsdp, with the remat policies that the model can place.
+        """Returns all layouts of data, fsdp and further axes, with the remat policies that the model can place.
 
         Raises:
           JaxparError: If the devices do not divide the rows.
         """
         remats = tuple(name for name in choices.remats if name in self.trace.kept)
-        found = replicated(devices=devices, rows=rows, choices=Choices(remats=remats))
-        return pick(found, np.isin(found.fsdp, list(self.shards)) & (self.sums | (found.microbatches == 1)))
+        found = every(self, devices=devices, rows=rows, choices=replace(choices, remats=remats))
+        if found is None:
+            replicas = " x ".join(axis for axis in batch_axes() if axis in TECHNIQUES)
+            raise refuse(
+                f"{devices:,} devices for {rows} rows",
+                rule=f"{replicas}, the devices, divides the rows of the global batch",
+                fix=f"--devices {max(n for n in divisors(rows) if n <= devices)}, or train.global_batch = "
+                f"{-(-rows // devices) * devices}",
+            )
+        sizes, which = self._sizes(found)
+        taken = np.array([each in self.shards for each in sizes])[which]
+        return pick(found, taken & (self.sums | (found.microbatches == 1)))
 
     def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of a device, by cause."""
-        shard = self._shard(candidate)
-        parameters, gradients, moments = by_stage(self.parameters, shard, candidate, self.recipe)
+        own, whole = self._software(software), self._held(candidate, whole=True)
+        shard = self._held(candidate, whole=False)
+        parameters, gradients, moments = by_stage(whole, shard, candidate, self.recipe)
         kept, everything = self._kept(candidate), candidate.microbatch * self.trace.kept["none"]
         piece = 2.0 * np.equal(candidate.zero, 3) * self.piece
-        gathered = self.itemsize * np.where(gathered_for_a_step(candidate, self.recipe), self.parameters, piece)
+        gathered = self.itemsize * np.where(gathered_for_a_step(candidate, self.recipe), whole, piece)
         return Memory(
             parameters=parameters,
-            gradients=while_made(gradients, candidate, self._software(software), self.recipe),
+            gradients=while_made(gradients, candidate, own, self.recipe),
             optimizer=moments,
             activations=kept,
             logits=0.0 * kept,
             working=(everything - kept) / max(self.trace.blocks, 1) + gathered,
-        )
+        ).plus(added_bytes(self, candidate, own, self.recipe))
 
     def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step, by cause."""
@@ -128,22 +153,26 @@ class Traced:
         again = self._by_remat(candidate, lambda name: sum(forward[kind] for kind in AGAIN[name]))
         repeated = hardware.stream(FORWARD * (everything - self._kept(candidate)))
         passes = hardware.stream((FORWARD + BACKWARD) * everything)
-        sums = np.where(np.greater(count, 1), hardware.stream(software.accumulate * self.parameters), 0.0)
+        held = self._held(candidate, whole=True)
+        sums = np.where(np.greater(count, 1), hardware.stream(software.accumulate * held), 0.0)
         compute = count * (3 * once + again + repeated + passes + sums)
         nothing = 0.0 * compute
+        work = Work(parameters=held, layers=self.trace.blocks, compute=compute)
         return StepTime(
             products=3 * count * once,
             attention=nothing,
             passes=count * (passes + sums),
             recompute=count * (again + repeated),
-            **dict.fromkeys(TECHNIQUES, nothing),
-            sharding=sharding(
-                self.parameters, candidate, hardware, software, layers=self.trace.blocks, compute=compute
-            ),
+            **{cause: nothing + more for cause, more in of_step(self, candidate, hardware, software).items()},
+            **around(work, candidate, hardware, software),
             bubble=nothing,
             send=nothing,
-            optimizer=optimizer(self.parameters, candidate, hardware, software),
+            optimizer=optimizer(held, candidate, hardware, software),
         )
+
+    def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
+        """Returns the collectives of a step of one layout that techniques name."""
+        return collectives(self, candidate, self._software(software))
 
     def largest(self, software: SoftwareModel) -> float:
         """Returns the bytes of the largest piece's state, and of what a block keeps of one row."""
@@ -153,11 +182,17 @@ class Traced:
         """Returns how it is run: what travels has the size of what products run in."""
         return replace(software, wire=(float(self.itemsize),) * 2)
 
-    def _shard(self, candidate: Candidate) -> Any:
-        """Returns the parameters on one device of fsdp; an even share where nobody asked the model."""
-        sizes, where = np.unique(candidate.fsdp, return_inverse=True)
-        held = [self.shards.get(size, -(-self.parameters // size)) for size in sizes.tolist()]
-        return np.array(held)[where].reshape(np.shape(candidate.fsdp))
+    def _sizes(self, candidate: Candidate) -> tuple[list[tuple[int, ...]], np.ndarray]:
+        """Returns the sizes of fsdp and of further axes that are met, and which of them each candidate has."""
+        columns = np.broadcast_arrays(*(candidate.size(axis) for axis in ("fsdp", *self.axes)))
+        met, which = np.unique(np.stack([each.ravel() for each in columns]), axis=1, return_inverse=True)
+        return [tuple(each) for each in met.T.tolist()], which.reshape(columns[0].shape)
+
+    def _held(self, candidate: Candidate, *, whole: bool) -> Any:
+        """Returns the parameters on a device, before fsdp shards them or after; an even share where nobody asked."""
+        sizes, which = self._sizes(candidate)
+        held = [(1, *further) if whole else (fsdp, *further) for fsdp, *further in sizes]
+        return np.array([self.shards.get(each, -(-self.parameters // math.prod(each))) for each in held])[which]
 
     def _seconds(self, kind: str, rows: Any, hardware: Hardware) -> Any:
         peak = 1.0 if self.itemsize == 2 else hardware.chip.f32_flops / hardware.chip.bf16_flops

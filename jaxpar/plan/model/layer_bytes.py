@@ -1,0 +1,77 @@
+"""What a device holds of a transformer: its parameters, and what a layer keeps for the backward pass.
+
+Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, for any widths):
+
+    stream        10: 2 norm inputs, the inputs of two products, 2 masks, or as the software keeps it; sharded with
+                  sequence parallelism only
+    inner         24 for q, k, v, attention's result, 2 or 3 times hidden; sharded by tensor
+    scores        5 heads seq / dim: softmax, mask, product, or as the software keeps them; sharded by tensor; none in
+                  a fused kernel
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.model.shape import Shape
+
+
+def stage_parameters(
+    shape: Shape, candidate: Candidate, stage: Literal["first", "last"], *, everywhere: bool = False
+) -> Any:
+    """Returns the parameters on a device of a stage, before fsdp shards them.
+
+    The tensor axis cuts matrices, and the biases of those it cuts by outputs; not norms, nor what is added to the
+    stream. The first stage has the embedding; the last, the head, and the embedding where that is tied to it; or all
+    stages have both, `everywhere`: whole, or their shares of the vocabulary where they are spread.
+    """
+    blocks = block_parameters(shape, candidate)
+    one = np.equal(candidate.pipe, 1) | everywhere
+    table = shape.vocab * shape.dim / candidate.tensor / np.where(everywhere, candidate.sharing, 1)
+    places = shape.learned * shape.seq * shape.dim
+    norm = (1 + shape.biases) * shape.dim
+    if stage == "first":
+        return blocks + table + places + np.where(one, norm + (not shape.tied) * table, 0)
+    return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
+
+
+def block_parameters(shape: Shape, candidate: Candidate) -> Any:
+    """Returns the parameters of the layers on a device of a stage, before fsdp shards them."""
+    return candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
+
+
+def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
+    """Returns what a layer keeps of one microbatch with the candidate's remat, and what its backward works with."""
+    kept, working = software.cost(lambda own: _layer_bytes(shape, candidate, own), candidate)
+    return kept, working
+
+
+def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
+    """Returns the same, for layouts that all have the attention of one software model."""
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
+    tensor = candidate.tensor
+    stream = tokens * shape.dim / np.where(candidate.sequence, tensor, 1)
+    qkv = 2 * tokens * (shape.dim + 2 * shape.kv_dim) / tensor
+    result = 2 * tokens * shape.dim / tensor
+    hidden = 2 * tokens * shape.width / tensor
+    score = tokens * shape.heads * shape.seq / tensor
+    scores = software.kept[0] * score
+    rows, keys = candidate.microbatch, (shape.kv_heads or shape.heads) / tensor
+    kept_twice, worked_twice = (software.relaid * np.greater(*each) for each in ((rows * keys, 1), (rows, keys)))
+    inner = qkv + result + (2 + shape.gated) * hidden
+    others = 4 * tokens * shape.kv_dim / tensor * (candidate.context - 1)  # keys and values of the others' tokens
+    everything = (software.residual + 2 * software.dropout) * stream + inner + others + scores
+    working = everything + worked_twice / 4 * scores
+    dots = 6 * stream + qkv + (1 + shape.gated) * hidden
+    kept = {
+        "none": everything,
+        "all_dots": dots + result + np.equal(candidate.context, 1) * software.kept[1] * (1 + kept_twice) * score,
+        "dots": dots,
+        "selective": everything - scores,
+        "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,
+        "full": 2 * stream,
+    }
+    remat = np.asarray(candidate.remat)
+    return np.select([remat == name for name in kept], list(kept.values())), working
