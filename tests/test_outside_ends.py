@@ -15,10 +15,10 @@ from tiny import DIM, SEQ, VOCAB, Lean, Staged, assert_same_arrays, named, scann
 import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.mesh.axes import TRAINED
 from jaxpar.mesh.target import find_plugin
 from jaxpar.parallel import head as heads
 from jaxpar.parallel.compose import as_blueprint
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.enumerate import at, legal, pick
 from jaxpar.plan.machine.hardware import HARDWARE
@@ -183,7 +183,7 @@ def test_outside_the_planner_has_each_head_where_a_run_would_have_it():
         kind = tuple(getattr(one, key) for key in kinds)
         if kind not in seen and one.layers(LARGE.layers) * one.pipe * one.chunks == LARGE.layers:
             seen.add(kind)
-            sizes = {key: getattr(one, key) for key in TRAINED}
+            sizes = {key: getattr(one, key) for key in DECLARED}
             pipeline = jp.Pipeline(schedule=one.schedule, microbatches=one.microbatches, chunks=one.chunks)
             parallel = jp.Parallel(**sizes, zero=one.zero if one.fsdp > 1 else None, pipeline=pipeline)
             assert jp.compose(blueprint, parallel, 8).parallel.pipeline.head == one.head, kind

@@ -39,7 +39,7 @@ class Points:
 def pareto(seconds: np.ndarray, needed: np.ndarray) -> np.ndarray:
     """Returns the indices of what nothing beats in both, fastest first; of equals, the first.
 
-    >>> front(np.array([1.0, 2.0, 3.0, 2.5]), np.array([9, 4, 4, 5])).tolist()
+    >>> pareto(np.array([1.0, 2.0, 3.0, 2.5]), np.array([9, 4, 4, 5])).tolist()
     [0, 1]
     """
     order = np.lexsort((needed, seconds))
