@@ -1,7 +1,7 @@
 """Compares the arrays of a checkpoint with those that a job needs, before anything is read: by path.
 
-Every difference is of one kind: shape, dtype, missing or unexpected. `problems` folds them: a model of another width
-differs in every array, and a user reads one line about it.
+Every difference is of one kind: shape, dtype, missing or unexpected, of a part of the state. `problems` folds them: a
+model of another width differs in every array, and a user reads one line about it.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,12 @@ from typing import Literal
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.errors import Problem
 
-PARTS = {"params": "parameter", "optimizer": "array of the optimizer", "model_state": "array of the model state"}
+PARTS = {
+    "params": "parameter",
+    "optimizer": "array of the optimizer",
+    "model_state": "array of the model state",
+    "exchange": "array of the exchange",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +37,7 @@ class Difference:
 
     @property
     def part(self) -> str:
-        """The part of the state it belongs to: params, optimizer, rest or step."""
+        """The part of the state it belongs to: params, optimizer, model_state, exchange or step."""
         return self.path.partition("/")[0]
 
     @property
@@ -71,15 +76,19 @@ def problems(found: list[Difference], run: str) -> list[Problem]:
       found: The differences between a checkpoint and a job.
       run: What the checkpoint is called on the command line.
     """
+    if replicas := _replicas(found):
+        return [replicas]
     model = [each for each in found if each.part == "params"]
     # the optimizer keeps copies of parameters: where those differ, its own say nothing new
     followed = tuple(f"/{each.name}" for each in model)
     chain = [each for each in found if each.part == "optimizer" and not each.path.endswith(followed)]
-    model_state = [each for each in found if each.part not in ("params", "optimizer")]
+    model_state = [each for each in found if each.part not in ("params", "optimizer", "exchange")]
+    exchange = [each for each in found if each.part == "exchange"]
     made = []
     for part, those in (
         ("params", model),
         ("model_state", model_state),
+        ("exchange", exchange),
         ("optimizer", [e for e in chain if e.was and e.now]),
     ):
         for kind in ("missing", "unexpected", "shape", "dtype"):
@@ -88,6 +97,27 @@ def problems(found: list[Difference], run: str) -> list[Problem]:
     if other := [each for each in chain if not (each.was and each.now)]:
         made.append(_optimizer(other, run))
     return made
+
+
+def _replicas(found: list[Difference]) -> Problem | None:
+    """Returns one problem where parameters are of other replicas: they differ, so that none stands for the others."""
+    pairs = [(each.was.shape, each.now.shape) for each in found if each.part == "params" and each.was and each.now]
+    counts = {(_ahead(was, now), _ahead(now, was)) for was, now in pairs}
+    if len(counts) != 1 or counts == {(0, 0)}:
+        return None
+    ((was, now),) = counts
+    first, second = (f"{count} replicas that differ" if count else "one set of parameters" for count in (was, now))
+    return Problem(
+        f"the checkpoint holds {first}, the job {second}",
+        "replicas go on as they were: their parameters are not averaged, nor copied, when they are restored",
+        "the exchange and the size of data that the run began with, or another run.dir",
+    )
+
+
+def _ahead(shape: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Returns the size of a first dim that a shape has more than another, or instead of another's; else 0."""
+    more = len(shape) > len(other) and shape[1:] == other
+    return shape[0] if more else 0
 
 
 def _problem(part: str, kind: str, some: list[Difference], run: str) -> Problem:

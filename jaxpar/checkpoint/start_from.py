@@ -7,6 +7,7 @@
 Parameters and floating-point statistics (BatchNorm's) are taken; step, optimizer, and keys for dropout begin anew.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -86,7 +87,7 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
     placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)
     # some chains keep a copy of the parameters that they begin with
     began = jax.jit(optimizer.init, out_shardings=placed)(made.params)
-    return State(made.step, made.params, began, made.model_state), origin
+    return dataclasses.replace(made, optimizer=began), origin
 
 
 def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> Origin:
@@ -146,7 +147,7 @@ def _takable(described: Mapping[str, Array]) -> dict[str, Array]:
     return {
         path.partition("/")[2]: array
         for path, array in described.items()
-        if path.startswith("params/") or (path.startswith("rest/") and _is_statistic(array))
+        if path.startswith("params/") or (path.startswith("model_state/") and _is_statistic(array))
     }
 
 

@@ -1,7 +1,15 @@
-"""Collectives as tables of messages, and what they cost.
+"""How replicas of a model agree, and the collectives by which they do, as tables of messages.
 
-Nouns: an algorithm (rounds of messages between devices), its replay message by message, and its cost in alpha-beta
-form, on one level of links or on two.
+    base         the protocol of an exchange: what happens to gradients, to parameters every so many steps, what is sent
+    between      where replicas meet: their mean, by XLA
+    all_reduce   the default: gradients are summed in every step
+    table        the exchanges that a job may name
+    algorithms   collectives as rounds of messages, and their replay and cost
 
-To add an algorithm: its rounds in `algorithms.py` and its formula in `cost.py`; tests hold the formula to the replay.
+Nouns: `Exchange` (a frozen value), `Replicas` where they meet, `Between` them a mesh axis, what is `Sent` (the noun
+`Collective`, which the ledger has too), an algorithm (rounds of messages).
+
+To add an exchange: a file with a frozen dataclass that is an `Exchange`, and a row of `table.EXCHANGES` (or `with
+added(name, kind)`, for as long as a test or a script runs). Say whether replicas `differ` and after how many steps
+they `agree`; the step, checkpoints, jobs and the inspector read it from there.
 """

@@ -20,8 +20,11 @@ _HOME = Path(__file__).parent.parent
 # files whose lines do not explain an instruction: jaxpar's own step, and installed libraries. The models are not among
 # them, as users read and copy them
 _MACHINERY = tuple(
-    [str(_HOME / room) for room in ("sharding", "parallel", "inspector", "job")]
-    + [str(_HOME / "step" / file) for file in ("step.py", "gradients.py", "whole.py", "gathering.py", "inspectable.py")]
+    [str(_HOME / room) for room in ("sharding", "exchange", "parallel", "inspector", "job")]
+    + [
+        str(_HOME / "step" / file)
+        for file in ("step.py", "gradients.py", "apart.py", "whole.py", "gathering.py", "inspectable.py")
+    ]
     + [str(_HOME / "models" / "remat.py")]
     + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     + ["<"]

@@ -47,12 +47,16 @@ def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said:
         *_unsharded(ledger, given, set(subject.batch_axes) - set(subject.whole), total),
         *_per_microbatch(ledger, given, subject.batch_axes, sizes, total, often=_reductions(subject)),
         *_wide(notable, _asked_for_16_bits(subject, flop)),
-        *_idle(ledger, sizes, {axis for argument in subject.arguments for axis in argument.axes}),
+        *_idle(ledger, _meant_to_send(subject), {axis for argument in subject.arguments for axis in argument.axes}),
         *_rematerialized(said),
         *_squeezed(flop),
         *_unknown(ledger, flop),
     ]
     return sorted(found, key=lambda flag: -flag.bytes)
+
+
+def _meant_to_send(subject: Subject) -> dict[str, int]:
+    return {axis: size for axis, size in subject.mesh.shape.items() if axis not in subject.silent}
 
 
 def _asked_for_16_bits(subject: Subject, flop: Flop) -> bool:

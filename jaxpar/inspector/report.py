@@ -65,14 +65,15 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
       roles: For a jitted function, what each of its arguments is: `parameters`, `optimizer state`, `other state`,
         `batch` or `arguments`.
       mesh: For a jitted function whose arguments have no mesh.
-      **kwargs: Passed on to the jitted function.
+      **kwargs: Passed on to the jitted function. For a `Step`, `exchanges=True` inspects the one after which replicas
+        come to agree, where they do so every so many steps.
 
     Raises:
       JaxparError: If it is not jitted, does not compile, or its arguments are on several meshes; or if the table of a
         pipeline would wait for ever (`check_branches`).
     """
     if hasattr(program, "subject"):
-        return report(program.subject(*args))
+        return report(program.subject(*args, **kwargs))
     return report(of_function(program, args, kwargs, roles=roles, mesh=mesh))
 
 

@@ -31,6 +31,7 @@ class Subject:
       precision: `bf16` where products were asked for in 16 bits.
       batch_axes: Mesh axes that split examples.
       whole: Those of them over which gradients are whole by declaration, even of parameters that they split.
+      silent: Mesh axes over which this program sends nothing by declaration.
       microbatches: How many a step has.
       updates: How often the weights change in a step.
       schedule: What the stages of its pipeline do in every tick; None without one.
@@ -47,6 +48,7 @@ class Subject:
     precision: str = ""
     batch_axes: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
     microbatches: int = 1
     updates: int = 1
     schedule: Schedule | None = field(default=None, repr=False)

@@ -69,6 +69,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
         problems.extend(problem for problem in declared(job.parallel) if problem not in problems)
     if blueprint and whole and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job)
+    attempt(_check_origin, job)
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)
         attempt(_check_room, job, layout)
@@ -89,6 +90,16 @@ def _check_path(job: Job) -> None:
             f"data.path = {job.data.path!r} with data.source = {job.data.source!r}, which reads no path",
             rule="a path is read by text and arrays",
             fix='source = "text"',
+        )
+
+
+def _check_origin(job: Job) -> None:
+    start, exchange = job.checkpoint.start_from, job.parallel.exchange
+    if start and exchange.differ and not is_folder(start):
+        raise refuse(
+            f"checkpoint.start_from = {start!r} with exchange {exchange}",
+            rule="a checkpoint of jaxpar's begins a run whose replicas are equal",
+            fix=f"jaxpar checkpoint export {start} --format safetensors, and start_from that folder",
         )
 
 
@@ -168,10 +179,11 @@ def _check_room(job: Job, layout: Layout) -> None:
     held = {"parameters": (shapes.params, placed.params)}
     if not job.train.offload:
         held["optimizer state"] = (shapes.optimizer, placed.optimizer)
+    held["state of the exchange"] = (shapes.exchange, placed.exchange)
     sizes = {what: sum(jax.tree.leaves(jax.tree.map(partial(_held, layout), *each))) for what, each in held.items()}
     room = pool.room(chip.visible)
     if sum(sizes.values()) > room:
-        words = " and ".join(f"{what} {show_bytes(size)}" for what, size in sizes.items())
+        words = " and ".join(f"{what} {show_bytes(size)}" for what, size in sizes.items() if size)
         of = f"{show_bytes(room)} of its {show_bytes(chip.visible)}"
         raise refuse(
             f"a device holds {words}",

@@ -1,7 +1,7 @@
 """A job on fewer processes than it began with: what keeps its shape, and what gives way.
 
 pipe, expert, context, tensor   stay: they cut the model
-fsdp, then data                 shrink: they copy it
+fsdp, then data                 shrink: they copy it; data only where its replicas are equal
 the global batch                stays: it is what the loss curve belongs to
 """
 
@@ -56,14 +56,17 @@ def _shrunk(job: Job, devices: int, left: int) -> list[str]:
     if -1 in declared.values():  # inferred, whatever is left
         return []
     sizes = infer_sizes(declared, devices)
-    kept = math.prod(size for axis, size in sizes.items() if axis not in SHRUNK)
+    gives = ("fsdp",) if job.parallel.exchange.differ else SHRUNK
+    kept = math.prod(size for axis, size in sizes.items() if axis not in gives)
     if left % kept:
-        names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in SHRUNK and size > 1)
+        names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in gives and size > 1)
         raise refuse(
             f"{names} on {left} devices",
-            rule="the axes that cut the model keep their size",
+            rule="the axes that cut the model keep their size, and so does data where its replicas differ",
             fix=f"a number of processes with a multiple of {kept} devices",
         )
     ways = left // kept
+    if "data" not in gives:
+        return [f"parallel.fsdp={ways}", f"parallel.data={sizes['data']}"]
     fsdp = next(size for size in range(min(sizes["fsdp"], ways), 0, -1) if ways % size == 0)
     return [f"parallel.fsdp={fsdp}", f"parallel.data={ways // fsdp}"]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxpar.errors import Problem, nearest
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import Exchange
 from jaxpar.mesh.axes import AXES
 from jaxpar.parallel.pipe import Pipeline
 
@@ -39,6 +41,7 @@ class Parallel:
         (Korthikanti et al. 2022, arXiv:2205.05198).
       pipeline: How the stages take turns.
       how: Axis to the way in which its technique runs, where it has several: {"context": "gather"}.
+      exchange: How the replicas over `data` agree.
       axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
       rules: Name of a dim to mesh axis (or axes, or None), before jaxpar's own names.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
@@ -57,6 +60,7 @@ class Parallel:
     sequence: bool = False
     pipeline: Pipeline = field(default_factory=Pipeline)
     how: Mapping[str, str] = field(default_factory=dict)
+    exchange: Exchange = field(default_factory=AllReduce)
     axes: Mapping[str, int] = field(default_factory=dict)
     rules: Mapping[str, Axes] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)

@@ -3,20 +3,22 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
+from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.gather import constrained, gather
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.sharding.names import SCOPE, Blueprint, Leaf, Tree, nest, path_of
+from jaxpar.sharding.names import SCOPE, Blueprint, Leaf, Tree, nest, path_of, pick
 from jaxpar.sharding.rules import Axes
-from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.sharding.shard_bytes import shard_bytes, shard_shape, short_dtype
 from jaxpar.units import show_bytes, show_count
 
 
@@ -154,6 +156,11 @@ class Layout:
         """Specs in which the optimizer works: sharded from stage 1 on."""
         return self.sharded if self.parallel.stage >= 1 else self._tree(lambda place: place.used)
 
+    def owner(self, keys) -> str | None:
+        """Returns the path of the parameter that an array belongs to: the one that ends its own path."""
+        words = path_of(keys).split("/")
+        return next((path for i in range(len(words)) if (path := "/".join(words[i:])) in self.placements), None)
+
     def optimizer_specs(self, state: Tree) -> Tree:
         """Returns a spec for every array of any optax state.
 
@@ -161,14 +168,12 @@ class Layout:
         it takes the parameter's spec; with another shape (Adafactor's row and column
         statistics) the `fsdp` axis on its largest dim that divides; scalars stay whole.
         """
-        updated = {path: spec for path, spec in _flat(self.updated)}
         axis = self.sizes["fsdp"] if self.parallel.stage >= 1 else 1
 
         def spec(keys, leaf) -> PartitionSpec:
-            words = path_of(keys).split("/")
-            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in updated), None)
+            owner = self.owner(keys)
             if owner and tuple(leaf.shape) == self.placements[owner].leaf.shape:
-                return updated[owner]
+                return pick(self.updated, tuple(owner.split("/")))
             dims = [dim for dim, size in enumerate(leaf.shape) if size and size % axis == 0]
             if axis == 1 or not dims or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return PartitionSpec()
@@ -176,6 +181,14 @@ class Layout:
             return PartitionSpec(*(None,) * best, "fsdp")
 
         return jax.tree_util.tree_map_with_path(spec, state)
+
+    def sends(self) -> tuple[Sent, ...]:
+        """Returns what the replicas over `data` send each other, by their exchange; nothing where there is but one."""
+        parts = {
+            path: jax.ShapeDtypeStruct(shard_shape(place.leaf.shape, place.stored, self.sizes), place.leaf.dtype)
+            for path, place in self.placements.items()
+        }
+        return self.parallel.exchange.sends(parts, self.sizes["data"]) if self.sizes["data"] > 1 else ()
 
     def batch_spec(self, shape) -> PartitionSpec:
         """Returns where a batch array goes: examples over `data`, `fsdp` and other axes that see other examples."""
@@ -201,7 +214,7 @@ class Layout:
             used = self.sharding(_only(place.used, place, kept))
             looked_up = place.names[:1] == ("vocab",)
             summed_once = self.sizes["data"] * self.sizes["context"] == 1
-            return _constrained(value, used) if looked_up or summed_once else _gather(value, used, stored)
+            return constrained(value, used) if looked_up or summed_once else gather(value, used, stored)
 
     def _unscanned(self, path: str, place: Placement, rank: int) -> list[int]:
         """Returns the dims that are left where the model reads one layer of a stack."""
@@ -227,12 +240,12 @@ class Layout:
             axes = place.stored[dim] if dim < len(place.stored) else None
             axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
             dims.append("/".join([str(name or size), *(axis for axis in axes if self.sizes[axis] > 1)]))
-        return f"{_short(place.leaf.dtype)}[{', '.join(dims)}]"
+        return f"{short_dtype(place.leaf.dtype)}[{', '.join(dims)}]"
 
     def explain(self) -> str:
         """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it.
 
-        Above it the summary, and of a pipeline where its head runs.
+        Above it the summary, of a pipeline where its head runs, and how replicas agree that step apart.
         """
         rows = [("parameter", "placed as", "shape", "per device", "because")]
         for path, place in self.placements.items():
@@ -241,7 +254,13 @@ class Layout:
             rows.append((path, self.describe(path), shape, size, place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.summary(), *[self.head] * bool(self.head), "", *lines])
+        above = [text for text in (self.summary(), self.head, self._exchange()) if text]
+        return "\n".join([*above, "", *lines])
+
+    def _exchange(self) -> str:
+        """Returns how replicas that step apart agree, as a sentence; nothing where XLA sums their gradients."""
+        exchange = self.parallel.exchange
+        return f"exchange: {exchange.explain(self.sends())}" if exchange.apart else ""
 
     def summary(self) -> str:
         """Returns one line: the mesh, the stage, and the parameters' size whole and per device."""
@@ -253,8 +272,10 @@ class Layout:
         count = sum(leaf.size for leaf in leaves)
         updates = f", {self.updates_per_step} updates a step" if self.updates_per_step > 1 else ""
         how = "".join(f", {axis} by {way}" for axis, way in self.parallel.how.items())
+        apart = f", {self.parallel.exchange}" if self.parallel.exchange.apart else ""
+        sequence = ", sequence" if self.parallel.sequence else ""
         return (
-            f"{self.blueprint.name} on {axes}{stage}{', sequence' if self.parallel.sequence else ''}{how}{updates}: "
+            f"{self.blueprint.name} on {axes}{stage}{sequence}{how}{updates}{apart}: "
             f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device"
         )
 
@@ -262,43 +283,7 @@ class Layout:
         return nest({tuple(path.split("/")): value(place) for path, place in self.placements.items()})
 
 
-_constrained = jax.lax.with_sharding_constraint
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
-    """Returns a stored parameter where it is used; its gradient goes straight to where it is stored.
-
-    For HSDP, and with `context`. Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole
-    over all axes together, where a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest would do.
-    With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up is left alone:
-    XLA would reshard the activations for it, by replicating them.
-    """
-    return _constrained(value, used)
-
-
-def _gather_forward(value, used, stored):
-    return _constrained(value, used), None
-
-
-def _gather_backward(used, stored, _, gradient):
-    return (_constrained(gradient, stored),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
-
-
 def _only(spec: PartitionSpec, place: Placement, dims: list[int]) -> PartitionSpec:
     """Returns what a spec says of these dims."""
     entries = (*spec, *(None,) * (len(place.leaf.shape) - len(spec)))
     return PartitionSpec(*(entries[dim] for dim in dims))
-
-
-def _flat(tree: Tree):
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    return [(path_of(keys), value) for keys, value in flat]
-
-
-def _short(dtype) -> str:
-    name = jnp.dtype(dtype).name
-    return name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "s")

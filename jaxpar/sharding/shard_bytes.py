@@ -1,5 +1,7 @@
 """Bytes of an array on one device."""
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +15,25 @@ def shard_bytes(array: Any, spec: PartitionSpec, sizes) -> int:
     >>> shard_bytes(jax.ShapeDtypeStruct((8, 6), jnp.float32), PartitionSpec("fsdp"), {"fsdp": 4})
     48
     """
-    item = jax.numpy.dtype(array.dtype).itemsize
-    count = 1
-    for dim, size in enumerate(array.shape):
-        axes = spec[dim] if dim < len(spec) else None
-        ways = 1
-        for axis in () if axes is None else (axes,) if isinstance(axes, str) else axes:
-            ways *= sizes[axis]
-        count *= size // ways
-    return count * item
+    return math.prod(shard_shape(array.shape, spec, sizes)) * jax.numpy.dtype(array.dtype).itemsize
+
+
+def shard_shape(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the shape of one device's shard of an array.
+
+    >>> shard_shape((8, 6), PartitionSpec("fsdp"), {"fsdp": 4})
+    (2, 6)
+    """
+    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+    axes = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
+    return tuple(size // math.prod(sizes[axis] for axis in each) for size, each in zip(shape, axes, strict=True))
+
+
+def short_dtype(dtype: Any) -> str:
+    """Returns the name of a dtype as HLO has it.
+
+    >>> short_dtype("bfloat16")
+    'bf16'
+    """
+    name = jax.numpy.dtype(dtype).name
+    return name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "s")

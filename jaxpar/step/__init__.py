@@ -3,9 +3,10 @@
     gradients    the protocol of gradients, and the update that follows from them
     kinds        which kind of gradients a layout has
     whole        gradients of a step whose layers are all on every device
+    apart        gradients of replicas that step apart, and agree by an exchange
     pipelined/   gradients of a step whose layers are spread over `pipe`
     guard        a step that changes nothing where its numbers are not finite
-    state        parameters, optimizer and model state, born sharded
+    state        parameters, optimizer and model state, and that of the exchange, born sharded
 
 Nouns: `Step`, `State`, `Numerics` (how it computes), sums and counts of a loss.
 """

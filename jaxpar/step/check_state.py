@@ -42,7 +42,12 @@ def check_same(state: State, expected: State, placed: State) -> None:
     Raises:
       JaxparError: With the first array that is another, or elsewhere.
     """
-    for part, whose in (("params", "model"), ("optimizer", "optimizer"), ("model_state", "model")):
+    for part, whose in (
+        ("params", "model"),
+        ("optimizer", "optimizer"),
+        ("model_state", "model"),
+        ("exchange", "exchange"),
+    ):
         given, wanted = getattr(state, part), getattr(expected, part)
         if jax.tree.structure(given) != jax.tree.structure(wanted):
             raise refuse(

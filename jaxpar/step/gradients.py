@@ -27,11 +27,13 @@ class Gradients(Protocol):
     Attributes:
       layout: Where arrays live.
       updates: How often the weights change in a step.
+      every: Steps from one `agree` to the next; 0 for none.
       notes: What the reader of an inspection should know of it.
     """
 
     layout: Layout
     updates: int = 1
+    every: int = 0
     notes: tuple[str, ...] = ()
 
     def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
@@ -57,11 +59,39 @@ class Gradients(Protocol):
           The state after it, and its metrics.
         """
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
-        if self.layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
-            gradients = constrained(self.layout, gradients, self.layout.updated)
-        updates, kept = optimizer.update(gradients, on_device(state.optimizer), state.params)
-        params = optax.apply_updates(state.params, updates)
+        held = lambda: on_device(state.optimizer)  # noqa: E731
+        params, kept, gradients = updated(self.layout, optimizer, gradients, held, state.params)
         return State(state.step + 1, params, kept, model_state), metrics(sums, optax.tree.norm(gradients))
+
+    def agree(self, state: State) -> State:
+        """Returns a state whose replicas have come to agree; traced after every so many updates."""
+        return state
+
+    def silent(self, *, exchanges: bool) -> tuple[str, ...]:
+        """Returns the mesh axes over which a step sends nothing, one after which replicas agree or not."""
+        return ()
+
+    def told(self, found: dict[str, Any]) -> dict[str, jax.Array]:
+        """Returns the metrics of an update as scalars. Called outside of the compiled step, unless that guards."""
+        return found
+
+
+def updated(
+    layout: Layout, optimizer: optax.GradientTransformation, gradients: Tree, held: Callable[[], Any], params: Tree
+) -> tuple[Tree, Any, Tree]:
+    """Returns parameters and optimizer state after an update, and the gradients as it took them.
+
+    Args:
+      layout: Where arrays live.
+      optimizer: The optax chain.
+      gradients: As they were made.
+      held: Returns the optimizer state where updates are made.
+      params: As stored.
+    """
+    if layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
+        gradients = constrained(layout, gradients, layout.updated)
+    updates, kept = optimizer.update(gradients, held(), params)
+    return optax.apply_updates(params, updates), kept, gradients
 
 
 def metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:

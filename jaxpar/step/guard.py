@@ -17,7 +17,7 @@ def are_finite(params: Any) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
 
 
-def guarded(update: Callable, on_device: Callable) -> Callable:
+def guarded(update: Callable, on_device: Callable, told: Callable) -> Callable:
     """Returns a step's update that takes nothing where loss, gradients or the new parameters are not finite.
 
     Nor where the loss is too high. Between devices one bool travels, of the parameters that each of them holds.
@@ -25,21 +25,23 @@ def guarded(update: Callable, on_device: Callable) -> Callable:
     Args:
       update: (state, batch) to (state, metrics).
       on_device: Brings an optimizer state to where updates are made.
+      told: The metrics of `update` as scalars.
 
     Returns:
-      (state, batch, limit) to (state, metrics); `skipped` in the metrics, bool, is true where params, optimizer
-      and rest are those of before, bit for bit.
+      (state, batch, limit) to (state, metrics); `skipped` in the metrics, bool, is true where all but the count of
+      steps is as before, bit for bit.
     """
 
     def _update(state: State, batch: Mapping, limit: jax.Array):
         new, metrics = update(state, batch)
-        loss, norm = metrics["loss"], metrics["grad_norm"]
+        scalars = told(metrics)
+        loss, norm = scalars["loss"], scalars["grad_norm"]
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & (loss <= limit) & are_finite(new.params)
-        params, optimizer, model_state = jax.tree.map(
+        params, optimizer, model_state, exchange = jax.tree.map(
             lambda after, before: jnp.where(good, after, before),
-            (new.params, new.optimizer, new.model_state),
-            (state.params, on_device(state.optimizer), state.model_state),
+            (new.params, new.optimizer, new.model_state, new.exchange),
+            (state.params, on_device(state.optimizer), state.model_state, state.exchange),
         )
-        return State(new.step, params, optimizer, model_state), metrics | {"skipped": ~good}
+        return State(new.step, params, optimizer, model_state, exchange), metrics | {"skipped": ~good}
 
     return _update

@@ -16,7 +16,8 @@ from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
 
 # in the order in which a state is flattened, which is that of the program's arguments
-_ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer state", "model_state": "other state"}
+_ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer state", "model_state": "other state",
+          "exchange": "other state"}  # fmt: skip
 
 
 class Inspectable(Protocol):
@@ -35,16 +36,22 @@ class Inspectable(Protocol):
         """Returns the shape of a batch array with the sharding that it will have."""
         ...
 
-    def lower(self, state: State, batch: Mapping[str, Any]) -> Any:
+    def lower(self, state: State, batch: Mapping[str, Any], *, exchanges: bool = False) -> Any:
         """Returns the step lowered for these shapes."""
         ...
 
 
-def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
-    """Returns a step lowered for a batch of these shapes, and what its arrays are called."""
+def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = False) -> Subject:
+    """Returns a step lowered for a batch of these shapes, and what its arrays are called.
+
+    Args:
+      step: The step.
+      batch: Name to anything with shape and dtype.
+      exchanges: Whether it is the step after which replicas come to agree.
+    """
     layout, state = step.layout, step.abstract()
     batch = {name: step.shaped(name, value) for name, value in batch.items()}
-    lowered = step.lower(state, batch)
+    lowered = step.lower(state, batch, exchanges=exchanges)
     platform = layout.on.devices.flat[0].platform
     notes = []
     if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.precision == "bf16":
@@ -72,6 +79,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any]) -> Subject:
         precision=step.numerics.precision,
         batch_axes=layout.batch_axes,
         whole=("fsdp",) if layout.parallel.stage == 1 else (),
+        silent=step.gradients.silent(exchanges=exchanges or step.gradients.every == 1),
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=step.gradients.updates,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
@@ -95,14 +103,15 @@ def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
 
 def _state(step: Inspectable, state: Any) -> list[Argument]:
     """Returns the arrays of the state: a parameter by its path, the optimizer's by theirs."""
-    placements = step.layout.placements
+    placements, differ = step.layout.placements, step.layout.parallel.exchange.differ
     found = []
     for part, role in _ROLES.items():
         for keys, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part)):
             path = path_of(keys)
             place = placements.get(path) if part == "params" else None
             whole = path if part == "params" else f"{part}/{path}".rstrip("/")
-            found.append(argument(whole, role, leaf, leaf.sharding, names=place.names if place else ()))
+            names = (("replica",) * differ + place.names) if place else ()
+            found.append(argument(whole, role, leaf, leaf.sharding, names=names))
     return found
 
 

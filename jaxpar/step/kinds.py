@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
+from jaxpar.step.apart import Apart, of_one
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.run import Pipelined
@@ -22,6 +23,14 @@ def gradients_of(layout: Layout, loss: Callable, numerics: Numerics) -> Gradient
     Raises:
       JaxparError: If such a layout cannot compute so.
     """
+    if layout.parallel.exchange.apart:
+        if numerics.offload:
+            raise refuse(
+                f"offload with exchange {layout.parallel.exchange}",
+                rule="replicas that step apart keep their optimizer states on their devices",
+                fix="offload = false, or zero=1 with a larger fsdp",
+            )
+        return Apart(layout, Whole(of_one(layout), loss, numerics))
     if layout.sizes["pipe"] == 1:
         return Whole(layout, loss, numerics)
     if numerics.accumulate > 1:

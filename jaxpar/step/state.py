@@ -25,12 +25,17 @@ class State:
       params: The parameters, float32 unless the model says otherwise.
       optimizer: The state of the optax chain.
       model_state: BatchNorm statistics, dropout keys and their kin.
+      exchange: The state of the exchange between replicas; () where it has none.
+
+    Where replicas step apart, `model_state` has a leading dim `replica`, split over `data`; where they differ,
+    `params` and `optimizer` have it too.
     """
 
     step: jax.Array
     params: Tree
     optimizer: Any
     model_state: Tree
+    exchange: Any = ()
 
 
 def init_state(
@@ -71,10 +76,49 @@ def initializer(layout: Layout, optimizer: optax.GradientTransformation):
 
     def init(key) -> State:
         params, model_state = layout.blueprint.init(key)
-        with users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"):
-            return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
+        return begun(layout, optimizer, params, model_state)
 
     return init
+
+
+def begun(layout: Layout, optimizer: optax.GradientTransformation, params: Tree, model_state: Tree) -> State:
+    """Returns the state at step 0 with these parameters: all replicas begin with them, each with its own random keys.
+
+    Args:
+      layout: Where arrays go.
+      optimizer: Any optax chain.
+      params: Of one model.
+      model_state: Of one model.
+    """
+    exchange, count = layout.parallel.exchange, layout.sizes["data"]
+    with users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"):
+        state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
+    if not exchange.apart:
+        return state
+    copied = _copies if exchange.differ else lambda tree, _: tree
+    return dataclasses.replace(
+        state,
+        params=copied(params, count),
+        optimizer=copied(state.optimizer, count),
+        model_state=jax.vmap(lambda replica: salted(model_state, replica))(jnp.arange(count)),
+        exchange=exchange.init(params, count),
+    )
+
+
+def salted(model_state: Tree, salt: jax.Array) -> Tree:
+    """Returns the random keys of a model's state, such as those of dropout, made different by a number."""
+
+    def fold(x):
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return x
+        flat = jax.vmap(lambda key: jax.random.fold_in(key, salt))(x.reshape(-1))
+        return flat.reshape(x.shape)
+
+    return jax.tree.map(fold, model_state)
+
+
+def _copies(tree: Tree, count: int) -> Tree:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), tree)
 
 
 def abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
@@ -100,11 +144,40 @@ def _abstract(layout: Layout, optimizer: optax.GradientTransformation) -> State:
 
 def specs(layout: Layout, state: State) -> State:
     """Returns a `PartitionSpec` for every array of a state."""
+    exchange = layout.parallel.exchange
+    params = layout.stored
+    optimizer = layout.optimizer_specs(_of_one(state.optimizer) if exchange.differ else state.optimizer)
+    model_state = jax.tree.map(lambda _: PartitionSpec(), state.model_state)
     return State(
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
-        params=layout.stored,
-        optimizer=layout.optimizer_specs(state.optimizer),
-        model_state=jax.tree.map(lambda _: PartitionSpec(), state.model_state),
+        params=_over_data(params) if exchange.differ else params,
+        optimizer=_over_data(optimizer) if exchange.differ else optimizer,
+        model_state=_over_data(model_state) if exchange.apart else model_state,
+        exchange=_exchange_specs(layout, state.exchange),
+    )
+
+
+def _exchange_specs(layout: Layout, own: Tree) -> Tree:
+    """Returns where an exchange's own arrays go: as the optimizer's do, those of each replica over `data` besides."""
+
+    def each(keys, leaf) -> bool:
+        owner = layout.owner(keys)
+        return owner is not None and tuple(leaf.shape[1:]) == layout.placements[owner].leaf.shape
+
+    apart = jax.tree_util.tree_map_with_path(each, own)
+    one = jax.tree.map(lambda leaf, alone: _of_one(leaf) if alone else leaf, own, apart)
+    return jax.tree.map(lambda alone, spec: _over_data(spec) if alone else spec, apart, layout.optimizer_specs(one))
+
+
+def _of_one(tree: Tree) -> Tree:
+    """Returns the shapes of one replica, without the dim of replicas."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def _over_data(specs: Tree) -> Tree:
+    """Returns specs with a dim of replicas before the others, split over `data`."""
+    return jax.tree.map(
+        lambda spec: PartitionSpec("data", *spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
 
 

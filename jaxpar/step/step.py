@@ -77,9 +77,14 @@ class Step:
         self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
         self.guard, update = guard, self._update
         if guard:
-            update = guarded(update, self._on_device)
-        self._train = jax.jit(update, donate_argnums=0, out_shardings=(self.placed, None))
+            update = guarded(update, self._on_device, self.gradients.told)
+        each = {"train": update, "exchange": self._agreeing(update)}
+        self._train = {
+            kind: jax.jit(function, donate_argnums=0, out_shardings=(self.placed, None))
+            for kind, function in each.items()
+        }
         self._eval = jax.jit(self._measure)
+        self._last: tuple[jax.Array | None, int] = (None, 0)  # the newest count of steps, on devices and on the host
 
     def __call__(self, state: State, batch: Batch, *, limit: float = math.inf) -> tuple[State, dict[str, jax.Array]]:
         """Makes one update.
@@ -96,15 +101,29 @@ class Step:
         """
         check_there(state)
         batch = self.put(batch)
-        key = _signature("train", batch)
+        number = self._number(state)
+        exchanges = bool(self.gradients.every) and number % self.gradients.every == 0
+        key = _signature("exchange" if exchanges else "train", batch)
         if key not in self._compiled:
             self._check_state(state)
             with self.compiling():
-                self._compiled[key] = self._compile(key, self.lower(state, batch))
+                self._compiled[key] = self._compile(key, self.lower(state, batch, exchanges=exchanges))
         limits = (np.float32(limit),) if self.guard else ()
-        new, metrics = self._run(key, state, state, batch, *limits)
+        new, found = self._run(key, state, state, batch, *limits)
+        self._last = (new.step, number)
+        metrics = self.gradients.told(found)
         self._bound(metrics)
         return new, metrics
+
+    def _number(self, state: State) -> int:
+        """Returns the number of the step that is to be made, from 1; 0 where it does not matter.
+
+        The host asks the devices only for a state that is not of the step before: else it would wait for that.
+        """
+        if not self.gradients.every:
+            return 0
+        known, number = self._last
+        return (number if state.step is known else int(state.step)) + 1
 
     def _bound(self, result: Any) -> None:
         """Waits, on simulated devices, until at most eight programs are unfinished."""
@@ -159,11 +178,18 @@ class Step:
             fix="the line of the model or the loss that this names",
         )
 
-    def lower(self, state: State, batch: Batch):
-        """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision."""
+    def lower(self, state: State, batch: Batch, *, exchanges: bool = False):
+        """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision.
+
+        Args:
+          state: Arrays, or what `abstract` returns.
+          batch: Likewise.
+          exchanges: Whether it is the step after which replicas come to agree, where they do so every so many steps.
+        """
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
         with self._users_code(batch), self._traced():
-            lowered = self._train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
+            train = self._train["exchange" if exchanges or self.gradients.every == 1 else "train"]
+            lowered = train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
         asked.check(self.layout, self._used, lowered)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())
@@ -175,9 +201,9 @@ class Step:
         shapes = states.abstract(self.layout, self.optimizer)
         return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, self.placed)
 
-    def subject(self, batch: Batch) -> Subject:
-        """Returns this step, lowered for such a batch, as `jp.inspect` wants it; nothing is run."""
-        return subject(self, batch)
+    def subject(self, batch: Batch, *, exchanges: bool = False) -> Subject:
+        """Returns this step, lowered for such a batch, as `jp.inspect` wants it; nothing is run. See `lower`."""
+        return subject(self, batch, exchanges=exchanges)
 
     def put(self, batch: Batch) -> dict[str, jax.Array]:
         """Returns the batch on its devices; arrays that are there already are left alone.
@@ -198,6 +224,15 @@ class Step:
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         return self.gradients.update(self.optimizer, state, batch, self._on_device)
+
+    def _agreeing(self, update: Callable) -> Callable:
+        """Returns an update after which the replicas come to agree."""
+
+        def _exchange(state: State, batch: Batch, *limit: jax.Array):
+            state, metrics = update(state, batch, *limit)
+            return self.gradients.agree(state), metrics
+
+        return _exchange
 
     def _on_device(self, optimizer: Any) -> Any:
         if not self.numerics.offload:

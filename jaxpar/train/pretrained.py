@@ -4,14 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxpar.errors import JaxparError, Problem, differences
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import nest, path_of
-from jaxpar.step.state import State, abstract, shardings
+from jaxpar.sharding.names import Leaf, nest
+from jaxpar.step.state import State, abstract, begun, shardings
 
 
 def start(
@@ -38,19 +37,20 @@ def start(
     if problems := _differences(layout, params):
         raise JaxparError(*problems)
     placed = shardings(layout, like, offload=offload)
-    flat, _ = jax.tree_util.tree_flatten_with_path(like.params)
-    where = {path_of(keys): on for keys, on in jax.tree_util.tree_flatten_with_path(placed.params)[0]}
-    born = {path_of(keys): _born(params[path_of(keys)], leaf, where[path_of(keys)]) for keys, leaf in flat}
+    born = {
+        tuple(path.split("/")): _born(params[path], place.leaf, layout.sharding(place.stored))
+        for path, place in layout.placements.items()
+    }
 
-    def model_state(params, key) -> State:
-        _, others = layout.blueprint.init(key)
-        return State(jnp.zeros((), jnp.int32), params, optimizer.init(params), others)
+    def begin(params, key) -> State:
+        _, model_state = layout.blueprint.init(key)
+        return begun(layout, optimizer, params, model_state)
 
-    tree = nest({tuple(path.split("/")): value for path, value in born.items()})
-    return jax.jit(model_state, out_shardings=placed, donate_argnums=0)(tree, jax.random.key(seed))
+    given = () if layout.parallel.exchange.differ else (0,)  # the arrays of one model are no replica's
+    return jax.jit(begin, out_shardings=placed, donate_argnums=given)(nest(born), jax.random.key(seed))
 
 
-def _born(value: Any, leaf: jax.ShapeDtypeStruct, on: Any) -> jax.Array:
+def _born(value: Any, leaf: Leaf, on: Any) -> jax.Array:
     """Returns a parameter on its devices; a part that several devices keep is read once."""
     parts: dict[str, np.ndarray] = {}
 

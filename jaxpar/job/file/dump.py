@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, meanings
 
 
@@ -17,6 +19,8 @@ def show_defaults(models: dict[str, type]) -> str:
         model += [f"# -- of {name}:", *("# " + row for row in _rows(settings))]
     for section, cls in TABLES.items():
         lines += [*(model if section == "data" else ()), "", f"[{section}]", *_rows(cls)]
+        for name, kind in EXCHANGES.items() if issubclass(cls, Exchange) else ():
+            lines += [f"# -- of {name}:", *("# " + row for row in _rows(kind))] if kind is not cls else ()
     return "\n".join(lines)
 
 

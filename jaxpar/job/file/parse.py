@@ -11,6 +11,8 @@ from typing import Any
 import pydantic
 
 from jaxpar.errors import FEW, JaxparError, Problem, first_problems, nearest, refuse
+from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.dump import shown
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, walk
 
@@ -166,13 +168,25 @@ def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list
     dataclass is None where values that are right alone do not go together.
     """
     inner, problems = {}, []
-    for key, kind in inner_tables(cls).items():
+    for key, usual in inner_tables(cls).items():
         if isinstance(table.get(key), dict):
-            inner[key], more = validated(kind, table[key], f"{section}.{key}")
-            problems += more
+            kind, problem = _named(usual, table[key], f"{section}.{key}")
+            inner[key], more = validated(kind, {} if problem else table[key], f"{section}.{key}")
+            problems += [*problem, *more]
     made, more = _validated_flat(cls, {key: value for key, value in table.items() if key not in inner}, section)
     made = None if made is None or None in inner.values() else dataclasses.replace(made, **inner)
     return made, problems + more
+
+
+def _named(usual: type, table: dict[str, Any], section: str) -> tuple[type, list[Problem]]:
+    """Returns the dataclass of a table: of an exchange the one that it names."""
+    name = table.get("name")
+    if not issubclass(usual, Exchange) or name is None:
+        return usual, []
+    if isinstance(name, str) and name in EXCHANGES:
+        return EXCHANGES[name], []
+    known = ", ".join(EXCHANGES)
+    return usual, [Problem(f"{section}.name = {shown(name):.300}", f"one of {known}", nearest(str(name), EXCHANGES))]
 
 
 def _validated_flat(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:

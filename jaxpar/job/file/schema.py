@@ -7,7 +7,7 @@ docstring, so it is written once.
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.data.spec import Data
@@ -146,10 +146,16 @@ class Job:
     allow_import: bool = False
 
 
+def default(cls: type, key: str) -> Any:
+    """Returns the default value of a dataclass's field."""
+    made = next(f for f in dataclasses.fields(cls) if f.name == key)
+    return made.default if made.default is not dataclasses.MISSING else made.default_factory()  # pyright: ignore
+
+
 def inner_tables(cls: type) -> dict[str, type]:
-    """Returns the fields of a dataclass that are tables themselves."""
-    hints = get_type_hints(cls)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls) if dataclasses.is_dataclass(hints[f.name])}
+    """Returns the fields of a dataclass that are tables themselves, as what they are by default."""
+    usual = {f.name: default(cls, f.name) for f in dataclasses.fields(cls)}
+    return {name: type(value) for name, value in usual.items() if dataclasses.is_dataclass(value)}
 
 
 def walk(cls: type, section: str) -> Iterator[tuple[str, type]]:
@@ -162,12 +168,6 @@ SECTIONS = tuple(f.name for f in dataclasses.fields(Job) if f.name != "allow_imp
 TABLES: dict[str, type] = {
     name: table for section, cls in inner_tables(Job).items() for name, table in walk(cls, section)
 }
-
-
-def default(cls: type, key: str) -> Any:
-    """Returns the default value of a dataclass's field."""
-    made = next(f for f in dataclasses.fields(cls) if f.name == key)
-    return made.default if made.default is not dataclasses.MISSING else made.default_factory()  # pyright: ignore
 
 
 def meanings(cls: type) -> dict[str, str]:

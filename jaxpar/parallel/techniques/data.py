@@ -1,5 +1,53 @@
-"""Data parallelism: replicas of the parameters, each with other examples."""
+"""Data parallelism: replicas of the parameters, each with other examples, that agree by an exchange."""
 
+from jaxpar.errors import Problem
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import Exchange
+from jaxpar.parallel.declare import Parallel
+from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
 
-DATA = Technique(axis="data")
+
+def problems(parallel: Parallel) -> list[Problem]:
+    """Returns what is wrong with `exchange`."""
+    exchange = parallel.exchange
+    if not isinstance(exchange, Exchange):
+        return [
+            Problem(f"exchange={exchange!r:.60}", "an Exchange", "leave it out: gradients are summed in every step")
+        ]
+    found = []
+    if exchange != AllReduce() and parallel.data == 1:
+        found.append(
+            Problem(
+                f"exchange {exchange} with data=1 does nothing",
+                "an exchange is between the replicas over `data`",
+                "data=2 or more, or leave the exchange out",
+            )
+        )
+    if exchange.apart and parallel.pipe != 1:
+        found.append(
+            Problem(
+                f"exchange {exchange} with pipe={parallel.pipe}",
+                "replicas step apart only where each device runs all layers: a pipeline sums their gradients itself",
+                "pipe=1 and a larger fsdp or tensor, or leave the exchange out",
+            )
+        )
+    return found
+
+
+def splits(layout: Layout) -> list[Problem]:
+    """Returns the parameters that `data` splits by a rule of the user's, where replicas step apart."""
+    if not layout.parallel.exchange.apart:
+        return []
+    return [
+        Problem(
+            f"{path} {layout.describe(path)} with exchange {layout.parallel.exchange}",
+            "each replica has all of its parameters, where replicas step apart",
+            "rules that leave `data` out",
+        )
+        for path, place in layout.placements.items()
+        if any("data" in ((entry,) if isinstance(entry, str) else entry or ()) for entry in place.sharded)
+    ]
+
+
+DATA = Technique(axis="data", problems=problems, idle=splits)

@@ -24,8 +24,8 @@ from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined.model_state import salted
 from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.state import salted
 
 
 @dataclass(frozen=True, eq=False)

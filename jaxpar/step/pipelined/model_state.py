@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.errors import refuse
 from jaxpar.models.stack import cut, reached
@@ -17,6 +16,7 @@ from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
 from jaxpar.sharding.names import Compute, Tree, pick
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.state import salted
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,15 +117,3 @@ class ModelStates:
 def folded(model_states: Tree, replica: jax.Array, replicas: int) -> Tree:
     """Returns random keys that differ between replicas of the batch: each draws for its own rows."""
     return model_states if replicas == 1 else salted(model_states, replica)
-
-
-def salted(model_state: Tree, salt: jax.Array) -> Tree:
-    """Returns the random keys of a model's state made different by a number."""
-
-    def fold(x):
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        flat = jax.vmap(lambda key: jax.random.fold_in(key, salt))(x.reshape(-1))
-        return flat.reshape(x.shape)
-
-    return jax.tree.map(fold, model_state)

@@ -1,0 +1,115 @@
+"""The protocol of an exchange: how replicas of a model, each with other examples, come to agree.
+
+    every step                 gradients of each replica ─► gradients(...) ─► its update
+    every so many steps more                                                      └─► agree(...) ─► next step
+
+Trees of replicas have a leading dim `replica`, split over the mesh axis `data`: each replica holds its own entry, and a
+sum over that dim is what travels.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.exchange.sent import Sent
+from jaxpar.units import show_bytes
+
+if TYPE_CHECKING:
+    from jaxpar.exchange.between import Between
+
+Tree = Any  # a nested dict of arrays, or of what stands for them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Replicas where they meet.
+
+    Attributes:
+      params: Their parameters, [replica, ...] each where replicas differ.
+      optimizer: Their optimizer states, likewise.
+      own: The state of the exchange, as `Exchange.init` made it.
+    """
+
+    params: Tree
+    optimizer: Tree
+    own: Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A way in which replicas agree; its fields are the keys of `[parallel.exchange]` in a job.
+
+    A subclass says what it is by `differ`, `apart` and `every`, which may be fields, and what it does by its methods.
+
+    Attributes:
+      name: What a job calls it.
+    """
+
+    name: str
+    every = 0  # steps from one `agree` to the next; 0 for an exchange that has none
+    differ = False  # whether parameters and optimizer states of replicas may differ
+    apart = True  # whether replicas make their steps apart; else XLA sums gradients over them like over any axis
+
+    def init(self, params: Tree, replicas: int) -> Tree:
+        """Returns the state of its own at step 0; () for none.
+
+        An array of a parameter's shape is shared, and placed as that of an optimizer is; one with a dim of `replicas`
+        before that has an entry on each replica. All others are whole everywhere. Its path must end with the
+        parameter's, as in {"anchor": params}.
+
+        Args:
+          params: The parameters with which all replicas begin.
+          replicas: How many.
+        """
+        return ()
+
+    def gradients(self, local: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
+        """Returns the gradients that the update takes, and the state of its own.
+
+        Args:
+          local: Each replica's gradient [replica, ...]. Where replicas differ it is that of the mean loss of their own
+            examples; else the mean over replicas is the gradient of the whole batch.
+          own: The state of the exchange.
+          between: Where gradients are.
+
+        Returns:
+          Gradients [replica, ...] where replicas differ, else without that dim.
+        """
+        return (local if self.differ else between.mean(local)), own
+
+    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
+        """Returns the replicas after they met, which they do every so many steps.
+
+        Args:
+          replicas: After the step's own update.
+          between: Where parameters are.
+        """
+        return replicas
+
+    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
+        """Returns what replicas send each other.
+
+        Args:
+          shards: Path of each parameter to shape and dtype of the part that one device holds.
+          replicas: How many.
+        """
+        return ()
+
+    def explain(self, sent: Iterable[Sent]) -> str:
+        """Returns in a sentence how replicas agree, and what that sends."""
+        bytes_of: dict[int, float] = defaultdict(float)
+        for each in sent:
+            bytes_of[each.every] += each.collective.step_wire
+        each = [
+            f"{show_bytes(size)} a device " + (f"every {every} steps" if every > 1 else "every step")
+            for every, size in sorted(bytes_of.items())
+        ]
+        replicas = "replicas differ" if self.differ else "replicas are equal"
+        return f"{self}; {replicas}, and send {' and '.join(each) or 'nothing'}"
+
+    def __str__(self) -> str:
+        own = [each.name for each in fields(self) if each.name not in ("name", "every")]
+        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in own)
+        often = f" every {self.every} steps" if self.every > 1 else ""
+        return f"{self.name}{often}" + (f" ({settings})" if settings else "")

@@ -1,0 +1,18 @@
+"""What replicas send each other, in the noun that the ledger has for it."""
+
+from dataclasses import dataclass
+
+from jaxpar.mesh.collective import Collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What replicas send each other.
+
+    Attributes:
+      collective: As the ledger has it, in a step that sends it.
+      every: Steps from one such step to the next.
+    """
+
+    collective: Collective
+    every: int = 1

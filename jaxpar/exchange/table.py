@@ -1,0 +1,30 @@
+"""The exchanges that a job may name in `[parallel.exchange]`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jaxpar.errors import refuse
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import Exchange
+
+EXCHANGES: dict[str, type[Exchange]] = {"all_reduce": AllReduce}
+
+
+@contextmanager
+def added(name: str, exchange: type[Exchange]) -> Iterator[None]:
+    """Adds an exchange, until the context ends.
+
+    Raises:
+      JaxparError: If there is one of that name.
+    """
+    if name in EXCHANGES:
+        raise refuse(
+            f"an exchange {name!r}",
+            rule=f"a new exchange has a new name; there are {', '.join(EXCHANGES)}",
+            fix="another name",
+        )
+    EXCHANGES[name] = exchange
+    try:
+        yield
+    finally:
+        del EXCHANGES[name]

@@ -1,0 +1,128 @@
+"""Replicas that make their steps apart from each other, and agree as an exchange says.
+
+    batch ─► its rows to each replica ─► gradients of each ─► exchange.gradients ─► update (of each, where they differ)
+                                                              every so many steps ─► exchange.agree
+
+One program is `vmap` of one replica's step over the leading dim `replica`. That dim is split over `data`, so `data` is
+none of the axes that the step inside may name: `fsdp`, `context` and `tensor` are there as ever.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import Replicas
+from jaxpar.exchange.between import AXIS, Between
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.constrain import activation_names
+from jaxpar.sharding.names import Tree
+from jaxpar.step.gradients import Batch, Gradients, metrics, updated
+from jaxpar.step.losses import Sums
+from jaxpar.step.state import State
+
+
+def of_one(layout: Layout) -> Layout:
+    """Returns the layout of one replica, on the mesh of all: nothing that it says is split over `data`."""
+    return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, data=1, exchange=AllReduce()))
+
+
+class Apart(Gradients):
+    """The steps of replicas, each made as if it were alone.
+
+    Attributes:
+      one: What differentiates the model of one replica.
+      exchange: How they agree.
+    """
+
+    def __init__(self, layout: Layout, one: Gradients):
+        self.layout, self.one, self.exchange = layout, one, layout.parallel.exchange
+        self.every = self.exchange.every
+        self._scalars = jax.jit(_scalars)
+
+    def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
+        """Returns gradients, sums and model state of each replica: [replica, ...]."""
+        return self._each(self.one.gradients)(params, model_state, self._rows(batch))
+
+    def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
+        """Returns the sums over replicas, each of its own rows."""
+        sums = self._each(self.one.evaluate)(params, model_state, self._rows(batch))
+        return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
+    ) -> tuple[State, dict[str, Any]]:
+        """Makes one update: of each replica by gradients of its own, where they differ."""
+        gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
+        gradients = self._weighed(gradients, sums["loss"][1])
+        between = Between(mesh=self.layout.on, specs=self.one.layout.updated)
+        gradients, own = self.exchange.gradients(gradients, state.exchange, between)
+
+        def one(gradients: Tree, held: Any, params: Tree):
+            params, kept, gradients = updated(self.one.layout, optimizer, gradients, lambda: held, params)
+            return params, kept, optax.tree.norm(gradients)
+
+        update = jax.vmap(one, spmd_axis_name=AXIS) if self.exchange.differ else one
+        params, kept, norm = update(gradients, on_device(state.optimizer), state.params)
+        return State(state.step + 1, params, kept, model_state, own), {"sums": sums, "grad_norm": norm}
+
+    def _weighed(self, gradients: Tree, tokens: jax.Array) -> Tree:
+        """Returns gradients of means over `tokens` [replica] as an exchange takes them: see `Exchange.gradients`."""
+        share = jnp.ones_like(tokens) if self.exchange.differ else tokens / jnp.mean(tokens)
+
+        def one(x: jax.Array) -> jax.Array:
+            weights, counts = (each.reshape(-1, *(1,) * (x.ndim - 1)) for each in (share, tokens > 0))
+            return jnp.where(counts, x * weights.astype(x.dtype), 0)  # a mean of nothing is nan, not 0
+
+        return jax.tree.map(one, gradients)
+
+    def agree(self, state: State) -> State:
+        """Returns the state after the replicas met."""
+        between = Between(mesh=self.layout.on, specs=self.layout.stored)
+        replicas = Replicas(params=state.params, optimizer=state.optimizer, own=state.exchange)
+        met = self.exchange.agree(replicas, between)
+        return dataclasses.replace(state, params=met.params, optimizer=met.optimizer, exchange=met.own)
+
+    def silent(self, *, exchanges: bool) -> tuple[str, ...]:
+        """Returns `data`, but for steps in which replicas meet."""
+        return () if exchanges or not self.exchange.differ else (AXIS,)
+
+    def told(self, found: dict[str, Any]) -> dict[str, jax.Array]:
+        """Returns means over the examples of all replicas, and the mean of their norms.
+
+        By a program of its own, so that a step in which replicas do not meet sends nothing over `data`.
+        """
+        return self._scalars(found)
+
+    def _each(self, function: Callable) -> Callable:
+        """Returns a function of (params, model state, batch) of one replica as one of all."""
+        params = 0 if self.exchange.differ else None
+
+        def inside(*args):
+            with activation_names(self.one.layout.names, self.one.layout.sizes):
+                return function(*args)
+
+        return jax.vmap(inside, in_axes=(params, 0, 0), spmd_axis_name=AXIS)
+
+    def _rows(self, batch: Batch) -> Batch:
+        """Returns a batch as [replica, rows, ...]: each has its rows already."""
+        axes = PartitionSpec(AXIS, tuple(axis for axis in self.layout.batch_axes if axis != AXIS))
+
+        def split(value: jax.Array) -> jax.Array:
+            count = self.layout.sizes[AXIS]
+            rows = value.reshape(count, value.shape[0] // count, *value.shape[1:])
+            return jax.lax.with_sharding_constraint(rows, self.layout.sharding(axes))
+
+        return {name: split(value) for name, value in batch.items()}
+
+
+def _scalars(found: dict[str, Any]) -> dict[str, jax.Array]:
+    sums = jax.tree.map(partial(jnp.sum, axis=0), found["sums"])
+    rest = {name: value for name, value in found.items() if name not in ("sums", "grad_norm")}
+    return metrics(sums, jnp.mean(found["grad_norm"])) | rest
