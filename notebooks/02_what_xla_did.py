@@ -13,8 +13,8 @@
 # %% [markdown]
 # # What XLA did
 #
-# A declaration says where arrays live; XLA decides what travels, when, and what is kept. Here its GPU compiler is asked,
-# for H100s that are not there: each section predicts a number on paper, compiles, reads it, and explains the gap.
+# A declaration sets where arrays live; XLA decides what is sent, when, and what is kept. Here its GPU compiler is used,
+# for H100s that are absent: each section predicts a number on paper, compiles, reads it, and explains the gap.
 #
 # Nothing is run. Sizes, counts and bytes are those of the compiled program. Times are **modelled**: a formula applied to
 # that program, measured by nobody. The compiler is in `pip install 'jaxpar[gpu-plan]'`, and needs no GPU and no CUDA.
@@ -203,8 +203,8 @@ again = products / (4 * products + 3 * 2 * V * D)
 print(f"recomputed: predicted {again:.1%}, compiled {full.flop.recomputed / full.flop.total:.1%} of all FLOP")
 
 # %% [markdown]
-# **Explain the gap** in FLOP: the backward pass needs the inputs of a layer's products, not its last result. So the last
-# product of each layer, $D \times H$ of the feed-forward, need not be done again, and XLA drops what nobody reads. Without
+# **Explain the gap** in FLOP: the backward pass needs the inputs of a layer's matmuls, not its last result. So the last
+# matmul of each layer, $D \times H$ of the feed-forward, need not be done again, and XLA drops what nobody reads. Without
 # it, paper says 4.59 of 23.46 MFLOP for each token: 19.6 %.
 #
 # ## 5. A fault
@@ -229,7 +229,7 @@ print(*careless.flags)
 
 # %% [markdown]
 # **Explain the gap.** The bytes are as predicted. The line is the one that *makes* what is gathered, the last of
-# `Decoder`: a constraint leaves no instruction behind, it only changes where the product before it must be. The culprit
+# `Decoder`: a constraint leaves no instruction behind, it only changes the sharding of the matmul before it. The culprit
 # is downstream of the line that is named, and close to it.
 #
 # ## 6. What waits for what
@@ -250,7 +250,7 @@ eight = look(jp.Parallel(fsdp=64), "h100:8x8", examples=64, **numerics)
 # **Predict.** A ring of $n$ moves $(n-1)/n$ of what is gathered twice and scattered once, 2 bytes each; embedding and head
 # are gathered once. NVLink has 450 GB/s for each GPU; between nodes, the eight network ports of a node have
 # 8 × 50 GB/s for a ring of all, and the model takes 80 % of either. So eight nodes need a quarter more time: 17 ms instead
-# of 13. The products, with 8 FLOP per weight and token, take 20 ms at 74 % of the peak: a perfect order could hide all.
+# of 13. The matmuls, with 8 FLOP per weight and token, take 20 ms at 74 % of the peak: a perfect order could hide all.
 
 # %%
 outside = 2 * LARGE.vocab * LARGE.dim
@@ -263,7 +263,7 @@ for report, n, rate in ((one, 8, 450e9), (eight, 64, 400e9)):
     print(f"{n:>4} GPUs     " + "".join(f"{1e3 * x:{w}.1f}" for x, w in zip(times, (10, 20, 10, 10, 8), strict=True)))
 
 # %% [markdown]
-# **Explain the gap.** Kernels take twice as long as the products: softmax, norms and Adam move memory, and this attention
+# **Explain the gap.** Kernels take twice as long as the matmuls: softmax, norms and Adam move memory, and this attention
 # writes its scores to memory, which the fused kernel that jaxpar's models take on a real GPU does not. Collectives take
 # longer than on paper, which has bandwidth only: each of some 160 takes time to start, three times as long between nodes.
 # And they are not hidden. Look at one turn of the forward loop, and one of the backward loop.
@@ -299,7 +299,7 @@ eight
 # that memory gets its causes and gradients their names.
 #
 # **Predict.** Over `data=2`, both gradients: $2 \cdot 4 \cdot 1024 \cdot 4096 / 4$ bytes = 8 MiB. Over `tensor=4`, the
-# product after `down`: 256 examples × 1,024 floats = 1 MiB, once; the backward pass would sum the gradient of `x`, but
+# matmul after `down`: 256 examples × 1,024 floats = 1 MiB, once; the backward pass would sum the gradient of `x`, but
 # nobody asks for it.
 
 

@@ -104,7 +104,7 @@ draw("1f1b")
 draw("1f1b_phased")
 
 # %% [markdown]
-# As predicted; this is what `jp.Pipeline()` runs unless told otherwise. Memory is bounded still, by $2P - 1$.
+# As predicted; this is what `jp.Pipeline()` runs by default. Memory is bounded still, by $2P - 1$.
 #
 # **Predict** both bubbles of both tables as $M$ grows. Run freely, all go to 0. With the barrier, 1F1B does in 4 what is worth
 # 3, however many microbatches there are: a quarter stays idle.
@@ -149,7 +149,7 @@ draw("zb_h1")
 
 # %% [markdown]
 # As predicted, *because* all three take the same time. They do not: of a transformer's stage, the input's half has the
-# products of attention too. Section 7 prices that.
+# matmuls of attention too. Section 7 prices that.
 #
 # ## 7. A V
 #
@@ -236,7 +236,7 @@ for name in ("gpipe", "1f1b", "1f1b_phased", "zb_v"):
 # ## 9. Memory against microbatches
 #
 # **Predict.** Between its forward and its backward, a stage keeps its input and computes the rest again (`keep="inputs"`).
-# A microbatch of 4 rows on each replica is $4 \cdot 16 \cdot 32$ floats = 8 KiB. GPipe keeps one for every microbatch: 8
+# A microbatch of 4 sequences on each replica is $4 \cdot 16 \cdot 32$ floats = 8 KiB. GPipe keeps one for every microbatch: 8
 # KiB more for each. 1F1B keeps at most 4, for any number. **Measure** by asking the compiler.
 
 

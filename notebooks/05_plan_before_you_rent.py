@@ -38,7 +38,7 @@ from jaxpar.units import show_bytes, show_seconds
 # %% [markdown]
 # ## 1. Ask
 #
-# A job says what is to be trained: a decoder of 8 billion parameters, 128 rows of 4,096 tokens in a step. A question adds
+# A job says what is to be trained: a decoder of 8 billion parameters, 128 sequences of 4,096 tokens in a step. A question adds
 # how many GPUs of which kind, and how they are joined: eight of a node by NVLink, the nodes by a network port of 400 Gb/s
 # for each GPU. Attention is cuDNN's fused kernel, as it is on a GPU in bf16.
 
@@ -54,8 +54,8 @@ print(page(plan))
 #     jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --html plan.html
 #
 # A line such as `fsdp 64 (ZeRO-3)` reads: each of the 64 GPUs keeps its 64th of the parameters, of the gradients and of the
-# optimizer's state, and works on its own rows; with ZeRO-1 and ZeRO-2 each gathers all parameters once a step. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
-# copies; `remat` says what the backward pass computes again to save memory; `4 x 2 rows` are four microbatches of two rows.
+# optimizer's state, and works on its own sequences; with ZeRO-1 and ZeRO-2 each gathers all parameters once a step. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
+# copies; `remat` says what the backward pass computes again to save memory; `4 x 2 rows` are four microbatches of two sequences.
 #
 # ## 2. Why this one
 #
@@ -69,9 +69,9 @@ flop = 6 * (on_64.model.parameters - worked) * 128 * 4096
 print(f"on paper {flop / (64 * 0.66 * 989.5e12):.3f} s, planned {best.time.products:.3f} s of {best.time.total:.3f} s")
 
 # %% [markdown]
-# **Explain the gap.** A product needs some time to get going, and a 66 % share is what products without end reach.
+# **Explain the gap.** A matmul needs some time to get going, and a 66 % share is what endless matmuls reach.
 #
-# So two thirds of the step are products that no layout can avoid. What a layout decides is the rest. Work is drawn in
+# So two thirds of the step are matmuls that no layout can avoid. What a layout decides is the rest. Work is drawn in
 # blue, waiting for the network in warm colours, waiting for other stages in grey.
 
 # %%
@@ -195,8 +195,8 @@ print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
 # As predicted, and 1 % faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
 # would be much money for little in *this* job.
 #
-# **Predict** once more: few rows, but long ones, 4 of 32,768 tokens. Replicas stop at 4, and 8 heads of keys and values stop the
-# tensor axis at 8: that is half of the GPUs. The other half can be stages of a pipeline, which 4 rows do not fill, or take
+# **Predict** once more: few sequences, but long ones, 4 of 32,768 tokens. Replicas stop at 4, and 8 heads of keys and values stop the
+# tensor axis at 8: that is half of the GPUs. The other half can be stages of a pipeline, which 4 sequences do not fill, or take
 # pieces of the sequences: the `context` axis, which gathers keys and values alone. cuDNN's kernel does not take pieces, so
 # this is XLA's own attention.
 
@@ -236,7 +236,7 @@ for job, devices in ((LLAMA_70B, 32), (LLAMA_405B, 128)):
 # ## 6. How wrong it may be
 #
 # Others have published what their runs took. `jaxpar bench planner` predicts them with one set of constants for each kind
-# of chip; one run on each fits a single constant, the share of the peak that products reach, and counts for nothing below.
+# of chip; one run on each fits a single constant, the share of the peak that matmuls reach, and counts for nothing below.
 
 # %%
 runs = [predict(run) for run in published()]
@@ -258,7 +258,7 @@ for system in ("Megatron-LM", "torchtitan", "MaxText"):
 # %% [markdown]
 # Megatron-LM's eight runs, fitted one included: 2.5 % on average, 7.7 % at most. The H100s of others: up to 9.7 %.
 #
-# jaxpar's own programs are compiled for GPUs that are not there and replayed: `jaxpar bench layouts` draws thirty layouts of
+# jaxpar's own programs are compiled for absent GPUs and replayed: `jaxpar bench layouts` draws thirty layouts of
 # this model by chance, and prints the plan's seconds and bytes beside the compiler's, with their rank correlation.
 #
 # What was **not** checked:
@@ -272,7 +272,7 @@ for system in ("Megatron-LM", "torchtitan", "MaxText"):
 # * Models other than decoders, but for a vision transformer on eight GPUs, compiled beside its plan.
 # * Stragglers, failures, and the time it takes to load data and to write checkpoints.
 #
-# If a number matters, try the other side of it: the plan itself names what would be first with links or products 30 % off.
+# If a number matters, try the other side of it: the plan itself names what would be first with links or matmuls 30 % off.
 #
 # ## 7. 405 billion parameters on 512 GPUs
 #
@@ -287,7 +287,7 @@ against(large, "405B on 512 H100: every layout that fits")
 
 # %% [markdown]
 # **Explain the gap.** No tensor parallelism is needed, and with two it is 1 % slower: with fused attention and full
-# recomputation, one row on each GPU fits. What the plan does not know is how a real network of 64 nodes behaves when all GPUs gather at once. And if the
+# recomputation, one sequence on each GPU fits. What the plan does not know is how a real network of 64 nodes behaves when all GPUs gather at once. And if the
 # network is ten times slower:
 
 # %%
