@@ -118,7 +118,7 @@ def test_phased_tables_run_one_op_in_a_tick():
     for table in tables(stages=(2, 4), microbatches=(8, 12), chunks=(1, 2, 3)):
         one = all(len({cell.op for cell in row if cell}) == 1 for row in table.cells)
         assert table.phased == one
-        assert one == (table.name in phased), table.name
+        assert one or table.name not in phased, table.name
 
 
 def test_interleaved_orders_are_megatron_s():

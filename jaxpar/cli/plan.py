@@ -31,7 +31,9 @@ def add(verbs) -> None:
     add_job(verb)
     verb.add_argument("--devices", metavar="N", type=int, required=True, help="how many GPUs")
     verb.add_argument(
-        "--chip", default="h100", help="a100, b200, h100, h200, or the file of a chip: mine.toml (default: h100)"
+        "--chip",
+        default="h100",
+        help="of jaxpar's table, such as h200, or the file of a chip: mine.toml (default: h100)",
     )
     verb.add_argument("--per-node", metavar="N", type=int, help="GPUs that NVLink joins (default: 8, or the file's)")
     verb.add_argument(

@@ -3,6 +3,6 @@
 Nouns: a `Launcher`'s variables, a host list, the rendezvous before JAX connects, and the `Peers` that come to it.
 Imports no JAX but in `connect`, the last step.
 
-To add a launcher: its variables as a row of the table in `launchers.py`, and what it exports in
-`tests/test_processes.py`.
+To add a launcher: a reader of its variables and a row of `LAUNCHERS` in `launchers.py`, the innermost launcher first;
+and the variables that it exports in `tests/test_processes.py`.
 """

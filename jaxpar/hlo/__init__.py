@@ -9,4 +9,7 @@
 
 Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX
 program can be read.
+
+To read a new form of XLA's text: its pattern beside the others of its file (`text` for instructions, `replica_groups`
+for groups), and the text itself under `tests/hlo`. To recognise one more kind of value: a clue in `attribution.of`.
 """

@@ -1,4 +1,4 @@
-"""The hall: a job file gathers each room's own spec, and `build` walks through the rooms.
+"""Jobs: a job file gathers the settings of each room, and `build` makes a step of them, room by room.
 
     file/     text and tables of a job file, every problem at once
     parts/    the model, the data and the plan's model that a job names
@@ -6,5 +6,7 @@
 
 Nouns: a `Job` and its tables, a problem, a verb. One file per verb (`run`, `check`, `inspect`, `plan`, ...) returns
 values; `cli` prints them.
-To add a key of a job: a field with its meaning in the spec of the room that reads it.
+To add a key of a job: a field with its meaning in the Attributes of the dataclass that the room reads; the file's
+schema, `--print-defaults` and the checks of unknown keys follow from it. To add a verb: a file here that returns a
+value, and one in `cli` that prints it.
 """

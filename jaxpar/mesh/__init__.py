@@ -3,6 +3,7 @@
 Nouns: an axis, a `Chip` with the source of each number, a `Target` (GPUs that are not there), a `Collective`, a `Link`,
 and the memory `Pool` that a run takes of a GPU.
 
-To add a chip: a row of `chips.py` with its data sheet; constants that were measured on it go into
-`plan/machine/hardware.py`. A user's own chip is a TOML file and needs no code.
+To add a chip: a row of `chips.py` with its data sheet, and its key in `tests/test_chips.py`. With a `Gpu` XLA can
+compile for it; with a row of `plan/machine/hardware.HARDWARE`, constants that were measured on it, it can be planned
+for. A user's own chip is a TOML file and needs no code.
 """

@@ -1,6 +1,9 @@
-"""The loop of a run: batches in, metrics, evaluations and checkpoints out, and what happens when something goes
-wrong.
+"""The loop of a run: batches in; metrics, evaluations and checkpoints out; and the handling of faults.
 
-Nouns: a `Run` and its `Outcome`, `Faults` (what to do about bad numbers), a rollback, skipped batches, the lock of a
+Nouns: a `Run` and its `Outcome`, `Faults` (how to go on after bad numbers), a rollback, skipped batches, the lock of a
 run folder, metrics, and the watchdog by which processes notice each other's end.
+
+To add a reaction to bad numbers: a value of `Faults.on_bad_step`, and its place in `loop.py` or `roll_back.py`. To add
+a metric sink: a writer beside those in `metrics.py`. To add a fault that is detected: a judgement in
+`watchdog/judge.py`, and the fault planted in `bench/faults.py`.
 """
