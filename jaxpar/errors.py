@@ -23,12 +23,12 @@ STOPPED = {name: 128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SI
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with what the user gave.
+    """One problem with the user's input.
 
     Attributes:
-      got: What was given, as the user wrote it.
+      got: The input, as the user wrote it.
       rule: The rule it breaks.
-      fix: What to type instead.
+      fix: The input to try instead.
     """
 
     got: str
@@ -135,7 +135,7 @@ def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lam
 
     Args:
       number: A positive number.
-      near: What was asked for.
+      near: The number that was asked for.
       good: A further condition on the divisor.
 
     >>> nearest_divisor(4096, 7), nearest_divisor(4099, 7)

@@ -1,4 +1,4 @@
-"""Files that a crash cannot leave half written, and what a full disk looks like."""
+"""Writes files so that a crash cannot leave them half written, and recognises a full disk."""
 
 import errno
 import json

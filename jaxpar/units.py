@@ -23,7 +23,7 @@ def show_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str | float) -> int:
-    """Returns the bytes that a text such as `64 MiB`, `2GB` or `512 B` says, or a number of them.
+    """Returns the bytes in a text such as `64 MiB`, `2GB` or `512 B`, or a number as it is.
 
     Raises:
       JaxparError: If it is no size. A text without a unit is none, for nobody means three bytes by `3`; 0 is one.
@@ -46,7 +46,7 @@ def parse_bytes(text: str | float) -> int:
 
 
 def parse_rate(text: str) -> float:
-    """Returns the bytes per second that a text such as `12GB/s`, `12GB` or, in bits, `10Gb/s` says.
+    """Returns the bytes per second in a text such as `12GB/s`, `12GB` or, in bits, `10Gb/s`.
 
     Raises:
       JaxparError: If the text is no bandwidth.

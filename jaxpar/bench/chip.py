@@ -21,7 +21,7 @@ class Destination:
     Attributes:
       path: The chip's file; None where nothing is written.
       chip: The chip of that file, or of the devices; None where neither is known, and nothing is written.
-      kind: What JAX calls the devices.
+      kind: The name that JAX has for the devices.
     """
 
     path: Path | None

@@ -18,8 +18,8 @@ def once(build: Callable[[int], Callable[[Any], Any]], x: Any, *, rounds: int) -
     """Returns the seconds that one more repeat takes: the difference of two programs, in which calling them cancels.
 
     Args:
-      build: A number of repeats, each of which waits for the one before, to the program of so many of them.
-      x: What the program takes, and gives back in the same shape; it is donated.
+      build: Number of repeats to a program that runs so many, each of which depends on the one before.
+      x: Input of the program, which returns the same shape; it is donated.
       rounds: Pairs of programs; the median counts. At least one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Measures how long every process of a run takes to notice that one is gone, stopped, late or another.
+"""Measures how long the processes of a run take to notice that one is gone, stopped, late or runs something else.
 
 Real processes on this machine, each with its own simulated devices, connected as they would be on several hosts.
 A fault is planted once training goes; the clock runs until the last of the others has ended, with a message that
@@ -155,7 +155,7 @@ def started(
     Args:
       timeout: Seconds, `run.timeout`.
       count: Processes, with two devices each.
-      plants: Process to what it is told to do otherwise.
+      plants: Process to the fault that it plants in itself.
       words: Process to overrides of its job.
       launched: Start them by one `jaxpar launch`, which is then the only child, as number 0.
       run_in: Where the run folder is; beside the job by default.
@@ -248,7 +248,7 @@ def corrupt(timeout: float) -> Detection:
 
 
 def nan(timeout: float) -> Detection:
-    """Makes the loss of a step infinite; what is named is the step."""
+    """Makes the loss of a step infinite; the error must name the step."""
     with started(timeout, plants=dict.fromkeys(range(PROCESSES), "nan")) as run:
         run.wait_for_training(25)
         begin = time.monotonic()
@@ -372,7 +372,7 @@ FAULTS: dict[str, Callable[[float], Detection]] = {
 
 
 def faults(*, timeout: float = 30.0) -> dict[str, Any]:
-    """Plants every fault, prints when it was found and what was said, and returns that."""
+    """Plants every fault, prints when it was detected and with which message, and returns that."""
     simulate(1)
     print(f"{PROCESSES} processes with two simulated devices each, run.timeout = {timeout:g} s")
     rows = []

@@ -22,7 +22,7 @@ SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288)  # 0.27 GFLO
 
 
 def program(weights: Any, repeats: int) -> Callable[[Any], Any]:
-    """Returns the program of so many products with the same weights, one after another. Shapes [side, side]."""
+    """Returns the program of so many matmuls with the same weights, one after another. Shapes [side, side]."""
 
     def body(x, weights):
         for _ in range(repeats):
@@ -34,7 +34,7 @@ def program(weights: Any, repeats: int) -> Callable[[Any], Any]:
 
 
 def time_product(side: int, device: Any, *, rounds: int = 20) -> float:
-    """Returns the seconds of a product of two [side, side] bfloat16 matrices; `rounds` as in `clock.once`."""
+    """Returns the seconds of a matmul of two [side, side] bfloat16 matrices; `rounds` as in `clock.once`."""
     with jax.default_device(device):
         x, weights = jax.random.normal(jax.random.key(0), (2, side, side), jnp.bfloat16)
         weights = weights * jnp.asarray(1 / math.sqrt(side), jnp.bfloat16)  # so that products neither grow nor vanish
@@ -42,7 +42,7 @@ def time_product(side: int, device: Any, *, rounds: int = 20) -> float:
 
 
 def gemm(*, write: str = "", rounds: int = 20, sides: Sequence[int] = SIDES) -> dict[str, Any]:
-    """Times products on one device, prints the share of the peak by size, and returns it.
+    """Times matmuls on one device, prints the share of the peak by size, and returns it.
 
     Args:
       write: The TOML file of the chip that gets the table [gemm], or "". Its [chip] says what the peak is; without a

@@ -121,7 +121,7 @@ def entries(kind: str, group: int, size: int) -> int:
 
 
 def time_collective(kind: str, devices: np.ndarray, size: int, *, rounds: int = 20) -> Timing:
-    """Returns what one collective takes, of about `size` bytes as `Timing` counts them.
+    """Returns the seconds of one collective of about `size` bytes, as `Timing` counts them.
 
     Args:
       kind: One of `KINDS`.
@@ -139,7 +139,7 @@ def time_collective(kind: str, devices: np.ndarray, size: int, *, rounds: int = 
 
 
 def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
-    """Times every collective, prints what fits the times, and returns both.
+    """Times every collective, prints the fitted latency and bandwidth, and returns both.
 
     Args:
       write: The TOML file of the chip that gets the table [links], or "".

@@ -42,7 +42,7 @@ class Pieces:
 
     @staticmethod
     def of(model: Any, loss: Callable, numerics: Numerics) -> "Pieces":
-        """Returns the pieces of what `compose` takes as a model.
+        """Returns the pieces of a model, given as for `compose`.
 
         Raises:
           JaxparError: If it has no stack of equal layers, or several.
@@ -86,7 +86,7 @@ class Pieces:
         return lambda: self.loss(model, batch)
 
     def embed(self, shared: Tree, known: Tree) -> tuple[Any, tuple]:
-        """Returns what flows into the first layer, and what each layer has of its own."""
+        """Returns the input of the first layer, and inputs that differ by layer."""
         found = reached(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
         if found is None:
             raise refuse(
@@ -97,7 +97,7 @@ class Pieces:
         return found
 
     def block(self, one: Tree, known: Tree, mine: tuple, x: Any) -> Any:
-        """Returns what one layer makes of x."""
+        """Returns the output of one layer for x."""
 
         def run(one, x):
             return reached(self._called(one, known), lambda layers, _, __: layers(x, *mine))
@@ -105,6 +105,6 @@ class Pieces:
         return run(one, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(one, x)
 
     def head(self, shared: Tree, known: Tree, y: Any) -> jax.Array:
-        """Returns the loss, of what the last layer made."""
+        """Returns the loss for the output of the last layer."""
         with cut(lambda layers, x, per_layer: y):
             return as_sums(self._called(shared, known)(), accumulate=1)["loss"][0]

@@ -1,9 +1,9 @@
-"""Checkpoints: written beside the training, whole or not there, checked before they are believed.
+"""Checkpoints: written while training goes on, atomic, and checked byte by byte before they are loaded.
 
-    RUN/checkpoints/000200.writing/   what Orbax writes, until its MANIFEST is in it
-    RUN/checkpoints/000200/           a whole one: every byte is as MANIFEST says, or it is damaged
-    RUN/checkpoints/000200.damaged/   one that was not, set aside
-    RUN/checkpoints/000200.left/      one that training went back behind
+    RUN/checkpoints/000200.writing/   written by Orbax, until its MANIFEST is in it
+    RUN/checkpoints/000200/           complete: MANIFEST lists the hash of every file
+    RUN/checkpoints/000200.damaged/   a file has another hash: set aside
+    RUN/checkpoints/000200.left/      training went back to an earlier one: set aside
 
 Names are resolved when they are first used: to list or verify checkpoints takes no jax.
 """

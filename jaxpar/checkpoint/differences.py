@@ -70,11 +70,11 @@ def differences(saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> list
 
 
 def problems(found: list[Difference], run: str) -> list[Problem]:
-    """Returns what a user should know of the differences: one problem per cause, the first array of it by name.
+    """Returns the differences as problems: one per cause, with the name of its first array.
 
     Args:
       found: The differences between a checkpoint and a job.
-      run: What the checkpoint is called on the command line.
+      run: The name of the checkpoint on the command line.
     """
     if replicas := _replicas(found):
         return [replicas]

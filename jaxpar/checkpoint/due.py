@@ -19,11 +19,11 @@ def seconds() -> float:
 
 
 class Due:
-    """Says after each step whether a checkpoint is due; with several processes all ask after the same steps.
+    """Decides after each step whether a checkpoint is due; with several processes all ask after the same steps.
 
     Args:
       spec: The `[checkpoint]` table.
-      start: The step whose state is there already.
+      start: The step whose state is saved already.
     """
 
     def __init__(self, spec: Checkpoints, *, start: int):

@@ -13,7 +13,7 @@ WRITING, DAMAGED, DELETED, LEFT = ".writing", ".damaged", ".deleted", ".left"
 
 
 def name_of(step: int) -> str:
-    """Returns what the folder of a checkpoint is called.
+    """Returns the name of a checkpoint's folder.
 
     >>> name_of(200)
     '000200'
@@ -30,14 +30,14 @@ def steps(folder: Path) -> list[int]:
 
 
 def left_over(folder: Path) -> Iterator[Path]:
-    """Yields what a killed run left: half-written checkpoints, and half-deleted ones."""
+    """Yields the remains of a killed run: half-written checkpoints, and half-deleted ones."""
     if folder.is_dir():
         pattern = rf"[0-9]{{6,}}({WRITING}|{DELETED})(\..*)?"
         yield from (path for path in folder.iterdir() if re.fullmatch(pattern, path.name))
 
 
 def delete(path: Path) -> None:
-    """Deletes what a write has left, folder or file; what is still being written there goes with the next write."""
+    """Deletes the remains of a write, folder or file; files that are still being written go with the next write."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -56,7 +56,7 @@ def is_older(path: Path) -> bool:
 
 
 def refuse_older(path: Path) -> JaxparError:
-    """Returns the error for a checkpoint that nobody can vouch for."""
+    """Returns the error for a checkpoint without a MANIFEST, whose bytes cannot be checked."""
     return refuse(
         f"checkpoint {path} has no MANIFEST: an older jaxpar wrote it",
         rule="a checkpoint is loaded only if its MANIFEST lists the hash of every file",
@@ -65,7 +65,7 @@ def refuse_older(path: Path) -> JaxparError:
 
 
 def set_aside(path: Path, mark: str = DAMAGED) -> Path:
-    """Renames a checkpoint that is damaged, or gone behind, so that nothing takes it; returns what it is called now."""
+    """Renames a checkpoint that is damaged, or that training went back behind; returns its new path."""
     aside = path.with_name(path.name + mark)
     if aside.exists():
         shutil.rmtree(aside)

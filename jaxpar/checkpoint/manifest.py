@@ -54,7 +54,7 @@ class Manifest:
     Attributes:
       step: Updates made when it was written.
       written: When, in seconds since 1970.
-      scores: What was measured then: loss, eval_loss.
+      scores: Metrics at that step: loss, eval_loss.
       arrays: Path such as `params/blocks/mlp/up` to array.
       files: Path within the checkpoint to file; all but the list itself.
       format: Of this list.
@@ -88,7 +88,7 @@ def write(
 
 
 def score(folder: Path, scores: Mapping[str, float]) -> None:
-    """Adds to the scores of a checkpoint what was measured since; a reader sees the old list or the new one.
+    """Adds later metrics to the scores of a checkpoint; a reader sees the old MANIFEST or the new one.
 
     Raises:
       JaxparError: If its list cannot be read.
@@ -150,7 +150,7 @@ def read(folder: Path) -> Manifest:
 
 
 def check(folder: Path, *, content: bool = True) -> list[str]:
-    """Returns what is wrong with a checkpoint, file by file; nothing if every byte is as it was written.
+    """Returns the problems of a checkpoint, file by file; empty if every byte is as it was written.
 
     Args:
       folder: The checkpoint.
@@ -194,7 +194,7 @@ def _hashed(folder: Path) -> dict[str, File]:
 
 
 def _each(function: Callable[[str], str], files: Mapping[str, File]) -> list[str]:
-    """Returns what a function says of each file, of large ones at the same time."""
+    """Returns the result of a function for each file; large files are read in parallel."""
     if sum(file.size for file in files.values()) < _SMALL:
         return [function(name) for name in files]
     with ThreadPoolExecutor(_WORKERS) as workers:
@@ -202,7 +202,7 @@ def _each(function: Callable[[str], str], files: Mapping[str, File]) -> list[str
 
 
 def _walk(folder: Path) -> dict[str, int | None]:
-    """Returns path to size of all that lies in a checkpoint but the list; None for what is no plain file."""
+    """Returns path to size of everything in a checkpoint except its MANIFEST; None for what is not a plain file."""
     found: dict[str, int | None] = {}
     for root, folders, names in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(root, name))]

@@ -20,7 +20,7 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeE
 
 
 def flat(state: Any) -> dict[str, Any]:
-    """Returns a state as path to array, `params/blocks/mlp/up`: what a checkpoint holds depends on no Python class."""
+    """Returns a state as path to array, `params/blocks/mlp/up`: a checkpoint does not depend on Python classes."""
     return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
 
 
@@ -39,7 +39,7 @@ def described(state: Any) -> dict[str, Array]:
 
 
 def save(folder: Path, state: Any, step: int) -> Any:
-    """Starts writing a state; returns what to wait for with `.result()`, once its arrays are copied."""
+    """Starts writing a state; returns, once its arrays are copied, a future with `.result()`."""
     from orbax.checkpoint import v1 as ocp
 
     _quiet()
@@ -119,7 +119,7 @@ def _elements(shape: Any) -> int:
 
 
 def _quiet() -> None:
-    """Keeps off the screen what a save that failed prints besides the error that it raises."""
+    """Hides the messages that a failed save prints besides the error that it raises."""
     logging.getLogger("absl").addFilter(_no_traceback)
     warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
     if not isinstance(sys.unraisablehook, _NoClosedLoop):

@@ -48,7 +48,7 @@ def verify(where: Path, step: int | None = None, *, all_of_them: bool = False) -
 
 
 def show(where: Path, step: int | None = None) -> dict[str, Any]:
-    """Returns what a checkpoint holds, array by array.
+    """Returns the contents of a checkpoint, array by array.
 
     Raises:
       JaxparError: If there is none, or its list cannot be read.

@@ -58,7 +58,7 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
     Args:
       spec: `start_from`, `take`, `rename` and `cast`.
       state: As made by `init_state`; it is given up.
-      optimizer: The chain whose state begins anew from these parameters.
+      optimizer: The optax chain, whose state is made anew for these parameters.
 
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
@@ -168,7 +168,7 @@ def _begins(name: str, prefix: str) -> bool:
 
 
 def _renamed(name: str, rename: Mapping[str, str]) -> str:
-    """Returns what a path is called in the job: the longest beginning that fits is replaced."""
+    """Returns the path in the job for a path in the checkpoint: the longest beginning that matches is replaced."""
     fits = [old for old in rename if _begins(name, old)]
     if not fits:
         return name

@@ -73,7 +73,7 @@ class Store:
         """
         self.wait()
         self._sweep()
-        needed = sum(each.bytes + LISTED for each in orbax.described(state).values())
+        needed = sum(each.bytes + LISTED for each in orbax.described(state).values())  # of all processes together
         # the first process decides for all: on a shared file system the others may still see an older folder, and if
         # they decided differently some would wait in Orbax's barrier for ever
         if processes.from_first(step in self.steps()):
@@ -169,6 +169,8 @@ class Store:
         Raises:
           JaxparError: If there is none, with what is wrong with each.
         """
+        # the first process reads every byte and the others take its word: hashing once per process would read the
+        # checkpoint as often from a shared disk
         found, wrong = NONE, []
         if processes.is_first():
             found, wrong = self._newest_good(step)

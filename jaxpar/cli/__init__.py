@@ -1,4 +1,4 @@
 """Verbs, one file each: parse, call one room, print.
 
-To add a flag: an argument of its verb's file; what it does belongs to the room that the verb calls.
+To add a flag: an argument in its verb's file; its effect belongs into the room that the verb calls.
 """

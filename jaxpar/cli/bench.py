@@ -15,7 +15,7 @@ EXAMPLE = """\
   $ jaxpar bench planner
   the planner's step times beside published ones: eight runs of Megatron-LM on A100s, five on H100s
   $ jaxpar bench gemm --write mine.toml
-  which share of its peak this machine's GPU reaches in bf16 products, for `jaxpar plan JOB --chip mine.toml`
+  which share of its peak this machine's GPU reaches in bf16 matmuls, for `jaxpar plan JOB --chip mine.toml`
   $ jaxpar bench links --write mine.toml
   latency and bandwidth that collectives reach between this machine's GPUs; started on several, between machines too
   $ jaxpar bench layers configs/digits.toml --write digits.graph.txt
@@ -53,7 +53,7 @@ def add(verbs) -> None:
     add_json(one)
     add_json(add_one("planner", "predicted step times beside published ones", planner))
     for name, meaning, function in (
-        ("gemm", "the share of its peak that a GPU reaches in bf16 products", gemm),
+        ("gemm", "the share of its peak that a GPU reaches in bf16 matmuls", gemm),
         ("links", "latency and bandwidth that collectives reach between GPUs", links),
     ):
         one = add_one(name, meaning, function)
@@ -104,7 +104,7 @@ def planner(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def gemm(args: argparse.Namespace) -> tuple[Any, int]:
-    """Times products."""
+    """Times matmuls."""
     from jaxpar.bench.gemm import gemm
 
     return _held(gemm(write=args.write, rounds=_rounds(args)))
@@ -127,7 +127,7 @@ def layers(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def layouts(args: argparse.Namespace) -> tuple[Any, int]:
-    """Compares predictions with what is compiled."""
+    """Compares predictions with compiled programs."""
     from jaxpar.job.file.parse import load
     from jaxpar.job.validate_planner import layouts
     from jaxpar.mesh.devices import leave_alone

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _schedule(layout: "Layout", *, again: bool) -> tuple[dict[str, Any], str]:
-    """Returns what the schedule costs, and in words; `again`: whether a backward computes its forward once more."""
+    """Returns the price of the schedule, and the same in words; `again`: whether a backward recomputes its forward."""
     from jaxpar.pipeline.draw.compare import row
     from jaxpar.pipeline.draw.schedule import cut, many
     from jaxpar.pipeline.draw.svg import printable

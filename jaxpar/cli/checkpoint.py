@@ -77,7 +77,7 @@ def show(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def verify(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints what is wrong, file by file."""
+    """Prints the problems, file by file."""
     from jaxpar.checkpoint import report
 
     if args.adopt:

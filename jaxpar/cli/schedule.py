@@ -41,7 +41,7 @@ def add(verbs) -> None:
     )
     verb.add_argument("name", metavar="NAME", nargs="?", help="one of the library's, or a CSV file of your own")
     verb.add_argument("--stages", metavar="N", type=int, help="devices along the axis pipe")
-    verb.add_argument("--microbatches", metavar="N", type=int, help="pieces of the batch, one after the other")
+    verb.add_argument("--microbatches", metavar="N", type=int, help="parts of the batch, one after the other")
     verb.add_argument("--chunks", metavar="N", type=int, help="parts of the model on each stage (default: its own)")
     verb.add_argument(
         "--times",
@@ -58,7 +58,7 @@ def add(verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the table, what it costs, and what the others cost."""
+    """Prints the table, its price, and the prices of the others."""
     from jaxpar.errors import refuse
     from jaxpar.pipeline.draw.compare import compare, row, table
     from jaxpar.pipeline.tables.library import LIBRARY
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
 
 def _times(text: str) -> "Times":
-    """Returns what ops take, as written on the command line."""
+    """Returns the times of ops, as written on the command line."""
     from jaxpar.errors import refuse
     from jaxpar.pipeline.tables.price import Times
 
@@ -181,7 +181,7 @@ def _write(args: argparse.Namespace, schedule: "Schedule", times: "Times") -> No
 
 
 def _show(schedule: "Schedule", cost: "Price", times: str) -> str:
-    """Returns the table with a head and what it costs, coloured and cut to the screen where there is one."""
+    """Returns the table with its title and price, coloured and wrapped to the screen where there is one."""
     from jaxpar.pipeline.draw.schedule import cut, legend, many, terminal
     from jaxpar.pipeline.draw.svg import printable
 

@@ -1,4 +1,4 @@
-"""The processes of a cluster find each other, within a set time or with a reason that names who is missing."""
+"""Connects the processes of a cluster, within a set time or with an error that names the missing ones."""
 
 import os
 import time
@@ -26,13 +26,13 @@ def connect(
       cluster: As `detect` returns it.
       timeout: Seconds until all must be there.
       heartbeat: Seconds without a sign of life after which a process counts as lost, and JAX ends the others.
-      same: What all processes must say alike, in words: `job 3fa9, jaxpar 0.1.0`. "" from all compares nothing.
-      word: What process 0 tells the others, such as the name of what they begin together.
-      check: From that word to what is wrong with it for this process; asked in all but process 0.
+      same: Text that all processes must send alike: `job 3fa9, jaxpar 0.1.0`. "" from all compares nothing.
+      word: Text that process 0 sends to the others, such as the name of the attempt.
+      check: Returns the problem that this process has with that word, if any; called in all but process 0.
 
     Raises:
       JaxparError: If process 0 cannot listen or is not found; if others are missing when the time is over, do not
-        fit (another count, the same number twice, another job) or find the word wrong: all are told; if this process
+        fit (another count, the same number twice, another job) or have a problem with the word; if this process
         is connected already, or JAX has made its devices.
     """
     if jax.distributed.is_initialized():
@@ -47,6 +47,8 @@ def connect(
         host_rendezvous(cluster, bind=bind, until=until, same=same, word=word)
     else:
         word = join_rendezvous(cluster, until=until, same=same, check=check)
+    # all have come, so JAX needs seconds; its own detection is off, as it would read the variables of a launcher that
+    # `detect` may have decided against
     try:
         jax.distributed.initialize(
             cluster.coordinator, cluster.processes, cluster.process, coordinator_bind_address=bind,

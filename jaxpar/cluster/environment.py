@@ -103,6 +103,7 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
 def _cluster(said: dict[str, Any], *, source: str, unheard: tuple[str, ...]) -> Cluster:
     """Returns the cluster, its coordinator as host:port."""
     host, colon, port = said["coordinator"].rpartition(":")
+    # no port: a name, an address in brackets, or a bare IPv6 address, whose last colon separates no port
     if not colon or port.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
         host, port = said["coordinator"], str(PORT)
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host

@@ -39,7 +39,7 @@ def _numbers(ranges: str, text: str) -> Iterator[str]:
         if not match or int(match[2] or match[1]) < int(match[1]):
             raise _no_list(text, f"[{piece}] is no range")
         for number in range(int(match[1]), int(match[2] or match[1]) + 1):
-            yield str(number).zfill(len(match[1]))
+            yield str(number).zfill(len(match[1]))  # node[08-10]: numbers have the width of the first
 
 
 def _no_list(text: str, why: str) -> JaxparError:

@@ -21,7 +21,7 @@ FIRST, PORTS = 61440, 4096
 
 @dataclass(frozen=True)
 class Launcher:
-    """How a launcher is recognised and read.
+    """A launcher: the variables by which it is recognised, and the function that reads them.
 
     Attributes:
       marks: Variables, of which any one shows that this launcher started the process.

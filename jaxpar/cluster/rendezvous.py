@@ -98,6 +98,7 @@ def join_rendezvous(
             why = "it hung up"  # process 0 of an earlier attempt, or another program: tried again
         except OSError as error:
             why = error.strerror or str(error)
+        # process 0 may start minutes after the others, where a queue starts nodes one by one
         time.sleep(min(0.2, max(0.0, until - time.monotonic())))
     seconds = time.monotonic() - began
     fix = "is process 0 running, is its host's name known here, and its port open? jaxpar doctor looks"

@@ -62,5 +62,5 @@ def _written(result: Op, named: dict[str, Op]) -> int:
 
 
 def _results(inner: dict[str, Op], root: Op) -> list[Op]:
-    """Returns what a fusion hands out: what its root is, or holds."""
+    """Returns the results of a fusion: its root, or the elements of its root's tuple."""
     return [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]

@@ -41,7 +41,7 @@ class Trace:
         Args:
           name: Of an instruction.
           index: Which entry of its result.
-          through_loops: Take what a loop was started with; else what its body returns.
+          through_loops: Follow a loop's carry to its initial value; else to the result of its body.
         """
         if name not in self.places:
             return None
@@ -99,7 +99,7 @@ class Trace:
         return [self._unflattened(each, outside) for each in found]
 
     def _outside(self, op: Op) -> Op:
-        """Returns what a fusion is given, for a parameter inside it."""
+        """Returns the operand of a fusion that a parameter inside it stands for."""
         computation = self.places[op.name][0]
         while op.opcode == "parameter" and computation in self.callers:
             where, caller = self.callers[computation]
@@ -109,7 +109,7 @@ class Trace:
         return op
 
     def _unflattened(self, op: Op, here: dict[str, Op]) -> Op:
-        """Returns what a value was before it was only reshaped."""
+        """Returns the value before reshapes that left its bytes as they are."""
         inside = op.opcode == "fusion" and len(op.called) == 1
         if inside:
             root = next(each for each in self.module.computations[op.called[0]] if each.root)

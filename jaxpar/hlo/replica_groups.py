@@ -28,7 +28,7 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
     """Returns the device ids of each group. Shape [groups, size].
 
     Args:
-      text: What follows `replica_groups=`.
+      text: The text after `replica_groups=`.
       devices: Of the program; `{}` means all of them in one group.
 
     Raises:

@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxpar.errors import JaxparError, refuse
 
+# bits of an element. An unknown dtype is refused: bytes that are guessed would be wrong in every sum
 BITS = {
     "pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
     "s64": 64, "u64": 64, "f4e2m1fn": 4, "f6e2m3fn": 8, "f6e3m2fn": 8, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8,
@@ -142,7 +143,7 @@ class Module:
     """A compiled program.
 
     Attributes:
-      name: What was compiled.
+      name: Name of the compiled function.
       partitions: Devices it runs on.
       entry: The computation that runs.
       computations: Name to instructions; in a scheduled module, in the order they are started.
@@ -335,6 +336,7 @@ def arrays(text: str) -> tuple[Array, ...]:
     Raises:
       JaxparError: If a dtype is unknown.
     """
+    # layouts in braces, `{1,0:T(8,128)}`, have no brackets and are passed over
     found = []
     for dtype, dims, bare in _ARRAY.findall(text):
         if (dtype or bare) not in BITS:
@@ -351,7 +353,7 @@ def _frames(text: str) -> dict[int, tuple[Frame, int]]:
     for line in text.splitlines()[1:]:
         if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
             current = tables.setdefault(line, {})
-        elif line.startswith(("%", "ENTRY")):
+        elif line.startswith(("%", "ENTRY")):  # the tables stand before the first computation
             break
         elif current is not None and (match := re.match(r"(\d{1,18}) (.*)", line)):
             current[int(match[1])] = match[2]

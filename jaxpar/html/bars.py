@@ -1,6 +1,6 @@
 """Stacked bars, as SVG without a script.
 
-Widths are percent of whatever room there is, so text keeps its size on a phone.
+Widths are percentages of the page, so that text keeps its size on a phone.
 """
 
 from collections.abc import Sequence

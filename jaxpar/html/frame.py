@@ -12,7 +12,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def document(title: str, *body: str) -> str:
-    """Returns a page with a title, and what follows it."""
+    """Returns a page with a title and a body."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -33,7 +33,7 @@ def tile(name: str, number: str, more: str, how: str) -> Markup:
 
 
 def in_ascii(text: str) -> str:
-    """Returns HTML that survives any encoding; what is no character at all, as in a file's name, too."""
+    """Returns HTML that survives any encoding, also where a file's name holds bytes that are no characters."""
     return text.encode("ascii", "xmlcharrefreplace").decode("ascii")
 
 

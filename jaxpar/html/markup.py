@@ -23,7 +23,7 @@ def tag(element: str, /, *inside: str, **attributes: str | None) -> Markup:
     Args:
       element: Its name.
       *inside: Text, which is escaped, and markup, which is not.
-      **attributes: `cls` is `class`, `_` is `-`; what is None is left out.
+      **attributes: `cls` is `class`, `_` is `-`; those that are None are left out.
 
     >>> tag("b", "<", cls="warn")
     '<b class="warn">&lt;</b>'
@@ -49,18 +49,18 @@ def percent(share: float) -> str:
 
 
 def titled(at: float, width: float, colour: str, what: str, *, y: str = "0", height: str = "100%") -> Markup:
-    """Returns a rectangle that tells what it is."""
+    """Returns a rectangle with a tooltip."""
     place = f'x="{percent(at)}" y="{y}" width="{percent(width)}" height="{height}" class="{colour}"'
     return Markup(f"<rect {place}><title>{escape(what)}</title></rect>")
 
 
 def badge(word: str) -> Markup:
-    """Returns what a number is, one of `HOW`."""
+    """Returns a badge for the provenance of a number, one of `HOW`."""
     return tag("span", word, cls="jx-how", title=HOW.get(word))
 
 
 def swatch(colour: str, text: str) -> Markup:
-    """Returns a colour, and what has it."""
+    """Returns an entry of a legend: a colour and its meaning."""
     return join([tag("i", cls=f"jx-swatch {colour}"), text])
 
 
@@ -70,7 +70,7 @@ def heading(*inside: str) -> Markup:
 
 
 def table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]], looks: str) -> Markup:
-    """Returns a table that scrolls in its own room where it is too wide.
+    """Returns a table that scrolls by itself where it is too wide.
 
     Args:
       name: For who cannot see it.

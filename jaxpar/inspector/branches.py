@@ -1,4 +1,4 @@
-"""Collectives inside of what only some stages do: who waits there for a device that does something else waits for ever.
+"""Finds collectives in branches that only some stages take: a device that waits there for others waits for ever.
 
     a tick of 1f1b     stage 0  forward    all-reduce over tensor: its members are all of stage 0        ends
                        stage 1  backward   collective-permute over tensor: XLA lets all devices meet     never ends
@@ -24,7 +24,7 @@ _ALL_MEET = ("collective-permute", "send", "recv")  # whichever devices their pa
 
 
 def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: Schedule) -> None:
-    """Refuses a table whose program waits, inside of what only some stages do, for devices of others.
+    """Refuses a table whose program waits, in a branch that only some stages take, for devices of other stages.
 
     Args:
       program: As compiled, or the text of it.
@@ -44,7 +44,7 @@ def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: Sc
 
 
 def _chosen(module: Module) -> list[str]:
-    """Returns the computations that run where a stage chose them, and what they call."""
+    """Returns the computations in the branches of the executor's conditional, and those that they call."""
     found: dict[str, None] = {}
     choices = (op for _, op in module.ops() if op.opcode == "conditional" and (CHOICE in op.label or not op.label))
     todo = [name for op in choices for name in op.called]

@@ -1,4 +1,4 @@
-"""Budgets: what a user's own tests may ask of a report.
+"""Budgets: assertions about a report, for a user's own tests.
 
 def test_the_step_keeps_its_collectives():
 report = jp.inspect(step, batch)
@@ -27,7 +27,7 @@ def assert_collectives(
       at_least: Arrays with a smaller payload are not looked at.
 
     Raises:
-      JaxparError: With every entry that differs and what stands behind it.
+      JaxparError: With every entry that differs, and its cause.
     """
     _check_given(report)
     if not isinstance(budget, Mapping) or not all(isinstance(kinds, Mapping) for kinds in budget.values()):

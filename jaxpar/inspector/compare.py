@@ -5,7 +5,7 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 
 
 def compare(one: Report, other: Report) -> str:
-    """Returns memory, traffic, FLOP and time of two reports, and what the second has more."""
+    """Returns memory, traffic, FLOP and time of two reports, and their differences."""
     rows: list[tuple[str, float, float, str]] = []
     causes = {share.cause: [share.bytes, 0] for share in one.memory}
     for share in other.memory:

@@ -1,4 +1,4 @@
-"""Compiles a program for inspection: its text, its buffers, and what XLA logged meanwhile.
+"""Compiles a program for inspection: its text, its buffers, and XLA's log of the compilation.
 
 The buffers and their lifetimes are in the files that XLA writes on request; the objects that
 JAX returns have only their sums.
@@ -65,7 +65,7 @@ class Compiled:
 
 
 def compile_program(lowered: Any, *, platform: str) -> Compiled:
-    """Compiles a lowered program, anew even where a cache has it, and returns what XLA made of it.
+    """Compiles a lowered program, without a cache, and returns its text, memory and costs.
 
     Raises:
       JaxparError: With XLA's first line, if it does not compile.
@@ -138,7 +138,7 @@ def _read(folder: str, pattern: str) -> str:
 
 @contextmanager
 def _uncached() -> Iterator[None]:
-    """Keeps what is compiled for inspection out of the persistent cache."""
+    """Keeps programs that are compiled for inspection out of the persistent cache."""
     before = jax.config.jax_persistent_cache_min_compile_time_secs  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     try:
@@ -149,7 +149,7 @@ def _uncached() -> Iterator[None]:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Collects what XLA writes to the standard error of the process."""
+    """Collects the text that XLA writes to the standard error of the process."""
     said: list[str] = []
     sys.stderr.flush()
     kept = os.dup(2)

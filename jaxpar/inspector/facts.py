@@ -29,25 +29,25 @@ class Facts:
     """The facts about one compiled program on one mesh.
 
     Attributes:
-      title: What was inspected.
-      devices: How many, of what.
+      title: Name of the inspected program.
+      devices: Their number and kind.
       sizes: Mesh axis to size, outermost first.
       per_node: Devices of one machine.
       chip: The GPU; None on simulated devices, which have neither a capacity nor a time.
-      pool: What a run takes of the GPU's memory, or this process took.
+      pool: The share of the GPU's memory that a run preallocates, or this process did.
       memory: Bytes of one device by cause; they add up to `total`.
       total: Bytes that one device needs.
       ledger: Every collective of a step, the largest traffic first.
       flop: Of one device, as compiled.
       model_flop: Of a step over all devices, without recomputation; None where it is not known.
       timeline: The modelled step; None on simulated devices.
-      flags: What should not be.
+      flags: Warnings.
       arguments: Every array the program is given.
-      schedule: What the stages of its pipeline do in every tick; None without one.
-      notes: What the reader should know.
+      schedule: The schedule of its pipeline; None without one.
+      notes: Remarks for the reader.
       seconds: That compiling took.
       versions: Of jax and jaxlib.
-      knobs: If it does not fit: what would free memory, (change, bytes freed), most first.
+      knobs: If it does not fit: changes that would free memory, (change, bytes freed), most first.
     """
 
     title: str

@@ -17,14 +17,14 @@ NOTABLE = 0.01  # share of a step's wire bytes below which one collective is not
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One thing that should not be.
+    """A warning about the compiled step.
 
     Attributes:
       kind: `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`, `rematerialized`,
         `squeezed`, `unknown`.
-      text: What was found, where.
-      fix: What to change.
-      bytes: On the wire of each device in a step, where that can be said.
+      text: The finding and its place.
+      fix: A change that would mend it.
+      bytes: Bytes that it costs on the wire of each device in a step, where known.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Flag:
 
 
 def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said: Sequence[str]) -> list[Flag]:
-    """Returns everything that should not be, the most bytes first."""
+    """Returns all warnings, those that cost most bytes first."""
     sizes = dict(subject.mesh.shape)
     total = sum(entry.step_wire for entry in ledger) or 1.0
     notable = [entry for entry in ledger if entry.step_wire >= NOTABLE * total]

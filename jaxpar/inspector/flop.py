@@ -24,7 +24,7 @@ _GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 
 
 def forward_flop(function: Callable, *args: Any) -> int:
-    """Returns the FLOP of one evaluation, matrix products and convolutions only.
+    """Returns the FLOP of one evaluation, of matmuls and convolutions only.
 
     Args:
       function: Traced, not run.
@@ -43,7 +43,7 @@ class Flop:
       recomputed: Run again, of the forward pass or by XLA.
       by_dtype: Operands' dtype to FLOP.
       unknown: Whether some stand in a loop whose trip count is not known, and count once.
-      squeezed: Of those recomputed, what XLA runs again of its own accord, because it lacks memory.
+      squeezed: Those among them that XLA itself decided to run again, to save memory.
     """
 
     forward: int
@@ -85,7 +85,7 @@ def operand_dtype(module: Module, computation: str, op: Op) -> str:
 
 
 def op_flop(module: Module, computation: str, op: Op) -> int:
-    """Returns the FLOP of one run of one instruction: of a product or a convolution, else 0.
+    """Returns the FLOP of one run of one instruction: of a matmul or a convolution, else 0.
 
     Raises:
       JaxparError: If its dims are not its operands'.

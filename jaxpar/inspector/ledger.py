@@ -1,4 +1,4 @@
-"""The ledger: every collective that a step runs, along which axes, how often, and because of what."""
+"""The ledger: every collective that a step runs, with its axes, its count and its cause."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ def collectives(
     Args:
       module: The compiled program.
       sizes: Mesh axis to size, outermost first; partition i is the i-th device of the mesh.
-      causes: What the user calls things.
+      causes: Finds the cause of an array.
       schedule: The table that it runs, where it is a pipeline's.
     """
     found: dict[tuple, Collective] = {}
@@ -88,7 +88,7 @@ def entries(trace: Trace, visit: Visit, sizes: Mapping[str, int], causes: Causes
 
 
 def _result(array: Array, kind: str, group: int) -> Sequence[Array]:
-    """Returns the arrays by which a parameter may be known: what is reduced, what a gather makes."""
+    """Returns the arrays that may tell which parameter it is: operands of a reduction, results of a gather."""
     if kind == "all-gather":
         return [
             Array(array.dtype, (*array.dims[:i], d * group, *array.dims[i + 1 :])) for i, d in enumerate(array.dims)

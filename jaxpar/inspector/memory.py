@@ -213,7 +213,7 @@ class _Reader:
         return found | {(math.prod(dims[:-1]), dims[-1]) for dims in found}  # in matmuls XLA merges batch and sequence
 
     def read(self, buffer: Buffer) -> tuple[str, str]:
-        """Returns (cause, what it is)."""
+        """Returns (cause, name of the array)."""
         op = self._maker(buffer)
         label = op.label if op else ""
         frame = users_frame(self.module.stack(op)) if op else None

@@ -57,11 +57,11 @@ class Report(Facts):
 
 
 def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | None = None, **kwargs: Any) -> Report:
-    """Compiles a program for the devices of its mesh, runs nothing, and returns what XLA made of it.
+    """Compiles a program for the devices of its mesh and returns a report about it; nothing is run.
 
     Args:
       program: A `Step` of `jp.train_step`, or any jitted function.
-      *args: What it is called with: arrays, or `jax.ShapeDtypeStruct`s with shardings. For a `Step`, a batch.
+      *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s with shardings. For a `Step`, a batch.
       roles: For a jitted function, what each of its arguments is: `parameters`, `optimizer state`, `other state`,
         `batch` or `arguments`.
       mesh: For a jitted function whose arguments have no mesh.
@@ -78,7 +78,7 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
 
 
 def report(subject: Subject, chip: Chip | None = None) -> Report:
-    """Returns what XLA made of a subject, on a chip that is as jaxpar's table has it, or as it is given here."""
+    """Returns the report about a subject, on a chip of jaxpar's table or on the one given here."""
     devices = list(subject.mesh.devices.flat)
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
     compiled = compile_program(subject.lowered, platform=platform)
@@ -137,7 +137,7 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
 
 
 def _pool(device: Any, chip: Chip | None) -> Pool:
-    """Returns what this process took of a GPU that is there, or a run would take with the same variables."""
+    """Returns the pool that this process took of a real GPU, or that a run would take with the same variables."""
     own = took(device) if chip else None
     if own is None or chip is None:
         return taken(os.environ)

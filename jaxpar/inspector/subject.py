@@ -21,21 +21,21 @@ class Subject:
     """A program to be inspected.
 
     Attributes:
-      title: What it is called.
+      title: Its name.
       lowered: As `jax.jit(...).lower` returns it.
       mesh: Where it runs.
       arguments: Every array it is given.
       used: Path of a parameter to the shape one device computes with.
-      loss: (file, function) of what computes the loss.
+      loss: (file, function) of functions that compute the loss.
       model_flop: FLOP of a step over all devices, without recomputation; None where it is not known.
-      precision: `bf16` where products were asked for in 16 bits.
+      precision: `bf16` where matmuls were asked for in 16 bits.
       batch_axes: Mesh axes that split examples.
       whole: Those of them over which gradients are whole by declaration, even of parameters that they split.
       silent: Mesh axes over which this program sends nothing by declaration.
       microbatches: How many a step has.
       updates: How often the weights change in a step.
-      schedule: What the stages of its pipeline do in every tick; None without one.
-      notes: What the reader of a report should know.
+      schedule: The schedule of its pipeline; None without one.
+      notes: Remarks for the reader of a report.
     """
 
     title: str

@@ -67,7 +67,7 @@ def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
     """Returns the arrays that a job trains; nothing is made or compiled.
 
     Raises:
-      JaxparError: With what is wrong with the job.
+      JaxparError: With every problem of the job.
     """
     made = load(job, overrides)
     if made.mesh.declared:
@@ -77,7 +77,7 @@ def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
 
 
 def adopt(where: Path, step: int | None = None) -> Path:
-    """Makes the list of a checkpoint that an older jaxpar wrote, of what is there now.
+    """Makes the MANIFEST of a checkpoint that an older jaxpar wrote, from its present files.
 
     Raises:
       JaxparError: If it has one, or is no checkpoint.

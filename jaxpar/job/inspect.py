@@ -1,4 +1,4 @@
-"""A job is compiled for the GPUs it is meant for, and what XLA made of it is reported; nothing is run."""
+"""Compiles a job for the GPUs it is meant for, and reports on the program; nothing is run."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ CPU = "cpu"
 
 
 def inspect(job: Job, target: str = "") -> Report:
-    """Returns what XLA makes of a job's step.
+    """Returns the report about a job's compiled step.
 
     Args:
       job: The job.
@@ -42,7 +42,7 @@ def inspect(job: Job, target: str = "") -> Report:
 
 
 def observe(job: Job, target: str | Target) -> Report:
-    """Returns what XLA makes of a job's step; `inspect` also asks what would free memory, where it does not fit."""
+    """Returns the report about a job's compiled step; `inspect` adds changes that free memory if it does not fit."""
     chip = None
     if target == CPU:
         count = device_count(job)

@@ -21,7 +21,7 @@ def measured(job: Job, write: str | None = None) -> dict[str, Any]:
 
     Args:
       job: Model, loss, data, batch, precision and remat.
-      write: File for the profile, as PipeDream writes it; what is there is replaced.
+      write: File for the profile, as PipeDream writes it; an existing one is replaced.
 
     Raises:
       JaxparError: With everything that is wrong with the job.

@@ -49,15 +49,15 @@ from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
 
 
 def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
-    """Trains a job to its last step, or until it is told to stop; returns how it ended.
+    """Trains a job to its last step, or until a signal asks it to stop; returns how it ended.
 
     Args:
       job: The job.
       at: The step of the checkpoint to go on from; the newest by default. Newer ones are set aside.
-      stream: Where to say how it goes; the standard output by default.
+      stream: Where to print progress; the standard output by default.
 
     Raises:
-      JaxparError: With what is wrong with the job, its data, its run folder or its loss.
+      JaxparError: With the problems of the job, its data, its run folder or its loss.
     """
     folder = Path(job.run.dir)
     watchdog = _meet(job, folder)
@@ -193,7 +193,7 @@ def step_flop(built: Built) -> float:
 
 
 def record(built: Built) -> dict[str, Any]:
-    """Returns what a run should remember of where it was made."""
+    """Returns the facts about its machine and software that a run records."""
     return where() | {
         "devices": describe(list(built.layout.on.devices.flat)),
         "mesh": built.layout.sizes,

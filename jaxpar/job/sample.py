@@ -25,13 +25,13 @@ from jaxpar.step import state
 def sample(
     folder: str | Path, prompt: str, *, tokens: int, temperature: float, seed: int, allow_import: bool = False
 ) -> str:
-    """Returns the prompt and what the decoder of a run makes of it, on one device.
+    """Returns the prompt and its continuation by the decoder of a run, on one device.
 
     The whole window is computed anew for each token: simple, and fast enough for a look.
 
     Args:
       folder: The run folder.
-      prompt: What the text begins with.
+      prompt: The beginning of the text.
       tokens: How many to add.
       temperature: Divides the logits; 0 takes the likeliest token.
       seed: Of the sampling.

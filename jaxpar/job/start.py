@@ -91,7 +91,7 @@ def _differs(mine: DecoderSettings, theirs: DecoderSettings) -> dict[str, Any]:
 
 
 def _other_tokens(job: Job, found: Pretrained) -> list[Problem]:
-    """Returns what is wrong with text that would be other tokens than those the model knows."""
+    """Returns the problem if the job's text would be other tokens than those the model was trained on."""
     if not job.data.is_text:
         return []
     folder = Path(job.checkpoint.start_from).expanduser()

@@ -1,1 +1,1 @@
-"""Starts the processes of one job, watches them, and starts them again."""
+"""Starts the processes of one job on this machine, watches them, and restarts them after a failure."""

@@ -3,7 +3,7 @@
     supervisor ─── writing end        whatever ends the supervisor, kill -9 too, the system closes its end:
     process    ◄── reading end        the read of a thread that waits there returns, and the process leaves
 
-Without it the processes of a supervisor that is gone would wait for ever, and hold their GPUs.
+Without it the processes of a dead supervisor would wait for ever, and hold their GPUs.
 """
 
 import os
@@ -29,7 +29,7 @@ def lifeline() -> Iterator[int]:
 
 
 def follow() -> None:
-    """Ends this process when the supervisor that started it is gone; without one it does nothing."""
+    """Ends this process when the supervisor that started it has died; without one it does nothing."""
     end, _, owner = os.environ.get(VARIABLE, "").partition(" ")
     me = str(os.getpid())
     if end and owner in ("", me):  # another is the parent of this process, which got the variable and not the pipe

@@ -204,9 +204,9 @@ def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str
     """Runs the processes until they end well, refuse their input, or fail too often.
 
     Args:
-      launch: What to start.
+      launch: The processes to start.
       progress: Returns the step of the newest checkpoint, or -1; progress forgives earlier failures.
-      say: Tells the user a line.
+      say: Prints a line for the user.
 
     Returns:
       `status` of the verb, `attempts`: for each, the processes as they ended.

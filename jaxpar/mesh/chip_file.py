@@ -4,7 +4,7 @@ The file may also have [gemm] and [links], what was measured on the chip: `plan/
 [chip]
 name = "Acme One"
 bf16_flops = 400e12          # FLOP per second, dense, adding in float32
-f32_flops = 50e12            # FLOP per second of float32 matrix products
+f32_flops = 50e12            # FLOP per second of float32 matmuls
 memory = "64 GiB"
 bandwidth = 2e12             # bytes per second of device memory
 nvlink = 100e9               # bytes per second one way, per chip, inside a machine
@@ -67,7 +67,7 @@ def load_chip(path: str | Path) -> Chip:
 
 
 def tables(path: Path) -> dict[str, Any]:
-    """Returns what is in a chip's file: a table `chip`, and those of `MEASURED` that are there.
+    """Returns the tables of a chip's file: `chip`, and those of `MEASURED` that it has.
 
     Raises:
       JaxparError: If it cannot be read, is no TOML, or has other tables.

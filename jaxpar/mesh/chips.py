@@ -1,10 +1,10 @@
-"""Chips and what they can do at most, each number with the sheet it comes from.
+"""Chips and their peak rates, each number with its data sheet.
 
     h200, h100, a100                        planned for, and compiled for where none is there
     b200, gh200, rtx4090, rtx5090           planned for
     v5e, v5p, v6e
 
-What no source says is None, never a guess: whoever needs it asks the user.
+A number that no source states is None, never a guess: code that needs it asks the user.
 """
 
 import re
@@ -41,11 +41,11 @@ class Chip:
     """One accelerator, in the machine its vendor sells it in.
 
     Attributes:
-      key: What a target calls it.
-      name: What the vendor calls it.
+      key: Its name in a target.
+      name: Its name by the vendor.
       matches: A pattern that `jax.Device.device_kind` has, in lower case; "" for a chip that no device is.
       bf16_flops: Dense bfloat16 FLOP per second that adds up in float32, without sparsity.
-      f32_flops: FLOP per second of float32 matrix products as XLA runs them by default: in TF32, in bfloat16 on TPUs.
+      f32_flops: FLOP per second of float32 matmuls as XLA runs them by default: in TF32, in bfloat16 on TPUs.
       memory: Bytes of device memory on the sheet.
       bandwidth: Bytes per second of device memory.
       nvlink: Bytes per second one way, per chip, to the chips of the same machine: over NVLink, PCIe where there is
@@ -53,7 +53,7 @@ class Chip:
       network: Bytes per second one way, per chip, to other machines; None where that is the machine's own.
       domain: Chips that `nvlink` joins; None where that is the machine's own.
       reported: Bytes of device memory that the driver reports; None where not known.
-      gpu: What compiling for it takes; None where it is only planned for.
+      gpu: The description that XLA's compiler needs; None where it is only planned for.
       source: Where the numbers come from.
     """
 

@@ -35,7 +35,7 @@ class Collective:
       asynchronous: Whether something else may run meanwhile.
       operation: The JAX operation it comes from.
       source: The user's line it comes from, `file.py:12`.
-      cause: The parameter or the activation that travels, as far as it can be told.
+      cause: The parameter or the activation that is sent, as far as it is known.
       loop: How deep in loops it stands, and how often each turns, outermost first.
       backward: Whether it belongs to the backward pass.
       parameters: The paths of the parameters that travel, or whose gradient does: several where shapes are equal.
@@ -65,7 +65,7 @@ class Collective:
 
     @property
     def parameter(self) -> bool:
-        """Whether what travels is a parameter or its gradient."""
+        """Whether it sends a parameter or its gradient."""
         return bool(self.parameters)
 
     @property

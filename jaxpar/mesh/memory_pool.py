@@ -4,7 +4,7 @@
     x SHARE                          71.2 GiB: the pool that JAX takes when it makes its devices
     - WORKSPACE                      70.7 GiB: for a program's arrays, as the compiler counts them
 
-What is left beside the pool is for those that do not ask JAX: the driver's context, NCCL's buffers, CUDA graphs.
+The memory beside the pool is for allocations outside of JAX: the driver's context, NCCL's buffers, CUDA graphs.
 """
 
 from collections.abc import Mapping
@@ -48,7 +48,7 @@ class Pool:
 
 
 def taken(environment: Mapping[str, str]) -> Pool:
-    """Returns the pool that a run takes with these variables: what they say, or `SHARE`, which jaxpar then sets.
+    """Returns the pool that a run takes with these variables: the share that they set, or jaxpar's own `SHARE`.
 
     Raises:
       JaxparError: If they say no share, or two.

@@ -29,7 +29,7 @@ class Target:
     """GPUs to compile for.
 
     Attributes:
-      chip: What they are.
+      chip: Their kind.
       nodes: Machines.
       per_node: GPUs of one machine, joined by NVLink.
     """

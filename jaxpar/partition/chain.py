@@ -20,7 +20,7 @@ class Chain:
     """Layers one after the other, for one minibatch on one device.
 
     Attributes:
-      names: What they are called.
+      names: Names of the layers.
       seconds: Forward and backward of each. Shape [layers], as all that follow.
       parameters: Bytes.
       activations: Bytes that each keeps for its backward: its outputs.

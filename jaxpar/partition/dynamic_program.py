@@ -51,7 +51,7 @@ class Tables:
     """The tables of one chain on one topology, made when they are asked for.
 
     Args:
-      costs: What is minimised.
+      costs: The costs that are minimised.
       layers: Layers of the chain.
       tree: Levels, innermost first.
     """

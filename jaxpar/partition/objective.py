@@ -75,7 +75,7 @@ class Objective:
         return steps + np.asarray(weights) * (self.times(replicas) / link.bandwidth + adds)
 
     def together(self, compute: np.ndarray | float, agree: np.ndarray | float) -> np.ndarray:
-        """Returns what computing and agreeing take, as far as one hides behind the other."""
+        """Returns the seconds of computing and of agreeing together, as far as one overlaps the other."""
         return np.maximum(compute, agree) + (1 - self.overlap) * np.minimum(compute, agree)
 
 

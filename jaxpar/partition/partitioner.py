@@ -28,7 +28,7 @@ def partition(chain: Chain, topology: Topology, objective: Objective | None = No
     Args:
       chain: The layers, from `linearise`.
       topology: (size, bandwidth in bytes per second, or Link) of each level, innermost first: ((8, 12e9), (4, 1.25e9)).
-      objective: What a good plan is.
+      objective: The objective to minimise.
 
     Raises:
       JaxparError: If the topology is not symmetric or has a link without bandwidth; if fewer parts of its outermost
@@ -112,7 +112,7 @@ def _fullest(stages: Sequence[Stage], limit: float) -> tuple[Stage, str]:
 
 
 def _too_little_memory(chain: Chain, tree: Sequence[Level], objective: Objective) -> JaxparError:
-    """Returns the refusal: the plan that needs least, what it lacks, and what would make it fit."""
+    """Returns the error: the plan that needs least memory, how much it lacks, and what would make it fit."""
     tables = Tables(Bytes(chain, tree, objective), len(chain.names), tree)
     parts, _ = tables.fewest(tables.least[-1])
     stages, limit = priced(parts, chain, tree, objective), objective.memory

@@ -29,8 +29,8 @@ class Node:
     """A layer.
 
     Attributes:
-      name: What edges call it.
-      layer: What it is, as the profiler printed it.
+      name: Its name in edges.
+      layer: The layer, as the profiler printed it.
       forward: Milliseconds for a minibatch; 0 for inputs, where the profiler wrote how long data took to load.
       backward: The same. Some layers' time is booked with a neighbour: trust sums.
       activations: Bytes of all outputs, for a minibatch.

@@ -24,11 +24,11 @@ class Partition:
       parts: Its tree.
       stages: In their order.
       tree: The levels of the topology, innermost first.
-      objective: What it is best by.
-      least: What the fastest plan of any number of stages takes.
+      objective: The objective that it minimises.
+      least: Seconds of the fastest plan with any number of stages.
       fewer: What the fastest plan of 1, 2, ... stages takes, up to as many as this one has; inf where
         none fits, if memory was what decided.
-      data_parallel: What it takes if every device has all layers, whether they fit or not.
+      data_parallel: Seconds if every device has all layers, whether they fit or not.
       ruled_out: Which plan would have been taken if it fitted in memory, and what it lacks; "" if this one.
     """
 

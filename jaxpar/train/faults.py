@@ -1,4 +1,4 @@
-"""What to do when a loss or gradient is NaN or infinite, or the loss spikes.
+"""The reaction to a loss or gradient that is NaN or infinite, and to spikes of the loss.
 
 loss or gradients nan or inf,      stop       an error that names it; nothing is saved from then on
 or a loss far above those    ─►    skip       inside the compiled step: its update is not taken
@@ -56,7 +56,7 @@ class Faults:
 
 
 class BadStep(JaxparError):
-    """A step whose numbers are none, or a spike.
+    """A step whose loss or gradients are not finite, or whose loss is a spike.
 
     Attributes:
       step: Which one, from 1.
@@ -87,7 +87,7 @@ class Watch:
 
     Args:
       faults: The `[faults]` table.
-      rows: What the run has written of its earlier steps, in their order.
+      rows: The metrics of earlier steps of the run, in order.
       span: Steps that a rollback may go back, over which the losses before are remembered.
       skipped: Steps that were skipped before.
 
@@ -139,13 +139,13 @@ class Watch:
         return True
 
     def rewind(self, step: int) -> None:
-        """Forgets what came after a step."""
+        """Forgets the steps after this one."""
         while self._good and self._good[-1][0] > step:
             self._good.pop()
 
 
 def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> Problem:
-    """Returns what is wrong with a step's numbers."""
+    """Returns the problem with a step's loss or gradients."""
     loss, norm = values["loss"], values["grad_norm"]
     rule = "training goes on while the loss is finite; nothing is saved after it is not"
     fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"

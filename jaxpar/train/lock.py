@@ -35,7 +35,7 @@ class Holder:
     Attributes:
       host, pid: Where it runs.
       since: When it took the lock, in seconds since 1970.
-      machine: What tells machines and containers of one host name apart; "" where nothing does.
+      machine: An id that differs between machines and containers of one host name; "" where there is none.
       started: When the process began, by its machine's count: another one may have its pid by now.
     """
 
@@ -173,7 +173,7 @@ class Lock:
 
 
 def read(path: Path) -> Holder | None:
-    """Returns who holds a lock, or None where it does not say."""
+    """Returns the holder of a lock, or None if the file does not name one."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):  # gone, being written, or by another version

@@ -17,7 +17,7 @@ RECENT = 1024  # rows of an earlier run that are remembered
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Settings of what is logged, and how often it is shown.
+    """Settings of the metrics: how often they are shown, and where else they are written.
 
     Attributes:
       show_every: Steps between two lines on the terminal.
@@ -32,7 +32,7 @@ class Metrics:
 
 
 class Log:
-    """Writes `RUN/metrics.jsonl`; a resumed run takes back what came after its checkpoint.
+    """Writes `RUN/metrics.jsonl`; a resumed run removes the rows after its checkpoint.
 
     Args:
       folder: The run folder.
@@ -50,7 +50,7 @@ class Log:
         self._open(start)
 
     def rewind(self, step: int) -> None:
-        """Takes back the rows after a step."""
+        """Removes the rows after a step."""
         self.close()
         self._open(step)
 
@@ -82,7 +82,7 @@ class Log:
             self._board = SummaryWriter(str(self.path.parent / "tensorboard"), purge_step=start + 1)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes one row; `step` is one of its keys. What is not finite is null, as JSON knows no nan.
+        """Writes one row; `step` is one of its keys. Numbers that are not finite are null, as JSON has no NaN.
 
         While the disk is full, rows wait for the next one.
         """
@@ -94,7 +94,7 @@ class Log:
         self._draw(self._row)
 
     def amend(self, more: Mapping[str, Any]) -> None:
-        """Adds to the last row what was measured since: one write over it, so that a kill leaves a whole row."""
+        """Adds metrics to the last row, with one write over it, so that a kill leaves a whole row."""
         if self._file is None or not more or not self._row:
             return
         more = _plain(more)
@@ -149,7 +149,7 @@ class Log:
 
 
 def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row with null for what is not finite, as JSON knows no nan."""
+    """Returns a row with null for numbers that are not finite, as JSON has no NaN."""
     return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
 
 

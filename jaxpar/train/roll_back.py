@@ -15,7 +15,7 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
 
     Args:
       job: The run.
-      bad: What ended the run so far: a bad step, or anything else, which is raised again.
+      bad: The error that ended the run so far: a bad step, or another, which is raised again.
       start: The step whose state this training began with.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The part of a page that says what travels: bytes by axis, and every collective."""
+"""The part of a page about communication: bytes by axis, and every collective."""
 
 from collections.abc import Sequence
 

@@ -81,7 +81,7 @@ def _verdict(report: Facts) -> Markup:
 
 
 def _numbers(report: Facts) -> Markup:
-    """Returns the headline numbers, each with what it is."""
+    """Returns the headline numbers, each with its name."""
     flop, wire = report.flop, sum(entry.step_wire for entry in report.ledger)
     least = "≥ " if any(entry.times is None for entry in report.ledger) else ""
     room = (

@@ -21,7 +21,7 @@ def messages(ledger: Sequence[Collective]) -> list[Collective]:
 
 
 def facts(schedule: Schedule, ledger: Sequence[Collective]) -> dict[str, Any]:
-    """Returns what there is to know of a pipeline, as JSON wants it.
+    """Returns the facts about a pipeline, as values for JSON.
 
     `bubble` is the share of idle cells, `bubble_in_time` that of the time with a backward of two forwards and a barrier
     after every tick; `kept` counts (microbatch, chunk) pairs on each stage; of `permutes` there are so many in a step,
@@ -45,7 +45,7 @@ def facts(schedule: Schedule, ledger: Sequence[Collective]) -> dict[str, Any]:
 
 
 def sentences(schedule: Schedule, ledger: Sequence[Collective]) -> list[tuple[str, str]]:
-    """Returns (what is said, how it is known) of the table, of what is kept, of what travels."""
+    """Returns (sentence, provenance) about the table, the activations it keeps and the messages it sends."""
     known = facts(schedule, ledger)
     table = f"{schedule.name}, {cut(schedule)}: {many(schedule.ticks, 'tick')}, {schedule.bubble:.1%} of the cells idle"
     if abs(known["bubble_in_time"] - schedule.bubble) > 5e-4:
@@ -66,7 +66,7 @@ def sentences(schedule: Schedule, ledger: Sequence[Collective]) -> list[tuple[st
 
 
 def section(schedule: Schedule, ledger: Sequence[Collective]) -> Markup:
-    """Returns the part of a page on a pipeline: what is said of it, and its table as a picture."""
+    """Returns the part of a page about a pipeline: sentences, and its table as a picture."""
     said = [tag("li", words, " ", badge(known)) for words, known in sentences(schedule, ledger)]
     look = "jx-scroll jx-fit" if _cells(schedule) <= _TOLD else "jx-scroll"
     frame = tag("div", picture(schedule), cls=look, role="region", tabindex="0", aria_label="Schedule")

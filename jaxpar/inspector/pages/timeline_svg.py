@@ -69,7 +69,7 @@ def share_of(seconds: float, step: Sequence[Stretch]) -> float:
 
 @dataclass
 class Span:
-    """Events that are drawn together: from where to where, and what they are, with seconds."""
+    """Events that are drawn together: their start, their end, and the seconds of each operation."""
 
     left: float
     right: float
@@ -79,7 +79,7 @@ class Span:
 
     @property
     def what(self) -> str:
-        """Returns what takes most of it."""
+        """Returns the operation that takes most of its time."""
         return max(self.busy, key=lambda name: self.busy[name])
 
 

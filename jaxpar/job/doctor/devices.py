@@ -37,10 +37,10 @@ class Probe:
 
     Attributes:
       process: It.
-      out: What it prints.
-      err: What it and XLA complain of.
+      out: Its output.
+      err: Its errors, and those of XLA.
       began: When it was started, by `time.monotonic`.
-      environment: What it was started with.
+      environment: Its environment variables.
     """
 
     process: subprocess.Popen

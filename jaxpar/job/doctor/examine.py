@@ -19,7 +19,7 @@ SERVER = "a run.dir on a file server that answers"
 def examine(
     path: str = "", overrides: Sequence[str] = (), *, environment: Mapping[str, str], seconds: float = DEVICES
 ) -> list[Finding]:
-    """Returns what was found, on a machine that is meant to run a job.
+    """Returns the findings on a machine that is meant to run a job.
 
     Args:
       path: The job file, or "" to look at the machine alone.

@@ -11,10 +11,10 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-      what: Its name, in a word or two.
+      what: Its subject, in a word or two.
       state: ok; warning: a run will go, slower or less safely; problem: a run will not go, or not to its end.
-      text: What was seen, with its figures.
-      fix: What to do about it, "" where it is ok.
+      text: The observation, with its numbers.
+      fix: The remedy, "" where all is well.
     """
 
     what: str
@@ -31,10 +31,10 @@ def limited(what: str, check: Callable[[], Iterable[Finding]], *, seconds: float
     """Returns what a check finds; where the system does not come back from it, that, after so many seconds.
 
     Args:
-      what: Its name, for that finding.
-      check: What may hang: a folder of a file server that is gone, names that nobody resolves.
+      what: Its subject, for that finding.
+      check: A function that may hang, as on a dead file server or name server.
       seconds: How long it may take.
-      fix: What to do where it hangs.
+      fix: The remedy if it hangs.
     """
     found: list[list[Finding]] = []
     thread = threading.Thread(target=lambda: found.append(list(check())), daemon=True)

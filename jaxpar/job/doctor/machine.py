@@ -23,7 +23,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def disk(folder: Path, *, state: int = 0, kept: int = 1) -> Finding:
-    """Compares what is free where a run will lie with what its checkpoints take.
+    """Compares the free space for a run's folder with the size of its checkpoints.
 
     Args:
       folder: The run folder, there already or not.

@@ -27,7 +27,7 @@ SKEW = 1.0  # seconds between two clocks
 
 
 def processes(environment: Mapping[str, str]) -> tuple[list[Finding], Cluster | None]:
-    """Returns what the environment says of other processes."""
+    """Returns the finding about other processes in the environment."""
     try:
         cluster = detect(environment)
     except JaxparError as error:
@@ -132,7 +132,7 @@ def _ask(cluster: Cluster, seconds: float, at: Path | None) -> Iterator[Finding]
 
 
 def _heard(server: socket.socket) -> bytes:
-    """Returns what the other side says at once, b"" where it waits: a run listens there, no doctor."""
+    """Returns the first bytes of the other side, b"" where it waits: then a run listens there, not a doctor."""
     server.settimeout(1.0)
     try:
         return server.recv(256)

@@ -1,4 +1,4 @@
-"""Versions that go together, and variables that change what JAX does."""
+"""Checks of versions that work together, and of variables that change how JAX works."""
 
 import importlib.metadata
 import platform

@@ -40,7 +40,7 @@ class Change:
 
 
 def changes(folder: Path, job: Job) -> list[Change]:
-    """Returns what a job says otherwise than the one that a run folder was trained with, by key.
+    """Returns the keys in which a job differs from the one that a run folder was trained with.
 
     Raises:
       JaxparError: If RUN/job.toml cannot be read.
@@ -66,7 +66,7 @@ def check(found: list[Change], job: Job, at: int) -> None:
     """Refuses changes that make another run of it and are not asked for.
 
     Args:
-      found: What changed.
+      found: The changes.
       job: The job as it is now; `run.changed` names what may.
       at: The step that the run goes on from.
 

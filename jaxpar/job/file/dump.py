@@ -60,7 +60,7 @@ def _key(word: str) -> str:
 
 
 def dumps(job: Job) -> str:
-    """Returns the resolved job as TOML: what `load` reads back as the same job."""
+    """Returns the resolved job as TOML, which `load` reads back as the same job."""
     return "\n".join(line for name in SECTIONS for line in _table(name, getattr(job, name)))
 
 

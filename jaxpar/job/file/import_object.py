@@ -74,7 +74,7 @@ def import_object(name: str, key: str, *, allowed: bool) -> Any:
 
 
 def _maker(found: Any) -> str | None:
-    """Returns the module in which a class or a function was made; what is neither was made by who holds it."""
+    """Returns the module that defines a class or a function; for another object, the module that holds it."""
     made = inspect.isclass(found) or inspect.isroutine(found)
     return str(getattr(found, "__module__", None) or "builtins") if made else None
 

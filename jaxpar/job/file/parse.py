@@ -48,7 +48,7 @@ def _whole(job: Job | None, problems: list[Problem]) -> Job:
 def read(
     path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False
 ) -> tuple[Job | None, list[Problem]]:
-    """Returns the job of a file and what is wrong with it; what is wrong has its default in the job.
+    """Returns the job of a file and its problems; a key with a problem has its default in the job.
 
     The job is None where a whole table makes no sense: its defaults would be another job.
 
@@ -162,7 +162,7 @@ def _no_section(section: str, table: Any) -> Problem:
 
 
 def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list[Problem]]:
-    """Returns the dataclass of a table, and what is wrong with the table: every key at once.
+    """Returns the dataclass of a table and the problems of the table: every key at once.
 
     A key that is wrong has its default in the dataclass, so that the rest can be checked too. The
     dataclass is None where values that are right alone do not go together.

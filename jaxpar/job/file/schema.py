@@ -61,7 +61,7 @@ class MeshTable:
 
     @property
     def declared(self) -> bool:
-        """Whether the devices are said, so that they need not be there to be counted."""
+        """Whether the job names its devices, so that they need not be present to be counted."""
         return any((self.simulate, self.devices, self.target))
 
     def __post_init__(self):
@@ -90,8 +90,8 @@ class TrainTable:
       accumulate: Microbatches per step.
       seed: Of the parameters, of dropout and of the order of examples.
       loss: next_token, classify, or "package.module:function" of (model, batch).
-      precision: fp32, or bf16: products in bfloat16, parameters and optimizer in float32.
-      remat: What the backward pass keeps: none (all), dots, all_dots or full (least).
+      precision: fp32, or bf16: matmuls in bfloat16, parameters and optimizer in float32.
+      remat: How much the backward pass recomputes: none (keeps all), dots, all_dots or full (keeps least).
       offload: Keep the optimizer state in host memory between steps.
       eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
       eval_batches: Most batches per evaluation; 0 takes all that are held out.
@@ -123,12 +123,12 @@ class Job:
       mesh: Which devices.
       parallel: How they are used.
       model: `name` (decoder, vit, resnet, mlp or "package.module:Object") and its settings.
-      data: What to train on.
+      data: The training data.
       optimizer: How gradients become updates.
       train: How long, on how much at once.
       checkpoint: When the state is saved.
-      faults: What is done about numbers that go wrong.
-      metrics: What is written down.
+      faults: How to go on after NaN, infinite numbers or spikes.
+      metrics: Which metrics are written, and how often.
       allow_import: Whether the Python objects it names may come from anywhere, and not only from the working
         directory's own modules; no key of a file, but said by who loads it.
     """
@@ -171,7 +171,7 @@ TABLES: dict[str, type] = {
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """Returns what each field of a dataclass means, from the Attributes of its docstring."""
+    """Returns the meaning of each field of a dataclass, from the Attributes of its docstring."""
     text = (cls.__doc__ or "").partition("Attributes:\n")[2]
     found: dict[str, str] = {}
     indent, key = None, None

@@ -36,7 +36,7 @@ class Family:
     """A kind of model, in both words.
 
     Attributes:
-      architecture: What Hugging Face calls its class.
+      architecture: The name of its class in transformers.
       fixed: Settings that make a decoder this kind.
       keys: Setting to their key; those without a default have to be there.
       defaults: Their key to its value where it is left out.
@@ -135,7 +135,7 @@ def config_of(settings: DecoderSettings, dtype: str) -> tuple[str, dict[str, Any
 
     Args:
       settings: The decoder's.
-      dtype: What its tensors are in, such as float32.
+      dtype: Dtype of its tensors, such as float32.
 
     Raises:
       JaxparError: If it is of no family: which settings keep it from each.
@@ -197,7 +197,7 @@ def _flat_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stretch(scaling: Any) -> tuple[float, ...]:
-    """Returns what Llama 3.1 says of its rotary frequencies; the other ways to stretch them are not the decoder's."""
+    """Returns the settings of Llama 3.1's rotary frequencies; the decoder has no other way to stretch them."""
     told = dict(scaling) if isinstance(scaling, Mapping) else {}
     if told.pop("rope_type", None) != "llama3" or told.keys() != set(STRETCH):
         raise refuse(

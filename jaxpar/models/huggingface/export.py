@@ -25,13 +25,13 @@ def export(
     dtype: Any = None,
     most: int = 5 * 10**9,
 ) -> list[Path]:
-    """Writes a decoder so that transformers, and what reads its files, can load it.
+    """Writes a decoder in files that transformers, and programs that read its format, can load.
 
     Args:
       params: The parameters, nested or by path: anything with `shape`, `dtype` and `[...]`, on devices or off.
       settings: The decoder's.
       folder: Where; without a model in it.
-      dtype: What tensors are written in: float32, bfloat16 or float16; as they are by default.
+      dtype: Dtype of the written tensors: float32, bfloat16 or float16; unchanged by default.
       most: Bytes of a file; more become several with an index.
 
     Returns:

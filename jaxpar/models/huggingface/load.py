@@ -1,4 +1,4 @@
-"""A model of Hugging Face is read: what its config.json says, and each parameter where and when it is placed.
+"""Reads a Hugging Face model: the settings in its config.json, and each parameter when and where it is placed.
 
 Nothing is read before a parameter is indexed, and then one device's part of it: no host buffer holds the model.
 """
@@ -30,7 +30,7 @@ class Tensor:
     Attributes:
       rule: How it is held.
       entries: The tensors that hold it, one for each layer of a stack.
-      dtype: What it is read as.
+      dtype: Dtype in which it is read.
     """
 
     rule: Rule
@@ -78,7 +78,7 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
 
     Args:
       folder: Has config.json and model.safetensors, or an index and its files.
-      dtype: What parameters are read as; they come in 16 or 32 bits.
+      dtype: Dtype in which parameters are read; the files have 16 or 32 bits.
 
     Raises:
       JaxparError: With every key of the config that the decoder does not know or cannot do, or every tensor that is

@@ -167,7 +167,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(file: Path, name: str, told: Any, data: int) -> Entry:
-    """Returns what a header says of a tensor; `data` is where the bytes begin."""
+    """Returns the entry of a tensor in a header; `data` is the offset of the bytes."""
     shape, offsets = _numbers(told, "shape"), _numbers(told, "data_offsets")
     if shape is None or offsets is None or len(offsets) != 2:
         raise ValueError(f"{name!r:.100} is described as {told!r:.100}")

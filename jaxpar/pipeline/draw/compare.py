@@ -16,7 +16,7 @@ slots, kept: activations on the fullest stage, counted by chunk, and in microbat
 
 
 def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
-    """Returns what of a schedule is compared, and what makes it the one it is."""
+    """Returns the numbers of a schedule that are compared, and the parameters that it was made with."""
     return {
         "name": schedule.name,
         "stages": schedule.stages,
@@ -37,7 +37,7 @@ def compare(times: Times, *, stages: int, microbatches: int, chunks: int | None 
     Args:
       times: How long each op and each message takes, in any one unit.
       stages: Size of the axis `pipe`.
-      microbatches: Pieces of the batch that go through one after the other.
+      microbatches: Number of parts of the batch, which go through the stages one after the other.
       chunks: Parts of the model on each stage, for those that take as many; None, and the others: their own.
     """
     rows = []
@@ -53,7 +53,7 @@ def compare(times: Times, *, stages: int, microbatches: int, chunks: int | None 
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns rows as text, with what the columns mean."""
+    """Returns rows as text, with the meaning of the columns."""
     lines = [HEAD, *(_cells(each) for each in rows)]
     widths = [max(len(line[column]) for line in lines if column < len(line)) for column in range(len(HEAD))]
     shown = [

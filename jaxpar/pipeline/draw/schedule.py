@@ -30,7 +30,7 @@ def terminal(schedule: Schedule, *, colour: bool, width: int | None = None) -> s
     """Returns the table, one row a stage, one column a tick.
 
     Args:
-      schedule: What to show.
+      schedule: The schedule to show.
       colour: Whether to colour F, B and W, later chunks paler.
       width: Columns there are; a wider table drops what its colours say as well, and continues below. None for any.
     """
@@ -65,7 +65,7 @@ def _tile(cell: Cell | None, words: Mapping[Cell, str], size: int, *, colour: bo
 
 
 def legend(schedule: Schedule, *, colour: bool) -> str:
-    """Returns what the table's signs mean, in one line."""
+    """Returns the legend of the table's signs, in one line."""
     meant = [f"{_tile(Cell(op, 0), {Cell(op, 0): op}, 1, colour=colour)} {what}" for op, what in ops(schedule).items()]
     if schedule.chunks > 1:
         meant.append("paler: later chunks" if colour else "'1 chunk 1")
@@ -97,7 +97,7 @@ def svg(schedule: Schedule, times: Times) -> str:
     """Returns a drawing of both runs and of the activations kept, as one SVG file.
 
     Args:
-      schedule: What to draw.
+      schedule: The schedule to draw.
       times: How long each op and each message takes, in any one unit.
 
     Raises:
@@ -139,7 +139,7 @@ def runs(cost: Price) -> list[Run]:
 
 
 def kept(schedule: Schedule, spans: Spans, stage: int) -> list[tuple[float, int]]:
-    """Returns what a stage keeps as (time, count) at every change: (microbatch, chunk) pairs, as `Schedule.peak`."""
+    """Returns (time, count) at every change of the activations that a stage keeps, counted as `Schedule.peak` does."""
     last, changes = "W" if schedule.split else "B", []
     for tick, at, cell in schedule:
         start, stop = spans[tick, at]
@@ -155,7 +155,7 @@ def kept(schedule: Schedule, spans: Spans, stage: int) -> list[tuple[float, int]
 
 
 def cut(schedule: Schedule) -> str:
-    """Returns into what a schedule cuts model and batch, in words."""
+    """Returns how a schedule cuts the model and the batch, in words."""
     chunks = f", {schedule.chunks} chunks each" if schedule.chunks > 1 else ""
     return f"{many(schedule.stages, 'stage')}{chunks}, {many(schedule.microbatches, 'microbatch')}"
 
@@ -178,7 +178,7 @@ def _head(schedule: Schedule, cost: Price, sheet: Sheet) -> str:
 
 
 def _legend(schedule: Schedule, cost: Price, times: Times) -> str:
-    """Returns the colours, with what they mean and how long each op takes."""
+    """Returns the legend of the colours, with the time of each op."""
     took: dict[str, list[float]] = {op: [] for op in ops(schedule)}
     for tick, stage, cell in schedule:
         start, stop = cost.starts[tick, stage]
@@ -200,7 +200,7 @@ def _legend(schedule: Schedule, cost: Price, times: Times) -> str:
 
 
 def _rows(schedule: Schedule, run: Run, sheet: Sheet, y: float) -> str:
-    """Returns one row of bars for each stage, below what they show and above an axis of time."""
+    """Returns one row of bars for each stage, with a title above and an axis of time below."""
     drawn = [heading(run.name, f"{run.rule}: takes {run.end:.4g}, {run.bubble:.1%} of it idle", y)]
     for stage in range(schedule.stages):
         at = y + 14 + stage * ROW

@@ -132,7 +132,7 @@ def wide(words: str, size: float) -> float:
 
 
 def printable(words: str) -> str:
-    """Returns a text without what neither XML nor a terminal should get."""
+    """Returns a text without characters that XML or a terminal would choke on."""
     return "".join(letter if letter.isprintable() else "?" for letter in words)
 
 

@@ -16,7 +16,7 @@ def overview(schedule: Schedule, times: Times) -> str:
     """Returns a drawing of a table as one program runs it, as one SVG file.
 
     Args:
-      schedule: What to draw.
+      schedule: The schedule to draw.
       times: How long each op takes, in any one unit.
     """
     cost = price(schedule, times)
@@ -61,7 +61,7 @@ def _legend(schedule: Schedule, y: float) -> str:
 
 
 def _row(schedule: Schedule, cost: Price, stage: int, ticks: int, sheet: Sheet, y: float) -> str:
-    """Returns what a stage does: a path for each colour, a text for each ink."""
+    """Returns the cells of a stage: one path for each colour, one text for each ink."""
     end = cost.ticks[ticks]
     place = f'x="{LEFT}" y="{n(y)}" width="{n(end * sheet.rate)}" height="{BAR}"'
     drawn = [

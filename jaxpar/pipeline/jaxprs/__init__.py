@@ -1,1 +1,1 @@
-"""Functions as jaxprs: what depends on what, and backward passes that run in two halves at different times."""
+"""Functions as jaxprs: the dependencies in them, and backward passes that run in two halves in different ticks."""

@@ -27,6 +27,7 @@ class Traced:
         structures: list = []
 
         def run(*leaves):
+            # a jaxpr has only leaves: the structure of the result is noted while it is traced
             out, tree = jax.tree.flatten(function(*jax.tree.unflatten(self.inputs, leaves)))
             structures.append(tree)
             return out
@@ -155,6 +156,7 @@ def _inline(jaxpr: Jaxpr, consts: Sequence, args: Sequence) -> list:
 def _inline_scan(scan: "Scan", values: list) -> list:
     consts, first, xs = parts(values, [scan.consts, scan.carry, scan.xs])
 
+    # the scan stays a scan, so that compile time does not grow with the layers; only its body is inlined
     def step(carry, xs):
         out = _inline(scan.body, scan.body_consts, [*consts, *carry, *xs])
         return out[: scan.carry], out[scan.carry :]

@@ -122,6 +122,7 @@ class Cut:
     def second(self, args: Sequence, stash: Sequence) -> list:
         """Returns the other outputs."""
         jaxpr = self.closed.jaxpr
+        # `args` are the first `again` inputs; the stash is the crossing values, then the stacks of each scan in order
         env = Env(jaxpr, self.closed.consts, zip(jaxpr.invars, args, strict=False))
         env.update(zip(self.crossing, stash, strict=False))
         at = len(self.crossing)

@@ -102,6 +102,7 @@ def halves(stage: Callable, params: Any, known: Any, x: Any, *, split: bool) -> 
     def weight_grad(params, known, stash):
         return jax.tree.unflatten(params_tree, cut.second(jax.tree.leaves((params, known)), stash))
 
+    # which values cross is known from the jaxpr, their stacked shapes only from a trace of the first half
     example = jax.make_jaxpr(cut.first)(avals)
     stash = shapes(example.out_avals[len(dx) :])
     return Halves(

@@ -99,4 +99,5 @@ def _loop(loop: Loop, tick: Callable, state: dict, rows: jax.Array) -> dict:
 
     if loop.repeats == 1:
         return body(state, rows)[0]
+    # the rows of a turn are the scan's inputs: numbers differ from turn to turn, the code does not
     return jax.lax.scan(body, state, rows.reshape(loop.repeats, -1, *rows.shape[1:]))[0]

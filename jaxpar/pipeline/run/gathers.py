@@ -22,7 +22,7 @@ from jaxpar.pipeline.run.sum_shards import beside, scattered
 
 @dataclass(frozen=True, kw_only=True)
 class Gather:
-    """How one parameter is gathered.
+    """The axis, dim and dtype with which one parameter is gathered.
 
     Attributes:
       axis: A manual mesh axis, whose devices have different examples.

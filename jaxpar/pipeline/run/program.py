@@ -91,6 +91,7 @@ class Program:
 def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
     """Returns the program of a table; with `forward_only`, of its forwards, as an evaluation needs them."""
     ticks = forwards(schedule) if forward_only else schedule.cells
+    # idle cells have op, microbatch, chunk and part 0: a masked stage computes on them, so they must exist
     rows = np.full((len(ticks), schedule.stages, len(COLUMNS)), -1, np.int32)
     rows[..., :4] = 0
     at: dict[tuple[str, int, int], tuple[int, int]] = {}
@@ -121,6 +122,7 @@ def program(schedule: Schedule, *, forward_only: bool = False) -> Program:
 
 
 def _pairs(schedule: Schedule, at, way: str) -> tuple[tuple[int, int], ...]:
+    # one permute for all ticks that send this way, with every pair that ever does: ticks of one kind run one code
     sends = {(stage, _target(schedule, op, part, stage)) for (op, _, part), (_, stage) in at.items()}
     return tuple(sorted({(stage, schedule.place(to[1])[0]) for stage, to in sends if to and to[0] == way}))
 
@@ -168,7 +170,7 @@ def _alike(kinds: Sequence[TickKind]) -> list[TickKind]:
 
 
 def _messages(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -> int:
-    """Assigns the slots of x and g; returns how many."""
+    """Assigns slots to the messages x and g; returns their number."""
     column = {name: i for i, name in enumerate(COLUMNS)}
     spans: list[list[tuple[int, int, list[tuple[int, int]]]]] = [[] for _ in range(schedule.stages)]
     for (op, microbatch, part), (tick, stage) in at.items():
@@ -187,7 +189,7 @@ def _messages(schedule: Schedule, rows: np.ndarray, at, *, forward_only: bool) -
 
 
 def _between(rows: np.ndarray, at, write: str, read: str, pool: str) -> int:
-    """Assigns the slots of what op `write` leaves for op `read`; returns how many."""
+    """Assigns slots to the values that op `write` leaves for op `read`; returns their number."""
     column = COLUMNS.index(pool)
     spans: list[list] = [[] for _ in range(rows.shape[1])]
     for (op, microbatch, part), (tick, stage) in at.items():

@@ -73,7 +73,7 @@ def deal(mesh: Mesh, cut: Cut, layers: Any, *, back: bool = False) -> Any:
       back: The other way.
     """
     if all(cut.place(part) == divmod(part, cut.chunks) for part in range(cut.parts)):
-        return layers
+        return layers  # every stage runs the parts that it stores
     order = rounds(cut)
     stored = np.array([[part % cut.chunks for part in parts] for parts in order], np.int32)
     run = np.zeros_like(stored)
@@ -90,7 +90,7 @@ def deal(mesh: Mesh, cut: Cut, layers: Any, *, back: bool = False) -> Any:
         def one(x):
             x = x.reshape(cut.chunks, -1, *x.shape[1:])
             out = jnp.zeros_like(x)
-            for index, each in enumerate(pairs):
+            for index, each in enumerate(pairs):  # one permute per round: each stage sends one part and receives one
                 piece = jax.lax.dynamic_index_in_dim(x, takes[index, 0], 0, keepdims=False)
                 piece = jax.lax.ppermute(piece, "pipe", each)
                 out = jax.lax.dynamic_update_index_in_dim(out, piece, puts[index, 0], 0)

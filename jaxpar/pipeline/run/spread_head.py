@@ -40,7 +40,7 @@ Tree = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """Where the functions of a tick run: on the stages, or on the replicas with `pipe` left to XLA.
+    """Runs functions of a tick on the stages, or on the replicas with `pipe` left to XLA.
 
     Attributes:
       mesh: With an axis `pipe`.
@@ -63,6 +63,7 @@ class Around:
 
         Its results are stacked: [stages, replicas, ...].
         """
+        # stacked arrays: dim 0 over the stages, dim 1 over the replicas, so each device has exactly one entry of each
         over = PartitionSpec("pipe", self.batch_axes)
 
         def local(rows, layers, known, *stacked):
@@ -170,13 +171,14 @@ class Spread:
 
     def tick(self, kind: TickKind, state: dict, rows: jax.Array) -> dict:
         """Runs one tick: rows [stages, columns]."""
-        (op,) = kind.ops  # the table is phased
+        # the table is phased: an op per tick, known while tracing, so that Python and not XLA decides what is run
+        (op,) = kind.ops
         x = (self._looked_up(rows),) if kind.first and op != "W" else ()
         if kind.last and op == "F":
             return self._with_head(kind, state, rows, x)
 
         def step(stage: Stage, row: Row, state: dict, *x: Tree):
-            (stage.embedded,) = x or (None,)
+            (stage.embedded,) = x or (None,)  # outside of ticks of the first part no stage needs an embedding
             ops = {"F": stage.forward, "B": stage.backward, "W": stage.weights}
             done = ops[op](kind, state, row, stage.masked(row, op))
             return stage.write(kind, state, row, done), done.out
@@ -212,6 +214,7 @@ class Spread:
             done = stage.forward(kind._replace(last=False), state, row, stage.masked(row, "F"))
             return stage.write(kind, state, row, done._replace(out=None)), done.out
 
+        # the last stage sends itself the gradient of its output, all others send their output on
         def deliver(stage: Stage, row: Row, state: dict, y: Tree, dy: Tree):
             last = (row.op == OP_NUMBER["F"]) & (row.part == self.program.schedule.parts - 1)
             out = jax.tree.map(lambda a, b: jnp.where(last, a, b), dy, y)
@@ -248,6 +251,7 @@ class Spread:
         return lambda rows, *stacked: island(rows, self.layers, self.known, *stacked)
 
     def _start(self, shared: Tree, known: Tree, y: Tree) -> dict:
+        # sums in float32 or more, whatever the gradients are: in bfloat16 a sum of many microbatches stops growing
         one = jax.tree.map(lambda leaf: leaf[0], known)
         sums = Traced(self.model.head, shared, one, y).shapes
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)))

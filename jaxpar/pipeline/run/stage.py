@@ -101,7 +101,7 @@ class Stage:
 
     @jax.named_scope(TABLE)
     def tick(self, kind: TickKind, state: dict, numbers: jax.Array) -> dict:
-        """Runs one tick: the op of this stage, then what it writes, sends and receives."""
+        """Runs one tick: the op of this stage, then its writes and its messages."""
         return self.step(kind, state, Row(*(numbers[i] for i in range(len(COLUMNS)))))
 
     def masked(self, row: Row, op: str) -> Masked:

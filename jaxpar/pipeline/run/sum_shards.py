@@ -22,7 +22,7 @@ from jaxpar.sharding.names import GRADIENT
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How sums of gradients are sharded.
+    """The sharding of sums of gradients.
 
     Attributes:
       axis: A mesh axis that is manual inside the table, and whose devices have different examples.

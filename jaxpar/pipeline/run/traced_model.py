@@ -59,6 +59,7 @@ class TracedModel:
     """
 
     def __init__(self, model: Model, schedule: Schedule, shared, chunks, known, *, forward_only: bool):
+        # traced for one microbatch and one chunk: all others have the same shapes, and only their numbers differ
         one, chunk = one_of(known), one_of(chunks)
         self.depth = max(leaf.shape[0] for leaf in jax.tree.leaves(chunk))
         self.embed = Traced(lambda shared, known: model.embed(shared, known), shared, one)
@@ -99,6 +100,7 @@ class TracedModel:
             dshared, dy = pull(scale)
             return sums, dshared, dy
 
+        # the lookup is differentiated from the batch again: nothing of its forward is kept until the last B
         def embed_back(shared, known, g):
             _, pull = jax.vjp(lambda shared: model.embed(shared, known)[0], shared)
             return pull(g)[0]

@@ -41,7 +41,7 @@ _VERSIONS = f"{SCOPE}versions of the weights"  # the scope by which the inspecto
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which version of the weights every cell of a table reads, and after which cells they are updated.
+    """The version of the weights that every cell of a table reads, and the cells after which they are updated.
 
     Attributes:
       program: The table, its rows filled with the version each cell reads and whether an update follows it.
@@ -84,7 +84,7 @@ def plan(program: Program, weights: Weights) -> Plan:
         )
     rows = program.rows.copy()
     version, update = COLUMNS.index("version"), COLUMNS.index("update")
-    rows[..., version:] = 0
+    rows[..., version:] = 0  # the last two columns, which are -1 in tables with a flush
     updates = [0] * table.stages
     read: dict[tuple[int, int], int] = {}
     entered: dict[int, int] = {}
@@ -209,7 +209,7 @@ class _Updating(Stage):
         """Returns the weights of the version that this cell reads."""
         with jax.named_scope(_VERSIONS):
             shared, chunks = load(state["history"], row.version % self.plan.versions)
-        return shared, jax.tree.map(lambda x: x[0], chunks)
+        return shared, jax.tree.map(lambda x: x[0], chunks)  # one chunk per stage, as `plan` has checked
 
     def scale(self, row: Row) -> jax.Array:
         """Returns one over the tokens of the update that this microbatch belongs to."""
@@ -254,6 +254,7 @@ def updating(optimizer: optax.GradientTransformation, join: Callable, split: Cal
 
     def update(gradients, state, params):
         whole = join(*params)
+        # reduced in float32, then in the dtype of the parameters, for which the optimizer's state was made
         summed = jax.tree.map(lambda g, p: g.astype(p.dtype), join(*reduce(gradients)), whole)
         square = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(summed))
         updates, state = optimizer.update(summed, state, whole)

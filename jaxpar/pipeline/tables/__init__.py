@@ -1,1 +1,1 @@
-"""Schedules as tables: which op each stage runs in each tick, and what follows from that by counting."""
+"""Schedules as tables: the op of each stage in each tick; bubble, memory and messages follow by counting."""

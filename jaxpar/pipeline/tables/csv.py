@@ -36,7 +36,7 @@ def from_csv(text: str) -> Schedule:
     """Returns the table of a text.
 
     Raises:
-      JaxparError: With line and cell of what cannot be read, or tick and stage of what cannot be run.
+      JaxparError: With the line and cell that cannot be read, or the tick and stage of a cell that cannot run.
     """
     lines = _lines(text)
     number, first = lines[0] if lines else (1, [])
@@ -83,7 +83,7 @@ def _lines(text: str) -> list[tuple[int, list[str]]]:
 
 
 def _cell(text: str, where: str) -> Cell | None:
-    """Returns what a cell says."""
+    """Returns the cell that a text stands for."""
     if text.strip() in ("", "."):
         return None
     match = CELL.fullmatch(text.strip())
@@ -97,5 +97,5 @@ def _cell(text: str, where: str) -> Cell | None:
 
 
 def _short(text: str) -> str:
-    """Returns what was written, quoted, and not more of it than fits a line."""
+    """Returns a text in quotes, shortened to a line."""
     return repr(text if len(text) <= 60 else text[:57] + "...")

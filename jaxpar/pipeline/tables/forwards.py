@@ -1,4 +1,4 @@
-"""The forwards of a table, close together: what an evaluation runs.
+"""The forwards of a table without its backwards, as an evaluation runs them.
 
 Between its forwards a table has ticks for its backwards. Where it mixes kinds in a tick, what is left without them has
 gaps in every row: of zb_v on 4 stages with 64 microbatches 372 ticks, where 134 do.
@@ -30,7 +30,7 @@ def _shallowest(cell: Cell) -> tuple[int, int]:
 
 
 def _packed(cut: Cut, rule: Callable[[Cell], tuple[int, int]]) -> tuple[Row, ...]:
-    """Returns a table in which each stage does in every tick what the rule puts first of all that has come to it."""
+    """Returns a table in which each stage runs in every tick the first cell, by a given order, whose input has come."""
     there: list[list[Cell]] = [[] for _ in range(cut.stages)]
     there[cut.place(0)[0]] = [Cell("F", microbatch, 0) for microbatch in range(cut.microbatches)]
     rows: list[Row] = []

@@ -1,6 +1,6 @@
 """The schedules that have a name, each a short generator with its source and its closed forms.
 
-    schedule("interleaved_phased", stages=4, microbatches=8)      chunks=2 unless said otherwise
+    schedule("interleaved_phased", stages=4, microbatches=8)      chunks=2 by default
 
 P stages, M microbatches, v chunks per stage, d the stage from 0. Closed forms count ticks, in which an F, a B or a W of
 one chunk takes one tick each. Whoever waits at a barrier after every tick wants a phased table: in it no stage waits
@@ -24,14 +24,14 @@ class ScheduleFamily:
     """A family of schedules.
 
     Attributes:
-      about: What it is, in a line.
-      source: Where it was published.
+      about: One line about it.
+      source: The publication.
       make: (stages, microbatches, chunks) to the table.
       ticks: (stages, microbatches, chunks) to the rows of the table, as published (but see `dualpipe_v`).
       peak: (stages, microbatches, chunks, stage) to `Schedule.peak[stage]`, as published.
-      chunks: The numbers of chunks it takes.
-      least: stages to the fewest microbatches it takes.
-      whole: Whether the stages must divide the microbatches.
+      chunks: The numbers of chunks per stage that it can have.
+      least: stages to the fewest microbatches that it can run.
+      whole: Whether the microbatches must be a multiple of the stages.
     """
 
     about: str
@@ -50,7 +50,7 @@ def schedule(name: str, *, stages: int, microbatches: int, chunks: int | None = 
     Args:
       name: One of `LIBRARY`.
       stages: Size of the axis `pipe`.
-      microbatches: Pieces of the batch that go through one after the other.
+      microbatches: Number of parts of the batch, which go through the stages one after the other.
       chunks: Parts of the model on each stage; None is 2 where the schedule takes that, else 1.
 
     Raises:

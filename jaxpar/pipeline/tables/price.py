@@ -55,7 +55,7 @@ class Price:
     Attributes:
       asynchronous: From the first op to the end of the last, run freely.
       barrier: The same, run tick by tick.
-      work: What each stage computes for.
+      work: The time for which each stage computes.
       starts: (tick, stage) of the table to (start, end) of that cell, run freely.
       ticks: When each tick begins, run tick by tick, and when the last one ends.
     """
@@ -81,7 +81,7 @@ class Price:
 
 
 def price(schedule: Schedule, times: Times) -> Price:
-    """Returns what a schedule costs.
+    """Returns the price of a schedule.
 
     Raises:
       JaxparError: If a tuple of times does not have one entry for every part.
@@ -109,7 +109,7 @@ def price(schedule: Schedule, times: Times) -> Price:
 
 
 def _costs(schedule: Schedule, times: Times) -> dict[str, tuple[float, ...]]:
-    """Returns what every op of every part costs."""
+    """Returns the time of every op of every part."""
     parts, problems = {}, []
     for key in ("forward", "backward", "weights"):
         time = getattr(times, key)

@@ -1,4 +1,4 @@
-"""A schedule is a table: what every stage does in every tick.
+"""A schedule is a table with one cell per tick and stage: the op that the stage runs then.
 
     1f1b, 3 stages, 4 microbatches        F forward, B backward, W the weights' half of a backward
     stage 0  F0 F1 F2  .  . B0 F3 B1  . B2  . B3
@@ -6,7 +6,7 @@
     stage 2   .  . F0 B0 F1 B1 F2 B2 F3 B3  .  .
 
 A stage is one place along the axis `pipe`. It holds one or more chunks of consecutive layers; part p of the model,
-counted from the embedding, is one chunk of one stage. A tick is a barrier: what one tick computes, the next may read.
+counted from the embedding, is one chunk of one stage. A tick is a barrier: the next may read its results.
 The table replays itself when it is made, so that one that exists can be run.
 """
 
@@ -71,10 +71,10 @@ class Schedule:
     """A table [tick, stage] of cells, None where a stage idles.
 
     Attributes:
-      name: What it is called.
+      name: Its name.
       stages: Size of the axis `pipe`.
-      microbatches: Pieces of the batch that go through one after the other.
-      cells: For every tick, for every stage, what it does.
+      microbatches: Number of parts of the batch, which go through the stages one after the other.
+      cells: For every tick and stage, the op that it runs.
       chunks: Parts of the model on each stage.
       placement: Where part p lives. ring: chunk p // stages of stage p % stages (Megatron-LM's interleaving). v:
         chunks is 2, and the second half of the parts comes back down the stages (Qi et al. 2024, arXiv:2405.15362).
@@ -121,7 +121,7 @@ class Schedule:
 
     @property
     def idle(self) -> int:
-        """Cells in which nothing is done."""
+        """Number of idle cells."""
         return sum(cell is None for row in self.cells for cell in row)
 
     @property
@@ -131,7 +131,7 @@ class Schedule:
 
     @cached_property
     def peak(self) -> tuple[int, ...]:
-        """Activations each stage keeps at most: (microbatch, chunk) pairs forwarded and not yet done with.
+        """The most activations that each stage keeps at once: (microbatch, chunk) pairs from their F to their last op.
 
         One is done with when its B has run, or its W where backward is split. For chunks > 1 each is 1/chunks of
         a stage's activations.
@@ -150,7 +150,7 @@ class Schedule:
 
     @cached_property
     def messages(self) -> int:
-        """Activations and gradients that go from one stage to another, per step."""
+        """Activations and gradients that are sent from one stage to another, per step."""
         crossing = sum(self.place(part)[0] != self.place(part + 1)[0] for part in range(self.parts - 1))
         return 2 * crossing * self.microbatches
 
@@ -168,7 +168,7 @@ class Schedule:
         return self.cut.place(part)
 
     def __iter__(self) -> Iterator[tuple[int, int, Cell]]:
-        """Yields (tick, stage, cell) of what is done, in the order of time."""
+        """Yields (tick, stage, cell) of all cells that are not idle, in the order of time."""
         for tick, row in enumerate(self.cells):
             for stage, cell in enumerate(row):
                 if cell is not None:
@@ -229,7 +229,7 @@ def _replay(schedule: Schedule) -> None:
 
 
 def _wrong(cut: Cut, done: dict, stage: int, cell: Cell) -> tuple[str, str] | None:
-    """Returns (rule, fix) if a cell cannot be run after what is done."""
+    """Returns (rule, fix) if a cell cannot run after the cells that have."""
     op, microbatch, chunk = cell
     if op not in OPS or not 0 <= microbatch < cut.microbatches or not 0 <= chunk < cut.chunks:
         rule = f"a cell is F, B or W of microbatch 0..{cut.microbatches - 1} and chunk 0..{cut.chunks - 1}"
@@ -264,9 +264,9 @@ def from_orders(
     """Returns the table in which every stage does its ops in the given order, each as early as it can.
 
     Args:
-      name: What to call it.
+      name: Its name.
       orders: For every stage, its cells in order.
-      microbatches: How many there are.
+      microbatches: Number of microbatches.
       chunks: Parts on each stage.
       placement: Where part p lives.
 

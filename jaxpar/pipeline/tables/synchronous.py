@@ -1,13 +1,13 @@
 """Schedules with whole backwards: a number of forwards, then backwards and forwards in turns, then a flush.
 
-What tells them apart is how many forwards a stage is ahead, and which microbatch of which chunk comes next.
+They differ in how many forwards a stage runs ahead, and in which microbatch of which chunk comes next.
 """
 
 from jaxpar.pipeline.tables.schedule import Cell, Schedule, from_orders
 
 
 def order(forwards: list[Cell], backwards: list[Cell], ahead: int) -> list[Cell]:
-    """Returns what a stage does: `ahead` forwards, then backwards and forwards in turns."""
+    """Returns the cells of a stage in order: `ahead` forwards, then backwards and forwards in turns."""
     cells = forwards[:ahead]
     for n, backward in enumerate(backwards):
         cells += [backward, *forwards[ahead + n : ahead + n + 1]]

@@ -141,8 +141,8 @@ def read(folder: Path, process: int) -> Heartbeat | None:
             said = json.loads(_bytes(f"{folder}/{process}.json"))
             below = said.pop("below")
             return Heartbeat(**said, below=None if below is None else Digest.parse(below))
-        except (OSError, TypeError, KeyError):  # not written yet, or by another version
-            return None
+        except (OSError, TypeError, KeyError):
+            return None  # not written yet, or by another version of jaxpar: its silence will show
         except ValueError:
             time.sleep(0.002)
     return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
+# both bound the size of a digest, which is what lets a tree of thousands of processes add digests up
 NAMES = 4  # processes that a message names; the others are counted
 VALUES = 4  # values of one fact that are kept apart; the others are counted together
 

@@ -28,7 +28,8 @@ def disagreement(what: str, stated: Mapping[str, tuple[int, tuple[int, ...]]], f
       stated: Its values by their hash: how many stated each, and the first of them.
       files: Where their texts lie.
     """
-    common = max(stated, key=lambda value: (stated[value][0], -min(stated[value][1])))  # of as many, the first's
+    # the value of most processes is taken for the right one; where two are as frequent, that of the lowest process
+    common = max(stated, key=lambda value: (stated[value][0], -min(stated[value][1])))
     odd = [process for value, (_, first) in stated.items() if value != common for process in first]
     number = sum(count for value, (count, _) in stated.items() if value != common)
     names = ", ".join((files.read(process) or unknown(process)).name for process in sorted(odd))

@@ -10,7 +10,7 @@ ON = "the same command goes on from the newest checkpoint; jaxpar launch does so
 
 
 def judge(me: int, known: Digest, *, limit: float) -> Problem | None:
-    """Returns what is wrong with a process of the run, or None.
+    """Returns the problem with a process of the run, or None.
 
     A process is lost once it has been silent for `limit`. It is late once all that are ahead of it have waited for
     `limit`, and it has itself taken longer than `allowed`.

@@ -40,6 +40,7 @@ def decide(first: Heartbeat, known: Digest, count: int) -> Heartbeat:
     """
     if known.stop and not first.stop:
         return replace(first, stop=known.stop)
+    # the highest promise: no process has passed its own, and all can still reach this one
     if first.stop and not first.stop_at and known.holding == count:
         return replace(first, stop_at=known.hold)
     return first
