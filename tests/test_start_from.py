@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tiny
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store, manifest, start_from
@@ -263,3 +264,16 @@ def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, ca
         trained("part", f"checkpoint.start_from={tmp_path / 'llama'}", 'checkpoint.take=["embed"]')
     assert main(["checkpoint", "export", str(tmp_path / "first"), "--format", "onnx", "--to", str(tmp_path / "x")]) == 1
     assert "a format is jaxpar, safetensors" in capsys.readouterr().err
+
+
+def test_statistics_are_taken_with_the_parameters(tmp_path):
+    chain, parallel = optax.sgd(0.1), jp.Parallel(data=8)
+    _, state, step = tiny.train(tiny.models()["bare"], parallel, steps=1, chain=chain)
+    store = Store(tmp_path / "checkpoints", Checkpoints())
+    store.save(1, state, {})
+    store.wait()
+    begun = jp.init_state(step.layout, chain, seed=7)
+    made, _ = start_from.start(Checkpoints(start_from=str(tmp_path)), begun, chain)
+    for taken, trained in zip(jax.tree.leaves(made.model_state), jax.tree.leaves(state.model_state), strict=True):
+        if np.issubdtype(taken.dtype, np.floating):
+            np.testing.assert_array_equal(taken, trained)
