@@ -1,11 +1,11 @@
 """The synchronous-SGD model keeps its identities."""
 
+import closed_forms
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxpar.errors import JaxparError
-from jaxpar.exchange import cost
 from jaxpar.mesh.links import Link
 from jaxpar.plan.rules import scaling
 from jaxpar.plan.rules.scaling import Sync
@@ -74,12 +74,12 @@ def test_the_best_number_of_workers_is_where_more_cost_more_than_they_compute():
     """A ring's latencies grow with the workers: past the knee an epoch gets longer."""
     link = Link(latency=1e-3, bandwidth=1e9)
     sizes = [2**power for power in range(14)]
-    found = scaling.best(sizes, lambda r: cost.ring(link, 1e8, r), compute=0.1)
+    found = scaling.best(sizes, lambda r: closed_forms.ring(link, 1e8, r), compute=0.1)
     assert found is not None
-    each = {r: Sync(workers=r, compute=0.1, sync=cost.ring(link, 1e8, r)).speedup for r in sizes}
+    each = {r: Sync(workers=r, compute=0.1, sync=closed_forms.ring(link, 1e8, r)).speedup for r in sizes}
     assert found.speedup == max(each.values())
     assert found.workers == min(r for r in sizes if each[r] == max(each.values()))
-    frugal = scaling.best(sizes, lambda r: cost.ring(link, 1e8, r), compute=0.1, least=0.5)
+    frugal = scaling.best(sizes, lambda r: closed_forms.ring(link, 1e8, r), compute=0.1, least=0.5)
     assert frugal is not None
     assert frugal.workers < found.workers
     assert frugal.efficiency >= 0.5

@@ -18,13 +18,16 @@ from tiny import assert_same_arrays
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.errors import JaxparError
+from jaxpar.exchange import algorithms
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.between import averaged
+from jaxpar.exchange.price import of_sent, seconds
 from jaxpar.exchange.table import added
 from jaxpar.job.check import check
 from jaxpar.job.file import dump, parse
 from jaxpar.job.run import train
 from jaxpar.job.shrink import fewer
+from jaxpar.mesh.links import Link
 from jaxpar.train.pretrained import start
 
 ROOT = Path(__file__).parent.parent
@@ -39,21 +42,27 @@ class Half(Exchange):
     Attributes:
       name: half.
       every: Steps from one average to the next.
+      algorithm: By whose messages they average, one of jaxpar's; "" is XLA's all-reduce.
     """
 
     name: str = "half"
     every: int = 2
+    algorithm: str = ""
     differ = True
+
+    def __post_init__(self):
+        if self.algorithm:
+            algorithms.check(self.algorithm)
 
     def init(self, params, replicas):
         return {"met": jnp.zeros((), jnp.int32)}
 
     def agree(self, replicas, between):
-        params = between.spread(between.mean(replicas.params))
+        params = between.spread(between.mean(replicas.params, self.algorithm))
         return dataclasses.replace(replicas, params=params, own={"met": replicas.own["met"] + 1})
 
     def sends(self, shards, replicas):
-        return averaged(shards, replicas, every=self.every)
+        return averaged(shards, replicas, every=self.every, algorithm=self.algorithm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +193,14 @@ def test_each_replica_trains_as_it_would_alone(sizes):
     assert np.abs(spread - spread[:1]).max() > 1e-4  # after five steps they have gone apart again
 
 
+@pytest.mark.parametrize("algorithm", ["ring", "halving"])
+def test_they_average_by_any_algorithm(algorithm):
+    want, expected = by_hand(4)
+    state, losses = trained({"data": 4, "fsdp": 2}, exchange=Half(algorithm=algorithm))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_arrays(jax.tree.leaves(state.params), jax.tree.leaves(want))
+
+
 @pytest.mark.parametrize("numerics", [{"accumulate": 2}, {"remat": "full"}, {"guard": True}], ids=str)
 def test_steps_apart_compute_as_any_step_may(numerics):
     _, expected = by_hand(2)
@@ -246,6 +263,21 @@ def test_what_it_says_it_sends_is_in_the_step_that_exchanges_and_nothing_in_the_
     _, alone = inspected(sizes, exchanges=False)
     assert over_data(alone) == []
     assert [flag for flag in alone.flags if flag.kind == "idle axis"] == []
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree"])
+def test_an_algorithm_sends_the_messages_of_its_table(algorithm):
+    exchange = Half(algorithm=algorithm)
+    layout, report = inspected(dict(data=4, fsdp=2), exchanges=True, exchange=exchange)
+    sent, found = [each.collective for each in layout.sends()], over_data(report)
+    assert {entry.kind for entry in found} == {"collective-permute"}
+    assert sum(entry.step_wire for entry in found) == sum(each.step_wire for each in sent)
+    assert sum(entry.times for entry in found) == sum(each.times for each in sent)
+    (note,) = (note for note in report.notes if "half" in note)
+    assert re.search(r"half every 2 steps \(algorithm='\w+'\); replicas differ, and send .*which takes [\d.]+ ms", note)
+    link = Link(latency=1e-6, bandwidth=1e9)
+    count = algorithms.padded(sum(place.leaf.size for place in layout.placements.values()) // 2, 4)
+    assert of_sent(layout.sends(), link) == pytest.approx(seconds(algorithms.table(algorithm, 4, count), link, item=4))
 
 
 def test_it_is_explained():

@@ -1,15 +1,81 @@
-"""Collectives as messages: who sends which part of the array to whom, round by round.
+"""Collectives as tables of messages: who sends which part of an array to whom, round by round.
 
-Each is a function of the devices that take part, in order, and of the part of the array; so
-that a hierarchical one is made of these over some of the devices and some of the array.
+Each is a function of the devices that take part, in order, and of the part of the array. `replay` plays a table on
+numbers, `run` on devices, and `price` says how long it takes.
+
+To add an all-reduce: its function here and a row of `ALL_REDUCE`.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise, zip_longest
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from jaxpar.exchange.replay import Message, Round
+from jaxpar.errors import nearest, refuse
 
 Part = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Elements of one device's array that go to another's.
+
+    Attributes:
+      source: The device that sends.
+      target: The device that receives.
+      part: First element, and the one past the last.
+      add: Whether they are added to what is there.
+      into: First element at the target; the same as at the source unless said.
+    """
+
+    source: int
+    target: int
+    part: Part
+    add: bool = False
+    into: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.part[1] - self.part[0]
+
+
+Round = list[Message]
+
+
+def table(name: str, group: int, elements: int) -> list[Round]:
+    """Returns the rounds of an all-reduce between so many devices.
+
+    Args:
+      name: One of `ALL_REDUCE`.
+      group: Devices, numbered from 0.
+      elements: Of the array; `padded` makes pieces of one length.
+
+    Raises:
+      JaxparError: If there is no such algorithm.
+    """
+    check(name)
+    return ALL_REDUCE[name](range(group), (0, elements))
+
+
+def check(name: str) -> None:
+    """Refuses what is no algorithm.
+
+    Raises:
+      JaxparError: If it is none.
+    """
+    if name not in ALL_REDUCE:
+        raise refuse(
+            f"algorithm={name!r:.60}",
+            rule=f"an all-reduce is one of {', '.join(ALL_REDUCE)}",
+            fix=nearest(str(name), ALL_REDUCE),
+        )
+
+
+def padded(elements: int, group: int) -> int:
+    """Returns the least number of elements, not less than these, that every algorithm cuts into equal pieces."""
+    ways = math.lcm(group, 1 << (group.bit_length() - 1))
+    return -(-elements // ways) * ways
 
 
 def cut(part: Part, pieces: int) -> list[Part]:
@@ -17,13 +83,6 @@ def cut(part: Part, pieces: int) -> list[Part]:
     start, stop = part
     at = [start + (stop - start) * i // pieces for i in range(pieces + 1)]
     return list(pairwise(at))
-
-
-def together(*exchanges: Sequence[Round]) -> list[Round]:
-    """Returns exchanges of different devices, or over different links, as one."""
-    return [
-        [message for messages in rounds for message in messages] for rounds in zip_longest(*exchanges, fillvalue=())
-    ]
 
 
 def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
@@ -84,18 +143,6 @@ def halving(ranks: Sequence[int], part: Part) -> list[Round]:
     return _folded(ranks, part, core)
 
 
-def parameter_server(ranks: Sequence[int], servers: Sequence[int], part: Part) -> list[Round]:
-    """A push to servers that each own a piece, and a pull; in every round each server takes one message."""
-    count, pieces = len(servers), cut(part, len(servers))
-    turns = [(i, q) for i in range(count) for q in range(len(ranks) // count)]
-    pairs = [[(((server - i) % count) + q * count, server) for server in range(count)] for i, q in turns]
-    push = [
-        [Message(ranks[r], servers[s], pieces[s], add=turn > 0, posted=True) for r, s in pairs[turn]]
-        for turn in range(len(turns))
-    ]
-    return push + [[Message(servers[s], ranks[r], pieces[s], posted=True) for r, s in turn] for turn in pairs]
-
-
 def all_to_all(ranks: Sequence[int], part: Part) -> list[Round]:
     """The i-th device sends its j-th piece to the j-th; what comes lies past the part, in the order of the senders."""
     count, pieces = len(ranks), cut(part, len(ranks))
@@ -109,17 +156,12 @@ def all_to_all(ranks: Sequence[int], part: Part) -> list[Round]:
     ]
 
 
-def broadcast(ranks: Sequence[int], part: Part, chunks: int) -> list[Round]:
-    """From the first device along the chain, a chunk after another."""
-    pieces = cut(part, chunks)
-    return [
-        [
-            Message(ranks[i], ranks[i + 1], pieces[turn - i])
-            for i in range(len(ranks) - 1)
-            if 0 <= turn - i < chunks
-        ]
-        for turn in range(chunks + len(ranks) - 2)
-    ]  # fmt: skip
+ALL_REDUCE: dict[str, Callable[[Sequence[int], Part], list[Round]]] = {
+    "ring": ring,
+    "halving": halving,
+    "butterfly": butterfly,
+    "tree": tree,
+}
 
 
 def _folded(ranks: Sequence[int], part: Part, core) -> list[Round]:

@@ -109,7 +109,9 @@ class Exchange:
         return f"{self}; {replicas}, and send {' and '.join(each) or 'nothing'}"
 
     def __str__(self) -> str:
-        own = [each.name for each in fields(self) if each.name not in ("name", "every")]
-        settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in own)
+        own = [each for each in fields(self) if each.name not in ("name", "every")]
+        settings = ", ".join(
+            f"{each.name}={value!r}" for each in own if (value := getattr(self, each.name)) != each.default
+        )
         often = f" every {self.every} steps" if self.every > 1 else ""
         return f"{self.name}{often}" + (f" ({settings})" if settings else "")

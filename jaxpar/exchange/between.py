@@ -3,6 +3,7 @@
 x [replica, ...] over data ─► mean ─► [...] on every replica ─► spread ─► [replica, ...], all entries equal
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxpar.exchange.algorithms import padded, table
+from jaxpar.exchange.replay import check_all_reduce
+from jaxpar.exchange.run import permutes, run
 from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.collective import Collective
 from jaxpar.sharding.names import Tree
@@ -36,9 +40,43 @@ class Between:
         """How many replicas there are."""
         return self.mesh.shape[AXIS]
 
-    def mean(self, tree: Tree) -> Tree:
-        """Returns the mean over replicas of a tree [replica, ...], without that dim, on every replica."""
-        return jax.tree.map(lambda x, spec: self._on(jnp.mean(x, axis=0), spec), tree, self.specs)
+    def mean(self, tree: Tree, algorithm: str = "") -> Tree:
+        """Returns the mean over replicas of a tree [replica, ...], without that dim, on every replica.
+
+        Args:
+          tree: Arrays with `specs`.
+          algorithm: One of `algorithms.ALL_REDUCE`, by whose messages it is taken; without it XLA's all-reduce.
+
+        Raises:
+          JaxparError: If there is no such algorithm.
+        """
+        if not algorithm:
+            return jax.tree.map(lambda x, spec: self._on(jnp.mean(x, axis=0), spec), tree, self.specs)
+        fewest = table(algorithm, self.replicas, padded(1, self.replicas))  # of as many rounds as any
+        check_all_reduce(fewest, self.replicas, algorithm)
+        leaves, structure = jax.tree.flatten(tree)
+        specs = structure.flatten_up_to(self.specs)
+        summed = jax.shard_map(
+            lambda *parts: [x[0] for x in self._summed([*parts], algorithm)],
+            mesh=self.mesh,
+            in_specs=tuple(PartitionSpec(AXIS, *spec) for spec in specs),
+            out_specs=specs,
+            check_vma=False,
+        )(*leaves)
+        return jax.tree.unflatten(structure, [x / self.replicas for x in summed])
+
+    def _summed(self, parts: list[jax.Array], algorithm: str) -> list[jax.Array]:
+        """Returns this device's parts, summed over replicas: those of a dtype travel as one vector."""
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            places = [i for i, part in enumerate(parts) if part.dtype == dtype]
+            flat = jnp.concatenate([parts[i].reshape(-1) for i in places])
+            count = padded(flat.size, self.replicas)
+            flat = run(table(algorithm, self.replicas, count), jnp.pad(flat, (0, count - flat.size)), AXIS)
+            at = 0
+            for i in places:
+                parts[i] = flat[at : at + parts[i].size].reshape(parts[i].shape)
+                at += parts[i].size
+        return parts
 
     def spread(self, tree: Tree) -> Tree:
         """Returns a tree as [replica, ...] with equal entries: nothing travels, as every replica has it."""
@@ -52,8 +90,10 @@ class Between:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
-def averaged(shards: Mapping[str, Any], replicas: int, *, every: int = 1) -> tuple[Sent, ...]:
-    """Returns what `Between.mean` sends of these parts of arrays: an all-reduce of each."""
+def averaged(shards: Mapping[str, Any], replicas: int, *, every: int = 1, algorithm: str = "") -> tuple[Sent, ...]:
+    """Returns what `Between.mean` sends of these parts of arrays: an all-reduce of each, or permutes of all at once."""
+    if algorithm:
+        return tuple(Sent(collective=each, every=every) for each in _permuted(shards, replicas, algorithm))
     return tuple(
         Sent(
             every=every,
@@ -64,3 +104,21 @@ def averaged(shards: Mapping[str, Any], replicas: int, *, every: int = 1) -> tup
         )
         for path, shard in shards.items()
     )  # fmt: skip
+
+
+def _permuted(shards: Mapping[str, Any], replicas: int, algorithm: str) -> list[Collective]:
+    """Returns the permutes of an algorithm's table, equal ones as one."""
+    sizes: Counter = Counter()
+    for shard in shards.values():
+        sizes[jnp.dtype(shard.dtype)] += shard.size
+    found: Counter = Counter()
+    for dtype, elements in sizes.items():
+        for messages in table(algorithm, replicas, padded(elements, replicas)):
+            found.update((dtype, each[0].size, len(each)) for each in permutes(messages))
+    return [
+        Collective(
+            kind="collective-permute", axes=(AXIS,), dtype=short_dtype(dtype), group=replicas, times=times,
+            payload=size * dtype.itemsize, senders=senders / replicas, cause="parameters", parameters=tuple(shards),
+        )
+        for (dtype, size, senders), times in found.items()
+    ]  # fmt: skip

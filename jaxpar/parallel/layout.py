@@ -254,11 +254,12 @@ class Layout:
             rows.append((path, self.describe(path), shape, size, place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        above = [text for text in (self.summary(), self.head, self._exchange()) if text]
+        above = [text for text in (self.summary(), self.head, self.agreement) if text]
         return "\n".join([*above, "", *lines])
 
-    def _exchange(self) -> str:
-        """Returns how replicas that step apart agree, as a sentence; nothing where XLA sums their gradients."""
+    @property
+    def agreement(self) -> str:
+        """How replicas that step apart agree, as a sentence; nothing where XLA sums their gradients."""
         exchange = self.parallel.exchange
         return f"exchange: {exchange.explain(self.sends())}" if exchange.apart else ""
 

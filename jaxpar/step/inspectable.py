@@ -6,14 +6,18 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxpar.exchange import price
 from jaxpar.hlo.attribution import Argument
 from jaxpar.inspector.flop import forward_flop
 from jaxpar.inspector.subject import Subject, argument
+from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
+from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
+from jaxpar.units import show_seconds
 
 # in the order in which a state is flattened, which is that of the program's arguments
 _ROLES = {"step": "other state", "params": "parameters", "optimizer": "optimizer state", "model_state": "other state",
@@ -83,8 +87,21 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=step.gradients.updates,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
-        notes=(*notes, *step.gradients.notes),
+        notes=(*notes, *step.gradients.notes, *_agreement(layout)),
     )
+
+
+def _agreement(layout: Layout) -> list[str]:
+    """Returns how replicas that step apart agree, and how long that takes on hardware whose links are known."""
+    if not layout.agreement:
+        return []
+    chip = find_chip(layout.on.devices.flat[0].device_kind)
+    hardware = HARDWARE.get(chip.key) if chip else None
+    if hardware is None:
+        return [layout.agreement]
+    near = layout.devices // layout.sizes["pipe"] <= hardware.per_node  # `data` is the outermost of the others
+    took = price.of_sent(layout.sends(), hardware.inside if near else hardware.between)
+    return [f"{layout.agreement}, which takes {show_seconds(took)} (modelled)"]
 
 
 def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:

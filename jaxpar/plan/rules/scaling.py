@@ -91,7 +91,7 @@ def best(
 
     Args:
       sizes: Numbers of workers.
-      sync: Number of workers to seconds, such as `lambda r: cheapest(link, size, r).seconds`.
+      sync: Number of workers to seconds, such as `lambda r: cheapest(link, size, r)[1]` of `exchange.price`.
       compute: Seconds of one worker's step.
       overlap: Share of what can run beside the computing that does.
       least: Efficiency below which a number of workers is not considered.

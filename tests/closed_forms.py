@@ -1,0 +1,64 @@
+"""Closed forms of collectives in alpha-beta-gamma form, between devices that are all alike.
+
+    all-reduce of n bytes        latencies        bytes sent one after another   bytes added
+    tree                         2 ceil(lg P)     2 n ceil(lg P)                 n ceil(lg P)
+    butterfly                    lg P             n lg P                         n lg P
+    ring                         2 (P-1)          2 n (P-1)/P                    n (P-1)/P
+    halving (Rabenseifner)       2 lg P           2 n (P-1)/P                    n (P-1)/P
+    lower bound                  ceil(lg P)       2 n (P-1)/P                    n (P-1)/P
+
+Butterfly and halving are for powers of two; with any other P the devices past the largest power of two send all they
+have to another first, and get the result last. Source: Thakur, Rabenseifner, Gropp (2005), sections 3 and 4.
+"""
+
+from jaxpar.mesh.collective import wire_bytes
+
+
+def tree(link, size, group):
+    return (group - 1).bit_length() * (2 * link.time(size) + link.combine * size)
+
+
+def butterfly(link, size, group):
+    rounds = group.bit_length() - 1
+    return rounds * (link.time(size) + link.combine * size) + fold(link, size, group)
+
+
+def ring(link, size, group):
+    return reduce_scatter(link, size, group) + all_gather(link, size, group)
+
+
+def halving(link, size, group):
+    rounds = group.bit_length() - 1
+    wire = wire_bytes("all-reduce", size, 1 << rounds)
+    return 2 * rounds * link.latency + wire / link.bandwidth + wire / 2 * link.combine + fold(link, size, group)
+
+
+def lower_bound(link, size, group):
+    wire = wire_bytes("all-reduce", size, group)
+    return (group - 1).bit_length() * link.latency + wire / link.bandwidth + wire / 2 * link.combine
+
+
+def crossover(link, group):
+    """Bytes below which a butterfly is faster than halving, in groups of a power of two above 2."""
+    rounds = group.bit_length() - 1
+    share = 1 - 0.5**rounds
+    return rounds * link.latency / ((rounds - 2 * share) / link.bandwidth + (rounds - share) * link.combine)
+
+
+def reduce_scatter(link, size, group):
+    return all_gather(link, size, group) + wire_bytes("reduce-scatter", size, group) * link.combine
+
+
+def all_gather(link, size, group):
+    return (group - 1) * link.latency + wire_bytes("all-gather", size, group) / link.bandwidth
+
+
+def all_to_all(link, size, group):
+    return (group - 1) * link.latency + wire_bytes("all-to-all", size, group) / link.bandwidth
+
+
+def fold(link, size, group):
+    return 0.0 if group & (group - 1) == 0 else 2 * link.time(size) + link.combine * size
+
+
+ALL_REDUCE = {"ring": ring, "halving": halving, "butterfly": butterfly, "tree": tree}
