@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.data.arrays import Arrays, load_arrays
+from jaxpar.data.examples import held_out, order
 from jaxpar.data.iterables import Stream
-from jaxpar.data.order import held_out, rows
 from jaxpar.data.text import stdlib_files
 from jaxpar.data.tokens import Text
 
@@ -17,7 +17,7 @@ from jaxpar.data.tokens import Text
 @settings(max_examples=60, deadline=None)
 def test_every_example_comes_once_per_epoch(examples, batch, epochs, seed):
     steps = -(-examples * epochs // batch)
-    seen = np.concatenate([rows(step, batch, examples, seed=seed) for step in range(steps)])[: examples * epochs]
+    seen = np.concatenate([order(step, batch, examples, seed=seed) for step in range(steps)])[: examples * epochs]
     for epoch in range(epochs):
         assert sorted(seen[epoch * examples : (epoch + 1) * examples]) == list(range(examples))
 
@@ -25,9 +25,9 @@ def test_every_example_comes_once_per_epoch(examples, batch, epochs, seed):
 @given(step=st.integers(0, 10**6), batch=st.integers(1, 64), examples=st.integers(1, 999))
 @settings(max_examples=60, deadline=None)
 def test_a_batch_depends_on_the_step_alone(step, batch, examples):
-    first = rows(step, batch, examples, seed=1)
-    rows(step + 1, batch, examples, seed=1)
-    assert np.array_equal(first, rows(step, batch, examples, seed=1))
+    first = order(step, batch, examples, seed=1)
+    order(step + 1, batch, examples, seed=1)
+    assert np.array_equal(first, order(step, batch, examples, seed=1))
     assert ((first >= 0) & (first < examples)).all()
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from covering import some
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +27,8 @@ from jaxpar.job import run as job_run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load, loads
 from jaxpar.train.faults import BadStep, Faults, Watch
-from jaxpar.train.skipped_batches import CheckedSource, SkippedBatches
+from jaxpar.train.feed import Feed
+from jaxpar.train.skipped_batches import SkippedBatches
 
 # a step that skips
 
@@ -308,7 +310,7 @@ def test_what_is_not_finite_is_named(loss, norm, got):
     assert (caught.value.step, caught.value.problems[0].got) == (4, got)
 
 
-def test_detours_within_detours_end_after_the_bad_batch(tmp_path):
+def test_skips_within_skips_end_after_the_bad_batch(tmp_path):
     skipped = SkippedBatches(tmp_path, fresh=True)
     skipped.go_back(15, to=10, why="")
     assert [skipped.batch_of(step) for step in (9, 10, 11)] == [9, 15, 16]
@@ -334,9 +336,13 @@ def test_labels_that_do_not_count_may_be_none():
         sound.checked({"labels": labels}, str)
 
 
-def careful(source, folder, said, policy="stop", **below):
-    faults = Faults(on_bad_batch=policy)
-    return CheckedSource(source, SkippedBatches(folder, fresh=True), BatchSpec(below=below), faults, said.append)
+def careful(source, folder, size, said, policy="stop", rows=None, **below):
+    """Returns a feed; `rows` are those that a process holds, as one of several."""
+    skipped, faults = SkippedBatches(folder, fresh=True), Faults(on_bad_batch=policy)
+    layout = jp.compose(lambda rngs: nnx.Linear(2, 2, rngs=rngs), jp.Parallel(), jax.devices()[:1])
+    feed = Feed(source, layout, size, good=BatchSpec(below=below), skipped=skipped, faults=faults, say=said.append)
+    feed.rows = rows
+    return feed
 
 
 def test_a_row_of_a_file_is_named_by_where_it_lies(tmp_path):
@@ -346,12 +352,12 @@ def test_a_row_of_a_file_is_named_by_where_it_lies(tmp_path):
     spec = Data(source="text", path="x", seq=10, held_out=0.0, shuffle=False)
     source = Tokens(tmp_path / "tokens.bin", np.uint16, spec, 0, "f")
     with pytest.raises(JaxparError, match=r"targets\[1, 9\] is 999 \(row 1, from token 90 of .*tokens.bin; 1 such\)"):
-        careful(source, tmp_path, [], inputs=50, targets=50).batch(4, 2)
+        careful(source, tmp_path, 2, [], inputs=50, targets=50).read(4)
     given = np.zeros((9, 2), np.float32)
     given[5, 1] = np.nan
     source = Arrays({"inputs": given}, Data(source="arrays", path="x.npz", held_out=0.0, shuffle=False), 0)
     with pytest.raises(JaxparError, match=r"inputs\[1, 1\] is nan \(row 1, example 5 of x.npz; 1 such\)"):
-        careful(source, tmp_path, []).batch(1, 4)
+        careful(source, tmp_path, 4, []).read(1)
 
 
 def test_of_several_processes_each_looks_at_its_rows_or_all_at_all(tmp_path):
@@ -359,12 +365,12 @@ def test_of_several_processes_each_looks_at_its_rows_or_all_at_all(tmp_path):
     given[3] = np.nan
     source = Arrays({"inputs": given}, Data(source="arrays", path="x.npz", held_out=0.0, shuffle=False), 0)
     first, second = np.arange(2), np.arange(2, 4)
-    assert len(careful(source, tmp_path, []).batch(0, 4, first)["inputs"]) == 2
+    assert len(careful(source, tmp_path, 4, [], rows=first).read(0)["inputs"]) == 2
     with pytest.raises(JaxparError, match=r"inputs\[3, 0\] is nan \(row 3, example 3 of x.npz; 2 such\)"):
-        careful(source, tmp_path, []).batch(0, 4, second)
+        careful(source, tmp_path, 4, [], rows=second).read(0)
     for rows in (first, second):
         said = []
-        batch = careful(source, tmp_path, said, "skip").batch(0, 4, rows)
+        batch = careful(source, tmp_path, 4, said, "skip", rows=rows).read(0)
         assert (batch["inputs"] == given[4 + rows]).all()
         assert len(said) == 1
 
@@ -374,11 +380,11 @@ def test_a_held_out_batch_that_is_corrupt_is_found_too(tmp_path):
     given[[3, 7, 19]] = np.inf  # held out: every other one, from the second on
     source = Arrays({"inputs": given}, Data(source="arrays", path="x.npz", held_out=0.5, shuffle=False), 0)
     with pytest.raises(JaxparError, match=r"a held-out batch is corrupt: inputs\[1, 0\] is inf \(row 1, held-out b"):
-        careful(source, tmp_path, []).evaluation(0, 2)
+        careful(source, tmp_path, 2, []).evaluation(0)
     said = []
-    skips = careful(source, tmp_path, said, "skip")
+    skips = careful(source, tmp_path, 2, said, "skip")
     for _ in range(2):
-        found = [skips.evaluation(index, 2) for index in range(4)]
+        found = [skips.evaluation(index) for index in range(4)]
         assert [bool(batches) for batches in found] == [True, True, False, False]
     assert len(said) == 3
 

@@ -2,53 +2,17 @@
 
 import hashlib
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxpar.data import order
-from jaxpar.data.held_out import weighted
-from jaxpar.data.spec import Batch, Data, Rows, Weighted
+from jaxpar.data.examples import Examples
+from jaxpar.data.spec import Batch, Data
 from jaxpar.errors import refuse
 
 BLOCK = 2**22  # bytes that are read at once
-
-
-class Examples(ABC):
-    """Examples that are told apart by a number; some are held out.
-
-    Args:
-      count: How many there are.
-      spec: The `[data]` table.
-      seed: Of their order.
-    """
-
-    def __init__(self, count: int, spec: Data, seed: int):
-        self.spec, self.seed = spec, seed
-        self.train, self.out = order.held_out(count, spec.held_out)
-
-    def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
-        """Returns the training batch of a step."""
-        return self._rows(self._chosen(step, size)[slice(None) if rows is None else rows])
-
-    def where(self, step: int, size: int, row: int) -> str:
-        """Returns in words where a row of a training batch lies."""
-        return f"example {self._chosen(step, size)[row]} of {self.spec.path or self.spec.source}"
-
-    def _chosen(self, step: int, size: int) -> np.ndarray:
-        return self.train[order.rows(step, size, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)]
-
-    def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
-        """Returns the index-th `size` held-out examples; none after the last."""
-        chosen = self.out[index * size : (index + 1) * size]
-        return weighted(len(chosen), size, rows, lambda at: self._rows(chosen[at]))
-
-    @abstractmethod
-    def _rows(self, chosen: np.ndarray) -> Batch:
-        """Returns these examples, by their numbers."""
 
 
 class Arrays(Examples):

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxpar.data.arrays import in_32_bits
 from jaxpar.data.held_out import weighted
-from jaxpar.data.spec import Batch, Rows, Weighted
+from jaxpar.data.spec import Batch, Rows, Weighted, some
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError, refuse, users_code
 
@@ -94,11 +94,6 @@ def _rows(value: Any) -> int:
         return len(value)
     shape = getattr(value, "shape", ())
     return shape[0] if shape else 0
-
-
-def some(batch: Batch, rows: Rows) -> Batch:
-    """Returns those rows of a batch."""
-    return batch if rows is None else {name: value[rows] for name, value in batch.items()}
 
 
 def as_batch(batch: Any, size: int, name: str) -> Batch:

@@ -74,6 +74,11 @@ class Data:
 Rows = np.ndarray | None  # which rows of a global batch are wanted, in order; None means all
 
 
+def some(batch: Batch, rows: Rows) -> Batch:
+    """Returns those rows of a batch."""
+    return batch if rows is None else {name: value[rows] for name, value in batch.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Weighted:
     """A batch of held-out examples.

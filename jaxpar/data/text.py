@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.data.arrays import Examples
+from jaxpar.data.examples import Examples
 from jaxpar.data.spec import Batch, Data
 from jaxpar.errors import refuse
 

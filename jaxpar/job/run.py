@@ -43,7 +43,7 @@ from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
 from jaxpar.train.progress import Progress
-from jaxpar.train.skipped_batches import CheckedSource, SkippedBatches
+from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.watchdog.judge import SLOW
 from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
 
@@ -206,12 +206,11 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: Si
     job, train = built.job, built.job.train
     skipped = SkippedBatches(Path(job.run.dir), fresh=not store.steps())
     back = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # how far a rollback may go
-    source = CheckedSource(built.source, skipped, sound(job), job.faults, progress.say)
     return loop.Run(
-        step=built.step, source=source, steps=train.steps, global_batch=train.global_batch,
+        step=built.step, source=built.source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         store=store, log=log, progress=progress, learning_rate=built.learning_rate, watchdog=watchdog,
-        watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), skipped=skipped,
+        watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), good=sound(job), skipped=skipped,
     )  # fmt: skip
 
 

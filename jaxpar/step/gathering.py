@@ -37,7 +37,7 @@ class Reads:
 
 
 def gathered(layout: Layout, params: Tree, forward: Callable, *known: Any, dtype: Any) -> Tree:
-    """Returns the parameters as a step computes with them: whole over `fsdp` in stages 1 and 2, else as they are.
+    """Returns the parameters as a step of ZeRO's stages 1 and 2 computes with them: whole over `fsdp`.
 
     Args:
       layout: Where they are stored and used.
@@ -46,8 +46,6 @@ def gathered(layout: Layout, params: Tree, forward: Callable, *known: Any, dtype
       *known: As it takes them.
       dtype: What products run in, or None for what the parameters are stored in.
     """
-    if layout.parallel.stage not in (1, 2):
-        return params
     found = {} if dtype is None else reads(forward, params, *known, dtype=dtype)
 
     def one(keys, value: jax.Array) -> jax.Array:

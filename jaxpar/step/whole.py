@@ -75,7 +75,9 @@ class Whole(Gradients):
         return self._forward(params, model_state, batch, train=False)[0]
 
     def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
-        """Returns the parameters as every microbatch of a step reads them."""
+        """Returns the parameters as every microbatch of a step reads them: stages 1 and 2 gather them once."""
+        if self.layout.parallel.stage not in (1, 2):
+            return params
         dtype = PRECISIONS[self.numerics.precision]
         return gathered(self.layout, params, partial(self._forward, train=train), model_state, batch, dtype=dtype)
 

@@ -1,13 +1,25 @@
-"""Batches on their way to the devices: every process reads the rows that its own devices hold, and no others."""
+"""Batches on their way to the step: past those that the run skips, checked, each process its own rows.
 
-from collections.abc import Mapping
+    step ─► batch of the source ─► numbers that can be ─► rows that are held here ─► arrays over all processes
+              ▲                          │ corrupt, and the job skips such ones
+              └──────── the next ◄───────┘
+
+Which batch a step takes is a pure function of the step and of RUN/skipped_batches.json, so that a run resumes anywhere.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxpar.data.spec import Batch, Source, Weighted
+from jaxpar.data.spec import Batch, Rows, Source, Weighted, some
+from jaxpar.data.validate import BatchSpec, CorruptBatch
+from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
+from jaxpar.train.faults import Faults
+from jaxpar.train.skipped_batches import SkippedBatches
 
 
 class Feed:
@@ -17,27 +29,112 @@ class Feed:
       source: Where batches come from.
       layout: Where they go.
       size: Examples per global batch.
+      good: What a good batch is; None looks at none.
+      skipped: The batches that the run skips; None where it can skip none.
+      faults: What is done about a corrupt batch.
+      say: Where it is told that a batch was passed over.
     """
 
-    def __init__(self, source: Source, layout: Layout, size: int):
+    def __init__(
+        self,
+        source: Source,
+        layout: Layout,
+        size: int,
+        *,
+        good: BatchSpec | None = None,
+        skipped: SkippedBatches | None = None,
+        faults: Faults | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ):
         self.source, self.layout, self.size = source, layout, size
-        self.rows = rows_here(layout, size) if jax.process_count() > 1 else None
+        self.good, self.skipped, self.faults, self.say = good, skipped, faults or Faults(), say
+        self.rows: Rows = rows_here(layout, size) if jax.process_count() > 1 else None
+        self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
 
     def batch(self, step: int) -> Mapping[str, Any]:
-        """Returns the training batch of a step: in one process as it is, in several on the devices."""
-        if self.rows is None:
-            return self.source.batch(step, self.size)
-        return self._placed(self.source.batch(step, self.size, self.rows))
+        """Returns the training batch of a step: in one process as it is, in several on the devices.
+
+        Raises:
+          JaxparError: If it is corrupt, and the job does not skip such ones; or too many are, one after the other.
+        """
+        return self._placed(self.read(step))
 
     def evaluation(self, index: int) -> list[Weighted]:
-        """Returns the index-th held-out examples, in batches with their weights; none after the last."""
-        if self.rows is None:
-            return self.source.evaluation(index, self.size)
-        batches = self.source.evaluation(index, self.size, self.rows)
-        return [Weighted(each.weight, self._placed(each.batch)) for each in batches]
+        """Returns the index-th held-out examples that are not corrupt, with their weights; none after the last.
 
-    def _placed(self, batch: Batch) -> dict[str, jax.Array]:
-        return {name: self._global(value) for name, value in batch.items()}
+        Raises:
+          JaxparError: If one is, and the job does not skip such ones.
+        """
+        return [Weighted(each.weight, self._placed(each.batch)) for each in self.read_evaluation(index)]
+
+    def read(self, step: int) -> Batch:
+        """Returns the rows that this process holds of the training batch of a step, on the host."""
+        passed: list[CorruptBatch] = []
+        while True:
+            index = step if self.skipped is None else self.skipped.batch_of(step)
+            try:
+                batch = self.source.batch(index, self.size, self._wanted)
+                return self._own(self._checked(batch, partial(self._where, index)))
+            except CorruptBatch as error:
+                skipped = self._pass(f"the batch of step {step + 1}", error, passed)
+                skipped.pass_over(step, error.problems[0].got)
+
+    def read_evaluation(self, index: int) -> list[Weighted]:
+        """Returns the rows that this process holds of the index-th held-out examples, on the host."""
+        passed: list[CorruptBatch] = []
+        while True:
+            at = index
+            for bad in self._bad_out:
+                at += bad <= at
+            try:
+                batches = self.source.evaluation(at, self.size, self._wanted)
+                for each in batches:
+                    self._checked(each.batch, lambda _, at=at: f"held-out batch {at}")
+                return [Weighted(each.weight, self._own(each.batch)) for each in batches]
+            except CorruptBatch as error:
+                self._pass("a held-out batch", error, passed)
+                self._bad_out = sorted([*self._bad_out, at])
+
+    @property
+    def _skips(self) -> bool:
+        return self.skipped is not None and self.faults.on_bad_batch == "skip"
+
+    @property
+    def _wanted(self) -> Rows:
+        """The rows that are read: where corrupt batches are skipped all of them, for all processes must skip alike."""
+        return None if self._skips else self.rows
+
+    def _own(self, batch: Batch) -> Batch:
+        return some(batch, self.rows) if self._skips else batch
+
+    def _checked(self, batch: Batch, lies: Callable[[int], str]) -> Batch:
+        return batch if self.good is None else self.good.checked(batch, lies, self._wanted)
+
+    def _where(self, index: int, row: int) -> str:
+        """Returns in words where a row of a training batch lies."""
+        where = getattr(self.source, "where", None)
+        return where(index, self.size, row) if where else f"batch {index} of {self.source.fingerprint}"
+
+    def _pass(self, what: str, error: CorruptBatch, passed: list[CorruptBatch]) -> SkippedBatches:
+        """Says that a batch is passed over; raises if the job stops there, or too many were."""
+        problem = error.problems[0]
+        got = f"{what} is corrupt: {problem.got}"
+        if self.skipped is None or not self._skips:
+            skip = "" if self.skipped is None else "; or faults.on_bad_batch = 'skip'"
+            raise refuse(got, rule=problem.rule, fix=problem.fix + skip) from error
+        passed.append(error)
+        if len(passed) > self.faults.skips:
+            raise refuse(
+                f"{len(passed)} corrupt batches one after the other, the last: {problem.got}",
+                rule=f"faults.skips = {self.faults.skips} may be skipped in a row",
+                fix=problem.fix,
+            ) from error
+        self.say(f"{got}; passed over")
+        return self.skipped
+
+    def _placed(self, batch: Batch) -> dict[str, Any]:
+        """Returns the rows of all processes as one array each; of one process what it has, which the step places."""
+        return batch if self.rows is None else {name: self._global(value) for name, value in batch.items()}
 
     def _global(self, value: np.ndarray) -> jax.Array:
         """Returns the global array [size, ...] of which this process has some rows."""

@@ -39,7 +39,10 @@ def run(job: Run, state: State) -> Outcome:
       JaxparError: If a step or a batch is bad and the job stops there: nothing is saved from then on. If the last
         state cannot be saved.
     """
-    feed = Feed(job.source, job.step.layout, job.global_batch)
+    feed = Feed(
+        job.source, job.step.layout, job.global_batch, good=job.good, skipped=job.skipped, faults=job.watch.faults,
+        say=job.progress.say if job.progress else print,
+    )  # fmt: skip
     stop = _Stop()
     with _signals(stop):
         if int(state.step) >= job.steps:

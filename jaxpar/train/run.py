@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.data.spec import Source
+from jaxpar.data.validate import BatchSpec
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.faults import Watch
@@ -33,6 +34,7 @@ class Run:
       learning_rate: Step to learning rate, for the rows.
       watchdog: The other processes of the run.
       watch: Judges each step's numbers.
+      good: What a good batch is, or None where none is looked at.
       skipped: Batches that are passed over, or None where none can be.
     """
 
@@ -49,6 +51,7 @@ class Run:
     learning_rate: Callable[[int], float] | None = None
     watchdog: SingleProcess = field(default_factory=SingleProcess)
     watch: Watch = field(default_factory=Watch)
+    good: BatchSpec | None = None
     skipped: SkippedBatches | None = None
 
 
