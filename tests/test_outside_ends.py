@@ -92,9 +92,9 @@ def test_outside_a_large_head_is_spread_and_the_layout_says_how_many_bytes_that_
     layout = large()
     whole = 2 * 6 * LARGE.vocab * LARGE.dim  # two tables: a copy in bfloat16, a sum of gradients in float32
     assert layout.parallel.pipeline.head == "spread"
-    assert f"spread over pipe: {whole // 4 // MIB} MiB" in layout.head
-    assert f"instead of {whole // MIB} MiB" in layout.head
-    assert layout.head in layout.explain()
+    assert f"spread over pipe: {whole // 4 // MIB} MiB" in "".join(layout.notes)
+    assert f"instead of {whole // MIB} MiB" in "".join(layout.notes)
+    assert "".join(layout.notes) in layout.explain()
 
 
 LAST = {
@@ -114,15 +114,15 @@ def test_outside_a_head_that_is_not_spread_says_why(case, capsys):
     changes, parallel, why = LAST[case]
     layout = large(parallel=parallel, **changes)
     assert layout.parallel.pipeline.head == "last"
-    assert layout.head.startswith("head: on the last stage; ")
-    assert why in layout.head
+    assert "".join(layout.notes).startswith("head: on the last stage; ")
+    assert why in "".join(layout.notes)
 
 
 @pytest.mark.parametrize("head", ["last", "spread"])
 def test_outside_a_declared_head_is_obeyed(head):
     layout = large(head, vocab=4096)
     assert layout.parallel.pipeline.head == head
-    assert layout.head.endswith("as declared")
+    assert "".join(layout.notes).endswith("as declared")
     assert large(layout.parallel.pipeline.head, vocab=4096).placements == layout.placements
 
 

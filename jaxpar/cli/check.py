@@ -47,13 +47,12 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if problems:
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, device_count(job))
-    print(f"ok: {layout.summary()}", *[layout.head] * bool(layout.head), sep="\n")
+    print(f"ok: {layout.summary()}", *layout.notes, *[layout.agreement] * bool(layout.agreement), sep="\n")
     placed = {path: layout.describe(path) for path in layout.placements}
-    result = {"problems": [], "summary": layout.summary(), "parameters": placed}
+    result = {"problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed}
     if layout.sizes["pipe"] > 1:
         again = job.train.remat == "full" or job.parallel.pipeline.keep == "inputs"
         result["schedule"], said = _schedule(layout, again=again)
-        result["head"] = layout.head
     else:
         said = ""
     if args.explain:

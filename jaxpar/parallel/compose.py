@@ -12,9 +12,8 @@ from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.parallel.declare import Parallel
-from jaxpar.parallel.head import placed_head
 from jaxpar.parallel.layout import Layout, Placement
-from jaxpar.parallel.techniques.asked import declared, idle, names_of
+from jaxpar.parallel.techniques.asked import declared, idle, names_of, settled
 from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.names import Blueprint
@@ -133,7 +132,12 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
     layout, wrong = _placed(parallel, blueprint, mesh)
     if problems + wrong:
         raise JaxparError(*_grouped(problems + wrong))
-    return placed_head(layout, lambda other: _placed(other, blueprint, mesh))
+
+    def again(other: Parallel) -> tuple[Layout | None, list[Problem]]:
+        wrong = declared(other)
+        return (None, wrong) if wrong else _placed(other, blueprint, mesh)
+
+    return settled(layout, again)
 
 
 def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:

@@ -17,28 +17,23 @@ from jaxpar.errors import Problem
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipe import HELD, LEAST
-from jaxpar.parallel.techniques.asked import declared
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes
 
-Compose = Callable[[Parallel], tuple[Layout, list[Problem]]]
+Compose = Callable[[Parallel], tuple[Layout | None, list[Problem]]]
 
 
 def placed_head(layout: Layout, compose: Compose) -> Layout:
-    """Returns a layout that knows where its ends run, and says why in `Layout.head`.
+    """Returns a layout that knows where its ends run, and says why in `Layout.notes`.
 
     Args:
       layout: As declared. `auto` is placed as `last` is.
-      compose: Returns the same model and devices under another declaration, and what is wrong with that.
+      compose: Returns the same model and devices under another declaration, or what is wrong with that.
     """
-    if layout.sizes["pipe"] == 1:
-        return layout
     if layout.parallel.pipeline.head != "auto":
-        return replace(layout, head=f"head: {_WHERE[layout.parallel.pipeline.head]}, as declared")
+        return layout.noted(f"head: {_WHERE[layout.parallel.pipeline.head]}, as declared")
     last, spread = (_declared(layout.parallel, head) for head in ("last", "spread"))
-    other, wrong = None, declared(spread)
-    if not wrong:
-        other, wrong = compose(spread)
+    other, wrong = compose(spread)
     if wrong or other is None:
         why = f"not spread, because of {wrong[0].got}: {wrong[0].rule}"
     elif splits_lookups(layout):
@@ -50,10 +45,9 @@ def placed_head(layout: Layout, compose: Compose) -> Layout:
         whole, share = held(layout), held(other)
         if whole - share >= LEAST:
             size = f"{show_bytes(share)} of embedding and head on each device instead of {show_bytes(whole)}"
-            text = f"head: {_WHERE['spread']}: {size}"
-            return replace(other, head=text)
+            return other.noted(f"head: {_WHERE['spread']}: {size}")
         why = f"spread would free {show_bytes(whole - share)} on each device, less than {show_bytes(LEAST)}"
-    return replace(layout, parallel=last, head=f"head: {_WHERE['last']}; {why}")
+    return replace(layout, parallel=last).noted(f"head: {_WHERE['last']}; {why}")
 
 
 def held(layout: Layout) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -53,7 +53,7 @@ class Layout:
       placements: Path of a parameter to where it lives.
       names: Names of activation dims to mesh axes, earlier first.
       mesh: The mesh, or None where the devices are not there (`jaxpar check` on a laptop).
-      head: Where a pipeline runs what follows its layers, and why, as a sentence; empty without a pipeline.
+      notes: What techniques chose where the declaration left it to them, and why, a sentence each.
     """
 
     parallel: Parallel
@@ -61,7 +61,7 @@ class Layout:
     placements: Mapping[str, Placement]
     names: Mapping[str, Axes]
     mesh: Mesh | None = field(default=None, repr=False)
-    head: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -245,7 +245,7 @@ class Layout:
     def explain(self) -> str:
         """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it.
 
-        Above it the summary, of a pipeline where its head runs, and how replicas agree that step apart.
+        Above it the summary, what techniques chose, and how replicas agree that step apart.
         """
         rows = [("parameter", "placed as", "shape", "per device", "because")]
         for path, place in self.placements.items():
@@ -254,8 +254,11 @@ class Layout:
             rows.append((path, self.describe(path), shape, size, place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        above = [text for text in (self.summary(), self.head, self.agreement) if text]
-        return "\n".join([*above, "", *lines])
+        return "\n".join([self.summary(), *self.notes, *[self.agreement] * bool(self.agreement), "", *lines])
+
+    def noted(self, note: str) -> "Layout":
+        """Returns the same layout with one more sentence on what was chosen."""
+        return replace(self, notes=(*self.notes, note))
 
     @property
     def agreement(self) -> str:

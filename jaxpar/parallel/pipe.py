@@ -45,7 +45,7 @@ class Pipeline:
       head: Where both ends run, the embedding, and what follows the layers, head and loss. last: embedding on the first
         stage and head on the last, while others wait, and every stage holds both whole. spread: on all of them, `vocab`
         split over pipe x tensor, for five all-reduces of a microbatch's stream between layers. auto: spread where that
-        can be and frees at least 256 MiB on each device, else last; `Layout.head` and `jaxpar check` say which and why.
+        can be and frees at least 256 MiB on each device, else last; `Layout.notes` and `check` say which and why.
       weights: When they change. flush: once per step, by the gradient of the whole batch. Otherwise after every
         microbatch, in the middle of the schedule, as PipeDream does: stash (each backward has the weights of its
         forward), vertical (all stages have those that the first had when the microbatch came in), 2bw (one update per

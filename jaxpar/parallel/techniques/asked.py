@@ -10,6 +10,7 @@ from jaxpar.mesh.axes import AXES
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.base import Compose
 from jaxpar.parallel.techniques.table import TECHNIQUES
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.rules import names_of_dims
@@ -43,6 +44,14 @@ def idle(layout: Layout) -> list[Problem]:
         for axis, size in layout.sizes.items()
         if size > 1 and axis in AXES and axis not in TECHNIQUES
     ]
+
+
+def settled(layout: Layout, compose: Compose) -> Layout:
+    """Returns a layout in which each technique has chosen what the declaration left to it."""
+    for axis, each in TECHNIQUES.items():
+        if layout.sizes.get(axis, 1) > 1:
+            layout = each.settle(layout, compose)
+    return layout
 
 
 def islands(parallel: Parallel) -> dict[str, Callable]:

@@ -3,6 +3,7 @@
 declared    problems(parallel)           what is wrong with the declaration on its own
 composed    names(parallel)              names of dims to mesh axes, besides what its axis splits
             idle(layout)                 why its axis would do nothing, or could not do what it should
+            settle(layout, compose)      what the declaration left to it, and why in a sentence
 traced      how                          what runs the islands that a model calls, such as jp.attention
 lowered     check(layout, named, text)   what it needs of a model, seen in its traced step
 """
@@ -15,6 +16,8 @@ from jaxpar.errors import Problem
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 
+Compose = Callable[[Parallel], tuple[Layout | None, list[Problem]]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Technique:
@@ -25,6 +28,8 @@ class Technique:
       problems: Returns what is wrong with a declaration, before any model or device.
       names: Returns names of dims to mesh axes, besides or instead of what the axis splits by itself.
       idle: Returns why the axis does nothing for a model, or cannot do what it should.
+      settle: Returns a layout in which it has chosen what the declaration left open, with a sentence on that in
+        `Layout.notes`. It is given the layout, and what composes the same model under another declaration.
       how: Ways in which it runs the islands of a model, where it has any: name to the functions that implement them,
         each by the name of its island. The first is the default; `Parallel.how` chooses another.
       check: Refuses a step by the names of activation dims that its model used, and its lowered program.
@@ -34,6 +39,7 @@ class Technique:
     problems: Callable[[Parallel], list[Problem]] = lambda _: []
     names: Callable[[Parallel], Mapping[str, Axes]] = lambda _: {}
     idle: Callable[[Layout], list[Problem]] = lambda _: []
+    settle: Callable[[Layout, Compose], Layout] = lambda layout, _: layout
     how: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)
     check: Callable[[Layout, set[str], Any], None] = lambda *_: None
 

@@ -2,6 +2,7 @@
 
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.head import placed_head
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipe import Pipeline
 from jaxpar.parallel.techniques.base import Technique
@@ -91,4 +92,4 @@ def uncut(layout: Layout) -> list[Problem]:
     ]
 
 
-PIPE = Technique(axis="pipe", problems=problems, names=names, idle=uncut)
+PIPE = Technique(axis="pipe", problems=problems, names=names, idle=uncut, settle=placed_head)
