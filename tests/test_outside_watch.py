@@ -180,12 +180,12 @@ def test_a_step_says_when_it_compiles(tmp_path):
     step = jp.train_step(layout, tiny.token_loss, chain)
     watchdog = WatchdogThread(tmp_path, "a", process=0, count=1, limit=30.0)
     step.compiling = lambda: said.append("compiling") or watchdog.compiling()
-    step.agree = lambda what, _: said.append(f"{watchdog._dog.beat.doing}: {what}")
+    step.agree = lambda what, _: said.append(f"{watchdog._watchdog.beat.doing}: {what}")
     watchdog.at(1, "training")
     state = jp.init_state(layout, chain, seed=1)
     for batch in batches:
         state, _ = step(state, batch)
-        assert watchdog._dog.beat.activity == "training (step 1)"
+        assert watchdog._watchdog.beat.activity == "training (step 1)"
     step.evaluate(state, batches[0])
     watchdog.close()
     assert said == ["compiling", "compiling: train program (0)", "compiling", "compiling: eval program (1)"]

@@ -188,15 +188,15 @@ def test_on_a_full_disk_a_process_still_says_that_it_lives(tmp_path, monkeypatch
 
     monkeypatch.setattr("pathlib.Path.write_text", full)
     watchdog.at(123, "training")
-    watchdog._dog.turn()
+    watchdog._watchdog.turn()
     after = read(watchdog.folder, 0)
     assert (after.step, after.doing) == (123, "training")
     assert after.count > before.count
-    watchdog._dog.files.state(0, "eval program (1)")
-    assert watchdog._dog.files.stated(0) == ""
+    watchdog._watchdog.files.state(0, "eval program (1)")
+    assert watchdog._watchdog.files.stated(0) == ""
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
     with pytest.raises(OSError, match="I/O error"):
-        watchdog._dog.turn()
+        watchdog._watchdog.turn()
 
 
 def test_alone_there_is_nothing_to_agree_on():

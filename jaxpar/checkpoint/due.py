@@ -1,4 +1,4 @@
-"""After which steps a checkpoint is written: every so many, and wherever the last is so many minutes old.
+"""Decides after which steps a checkpoint is written: every `every` steps, and when the last is `minutes` old.
 
 Each process has a clock of its own, and all must save after the same step. So process 0 alone looks at its clock, and
 tells the others how many steps later it will look again: half of what is left at the pace so far. That is a message
@@ -14,12 +14,12 @@ FARTHEST = 2**30  # steps to the next look, at most: it travels as an int32
 
 
 def seconds() -> float:
-    """Returns the time of this process's clock."""
+    """Returns the seconds of this process's monotonic clock."""
     return time.monotonic()
 
 
 class Due:
-    """Decides after each step whether a checkpoint is due; with several processes all ask after the same steps.
+    """Decides after each step whether a checkpoint is due; several processes all ask after the same steps.
 
     Args:
       spec: The `[checkpoint]` table.
@@ -31,15 +31,15 @@ class Due:
         self.saved(start)
 
     def saved(self, step: int) -> None:
-        """Begins to count anew: the state of this step is saved."""
+        """Starts counting anew: the state of this step is saved."""
         self._since, self._step, self._look = seconds(), step, step + 1
 
     def is_asked(self, step: int) -> bool:
-        """Returns whether the answer of `is_due` is not plainly no; if so, nothing else may be under way then."""
+        """Returns whether `is_due` may save or broadcast after this step; then no later step may be in flight."""
         return self._is_every(step) or (self.spec.minutes > 0 and step >= self._look)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the state after this step is to be saved; if so, it is taken to be."""
+        """Returns whether the state after this step is to be saved; if so, counting starts anew."""
         if not self._is_every(step):
             if not self.is_asked(step):
                 return False
@@ -53,7 +53,7 @@ class Due:
         return self.spec.every > 0 and step % self.spec.every == 0
 
     def _steps_left(self, step: int) -> int:
-        """Returns in how many steps to look again; 0 where the last checkpoint is too old by now."""
+        """Returns the number of steps after which to look again; 0 where the last checkpoint is too old by now."""
         past = seconds() - self._since
         left = self.spec.minutes * 60 - past
         if left <= 0:

@@ -207,6 +207,7 @@ class Store:
             if listing.is_older(path):
                 return NONE, [*damaged, *listing.refuse_older(path).problems]
             if not (wrong := manifest.check(path)):
+                # set aside only now: where none is good, all stay where they are, for the user to look at
                 for problem, old in zip(damaged, asked, strict=False):
                     self._set_aside(problem, old, each)
                 return each, []

@@ -43,6 +43,7 @@ def connect(
         )
     until = time.monotonic() + timeout
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", cluster.coordinator)
+    # JAX's own connection names nobody who is missing, so all meet before it, at the same address
     if cluster.process == 0:
         host_rendezvous(cluster, bind=bind, until=until, same=same, word=word)
     else:

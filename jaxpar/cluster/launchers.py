@@ -84,6 +84,7 @@ def _torchrun(environment: Environment, own: Mapping[str, str], problems: list[P
         problems.append(Problem("no MASTER_ADDR", "torchrun sets it: the host of process 0", WAY_OUT))
     port = number(environment, "MASTER_PORT", "torchrun sets it: a port on the host of process 0", problems, low=1)
     if host and port is not None:
+        # torchrun itself listens on MASTER_PORT, unless another rendezvous backend does
         taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         said["coordinator"] = f"[{host}]:{port + taken}" if ":" in host else f"{host}:{port + taken}"
     return said
@@ -126,6 +127,7 @@ def _slurm(environment: Environment, own: Mapping[str, str], problems: list[Prob
                   if environment.get(name)), "")  # fmt: skip
     tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "")
     if not step and not environment.get("SLURM_STEP_NODELIST"):
+        # an allocation alone, by sbatch or salloc: a single process in it trains alone
         if tasks.isdecimal() and int(tasks) > 1 and environment.get("SLURM_PROCID"):
             problems.append(Problem(f"a SLURM job of {tasks} tasks, this process is none of them", "srun starts the "
                 "tasks of a job", "srun jaxpar train JOB, or JAXPAR_PROCESSES=1 to train alone"))  # fmt: skip
@@ -167,6 +169,7 @@ def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list
         return {"process": index}
     said: Said = {"process": index}
     service, pod = own["coordinator"], environment.get("HOSTNAME", "")
+    # without a dot or a colon it is a service of the cluster, and pod 0 is reached through it
     if re.fullmatch(r"[a-z0-9-]+", service) and service != "localhost":
         if index is not None and pod.endswith(f"-{index}"):
             said["coordinator"] = f"{pod.removesuffix(f'-{index}')}-0.{service}"

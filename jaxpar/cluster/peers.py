@@ -91,6 +91,7 @@ class Peers:
             while self.missing():
                 if time.monotonic() >= until:
                     return Problem(_absent(self.missing()), RULE, COME)
+                # wakes up at the next deadline too, when nobody sends anything
                 next_end = min([until, *(peer.until for peer in self.strangers)])
                 for key, _ in selector.select(max(0.0, next_end - time.monotonic())):
                     if key.data is None:
@@ -161,7 +162,7 @@ class Peers:
                         return problem_of(said["problem"])
                     selector.unregister(key.fileobj)
                     asked.remove(key.data)
-                    if "problem" not in said:
+                    if "problem" not in said:  # it hung up, or answers something else
                         self.waiting.pop(key.data).socket.close()
         return None
 
@@ -190,6 +191,7 @@ def _introduction(said: dict[str, Any]) -> tuple[int, int, str, str] | None:
 
 def _waits(peer: socket.socket) -> bool:
     """Returns whether a peer is still connected, without blocking."""
+    # a peer sends nothing until it is asked: where there is something to read, that is the end of the connection
     try:
         return peer.recv(1) != b""
     except BlockingIOError:

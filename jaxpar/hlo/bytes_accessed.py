@@ -1,8 +1,7 @@
-"""The bytes that a kernel reads and writes: of an array that it slices, or updates in place, only the slice.
+"""Bytes accessed by a kernel; of an array that it slices or updates in place, only the slice counts.
 
-XLA's cost model knows that of most kernels. Of those that it starts apart from the others (`fusion-start`: the copies
-into and out of what a loop keeps for its backward pass) it states no time, and their operands are all of the loop's
-arrays.
+XLA's cost model knows them for most kernels. For asynchronous ones (`fusion-start`: the copies into and out of the
+residuals that a loop keeps for its backward pass) it states no time, and their operands are the loop's whole arrays.
 """
 
 from collections.abc import Sequence
@@ -14,12 +13,12 @@ _SLICES = ("dynamic-slice", "slice")
 _UPDATE = "dynamic-update-slice"
 
 
-def moved(module: Module, computation: str, op: Op) -> int:
+def bytes_accessed(module: Module, computation: str, op: Op) -> int:
     """Returns the bytes that one run of a kernel reads and writes.
 
     Args:
       module: A compiled program.
-      computation: The one that the instruction is of.
+      computation: Name of the instruction's computation.
       op: A fusion, or another instruction that is a kernel of its own.
     """
     if op.opcode in ("fusion", "fusion-start") and op.called:

@@ -177,6 +177,7 @@ class Module:
                 at, number = self.frames[number]
                 found.append(at)
             return found
+        # before stack frames XLA printed one line of the source with each instruction
         match = re.search(r'source_file="([^"]*)"(?:[^}]*?source_line=(\d{1,18}))?', op.attributes)
         return [Frame(match[1], int(match[2] or 0), "")] if match else []
 
@@ -210,7 +211,7 @@ def parse(text: str) -> Module:
                     rule="every instruction stands inside a computation",
                     fix="the text as XLA printed it, whole",
                 )
-        elif stripped == "}" or stripped.startswith("}, "):  # `}, execution_thread="..."`
+        elif stripped == "}" or stripped.startswith("}, "):  # the latter before `execution_thread="..."`
             computations[current], current = here, None
         elif stripped:
             here.append(_instruction(stripped, number))
@@ -287,6 +288,7 @@ def _instruction(line: str, number: int) -> Op:
             name=left[2],
             arrays=found,
             opcode=opcode,
+            # the parentheses of these two hold a value and a number, which may look like names
             operands=() if opcode in ("constant", "parameter") else tuple(_operands(inside)),
             inside=inside,
             attributes=line[inside_end:],

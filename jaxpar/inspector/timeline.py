@@ -15,7 +15,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from jaxpar.errors import refuse
-from jaxpar.hlo.bytes_accessed import moved
+from jaxpar.hlo.bytes_accessed import bytes_accessed
 from jaxpar.hlo.replica_groups import axes_of, axes_of_pairs, most_nodes, parse_groups, parse_pairs
 from jaxpar.hlo.text import Module, Op
 from jaxpar.hlo.trip_counts import is_sync, trip_count
@@ -191,7 +191,7 @@ class _Player:
         inner = [(name, each) for name in op.called for each in self.module.computations[name]]
         # a fusion's FLOP are those of the matmuls inside of it
         matmuls = [(name, each) for name, each in [(computation, op), *inner] if op_flop(self.module, name, each)]
-        bytes_ = moved(self.module, computation, op)
+        bytes_ = bytes_accessed(self.module, computation, op)
         if matmuls:
             seconds = 0.0
             for name, each in matmuls:

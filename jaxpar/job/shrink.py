@@ -1,4 +1,4 @@
-"""A job on fewer processes than it began with: what keeps its shape, and what gives way.
+"""Continues a job on fewer processes than it began with: which sizes stay, and which shrink.
 
 pipe, expert, context, tensor   stay: they cut the model
 fsdp, then data                 shrink: they copy it; data only where its replicas are equal

@@ -76,7 +76,7 @@ def _other_model(job: Job, found: Pretrained) -> list[Problem]:
 
 
 def _differs(mine: DecoderSettings, theirs: DecoderSettings) -> dict[str, Any]:
-    """Returns the settings that make another model of theirs; 0 and the number that it stands for are the same."""
+    """Returns the settings that differ in effect; 0 and the number that it stands for are the same."""
     config = config_of(mine, "float32")
     differ = {
         field.name: getattr(theirs, field.name)

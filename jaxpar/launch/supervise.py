@@ -1,9 +1,9 @@
-"""The supervisor: starts the processes of a job, says which one ended first and how, and starts them again.
+"""The supervisor: starts the processes of a job, reports which one ended first and how, and restarts them.
 
     start n ─► all end with 0 ─► done
        ▲        one refuses its input (status 1) ─► all end: another attempt would end the same way
-       └─────── one is killed, lost or crashes ─► all are killed; from the newest good checkpoint,
-                                                  without one that failed twice before there was another
+       └─────── one is killed, lost or crashes ─► all are killed; restart from the newest good checkpoint,
+                                                  without a process that failed twice before a new checkpoint
 
 It trains nothing and holds no device. The processes find each other by `JAXPAR_COORDINATOR`,
 `JAXPAR_PROCESSES`, `JAXPAR_PROCESS`; they end with it, whatever ends it (`lifeline.py`).
@@ -26,9 +26,9 @@ from jaxpar.errors import LOST, STOPPED, JaxparError, refuse
 from jaxpar.launch.lifeline import VARIABLE, lifeline
 from jaxpar.leaving import wishes_to_stop
 
-_NOISE = "[Gloo] Rank "  # Gloo tells of every connection, on every process
+_NOISE = "[Gloo] Rank "  # Gloo prints a line for every connection, on every process
 _CONSEQUENCES = (-signal.SIGABRT, LOST, 0)
-GRACE = 5.0  # seconds in which the others may say why they end
+GRACE = 5.0  # seconds in which the others may print why they end, before they are killed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +36,15 @@ class Launch:
     """The processes to start, and how often.
 
     Attributes:
-      command: Words after `jaxpar`, such as `train job.toml`.
-      options: More words, after all others.
-      processes: How many on this machine.
-      restarts: Most attempts after the first that made no progress in a row.
-      nodes: Machines that start as many.
+      command: Arguments of `jaxpar`, such as `train job.toml`.
+      options: Further arguments, after all others.
+      processes: Number of processes on this machine.
+      restarts: Attempts in a row that may make no progress, after the first.
+      nodes: Number of machines, each of which starts as many processes.
       node: The number of this one.
       coordinator: `host:port` of process 0; on one machine a free port of its own.
-      ended: Told how a process of this machine failed; the others may hear of it.
-      fewer: From a command and its processes to how many fewer it can go on with, and more words for the command.
+      ended: Called with the end of a process of this machine that failed, to report it to the others.
+      fewer: From a command and its number of processes to a smaller number that it can run with, and further arguments.
     """
 
     command: Sequence[str]
@@ -77,9 +77,9 @@ class Ended:
 
     Attributes:
       process: Its number.
-      pid: By which this machine knew it.
+      pid: Its process id on this machine.
       status: Its exit status, negative for a signal.
-      seconds: From its start.
+      seconds: Seconds since its start.
     """
 
     process: int
@@ -182,17 +182,17 @@ class Attempt:
 
 @dataclass
 class Stop:
-    """The wish to stop, as a signal to the supervisor; processes are told once, and then agree on a step."""
+    """A signal to the supervisor, passed on to the processes once; they then agree on a last step."""
 
     name: str = ""
     told: bool = False
 
     def __call__(self, number: int, _frame) -> None:
-        """Takes a signal."""
+        """Notes a signal."""
         self.name, self.told = signal.Signals(number).name, False
 
     def pass_on(self, children) -> None:
-        """Tells the processes, once per signal."""
+        """Passes the signal on to the processes, once."""
         if not self.told:
             self.told = True
             for child in children:
@@ -250,7 +250,7 @@ def _culprit(ended: list[Ended]) -> int | None:
 
 
 def _without_one(launch: Launch, say: Callable[[str], None]) -> Launch:
-    """Returns the launch with fewer processes, or as it was where the job cannot do with fewer."""
+    """Returns the launch with fewer processes, or unchanged where the job cannot run with fewer."""
     try:
         count, words = launch.fewer(launch.command, launch.processes)  # pyright: ignore[reportOptionalCall]
     except JaxparError as error:

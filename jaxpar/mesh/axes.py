@@ -21,10 +21,10 @@ class Axis:
 
     Attributes:
       name: As it is declared.
-      meaning: What its devices share, in a few words.
+      meaning: Its meaning in a few words.
       splits: Names of dims that it splits, of parameters and activations.
       examples: Whether its devices see other examples.
-      state: Whether it shards the training state besides what it splits.
+      state: Whether it shards the training state, besides the dims that it splits.
       manual: Whether it is manual inside the table of a pipeline; else it is XLA's there.
     """
 

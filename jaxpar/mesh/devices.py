@@ -48,7 +48,7 @@ def _told(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def leave_alone() -> None:
-    """Keeps this process off accelerators: what is only described or planned takes no memory of theirs."""
+    """Keeps this process off accelerators: describing or planning needs no memory of theirs."""
     hush_plugin()
     jax.config.update("jax_platforms", "cpu")
 

@@ -1,4 +1,4 @@
-"""XLA's compiler for NVIDIA GPUs, where it is installed without what runs its programs. Imports no JAX."""
+"""XLA's compiler for NVIDIA GPUs, where it is installed without the runtime. Imports no JAX."""
 
 import logging
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Gradients become updates. optax wherever optax has it."""
+"""Optimizers and learning-rate schedules by name, made of optax's own parts."""

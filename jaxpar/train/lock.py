@@ -1,10 +1,10 @@
-"""One run writes into a run folder: a second would replace its metrics, and delete checkpoints that it writes.
+"""The lock of a run folder: a second run in it would replace the metrics and delete checkpoints of the first.
 
-    RUN/lock    who holds the folder: host, pid, since when; its time of change is its last sign of life
+    RUN/lock    its holder: host, pid, since when; its modification time is the holder's last heartbeat
 
-A lock says who left it, and is believed as long as that one lives. On the same machine the process is looked up. On
-another one its signs of life count, by the clock of the file system that both share: the lock is watched until it
-is touched again, or has been still for `STALE` seconds.
+A lock names its holder, and counts as long as the holder lives. On the same machine the process is looked up. On
+another one its heartbeats count, by the clock of the file system that both share: the lock is watched until it
+is touched again, or has not been for `STALE` seconds.
 """
 
 import json
@@ -23,8 +23,8 @@ from jaxpar.files import make_folder
 from jaxpar.leaving import leave
 from jaxpar.units import show_seconds
 
-BEAT = 5.0  # seconds between two signs of life
-STALE = 6 * BEAT  # seconds without one, after which a process elsewhere is gone
+BEAT = 5.0  # seconds between two heartbeats
+STALE = 6 * BEAT  # seconds without one, after which a process on another machine is taken for dead
 RULE, FIX = "one run at a time writes into a run folder", "let one of both go on"
 
 
@@ -33,10 +33,10 @@ class Holder:
     """The holder of a lock.
 
     Attributes:
-      host, pid: Where it runs.
+      host, pid: Its host, and its process id there.
       since: When it took the lock, in seconds since 1970.
       machine: An id that differs between machines and containers of one host name; "" where there is none.
-      started: When the process began, by its machine's count: another one may have its pid by now.
+      started: Start time of the process on its machine: another process may have its pid by now.
     """
 
     host: str = field(default_factory=socket.gethostname)
@@ -58,7 +58,7 @@ class Holder:
 
     @property
     def lives(self) -> bool:
-        """Whether it is still there, if it is here."""
+        """Whether it still runs, if it is on this machine."""
         return bool(self.started) and _started(self.pid) == self.started
 
 
@@ -67,7 +67,7 @@ class Lock:
 
     Args:
       folder: The run folder; it is made.
-      say: Takes a line for the user: that a stale lock is broken.
+      say: Prints a line for the user: that a stale lock is broken.
 
     Raises:
       JaxparError: On entry, if another run holds it.

@@ -13,7 +13,7 @@ class Progress:
     Args:
       total: Steps of the whole run.
       every: Steps between two plain lines.
-      unit: The unit that the loss counts: tokens, examples, or loss terms where it is not known.
+      unit: The unit that the loss counts: tokens, examples, or loss terms if unknown.
       flops: FLOP per step of the model, for MFU, or 0.
       peak: FLOP per second of all devices, or 0 where they are simulated or unknown: no MFU then.
       stream: Where to.

@@ -107,11 +107,11 @@ def timeline(time: Timeline) -> Markup:
     places = [percent(share_of(at, step)) for at in ticks(step)]
     grid = [tag("line", x1=x, x2=x, y1="0", y2="100%", cls="jx-grid") for x in places]
     streams = ["compute", *sorted(time.communication, key=lambda stream: -time.communication[stream])]
-    lanes = [_lane(time, stream, step, grid) for stream in streams]
-    return tag("div", *lanes, tag("div"), _axis(step), cls="jx-timeline")
+    rows = [_row(time, stream, step, grid) for stream in streams]
+    return tag("div", *rows, tag("div"), _axis(step), cls="jx-timeline")
 
 
-def _lane(time: Timeline, stream: str, step: Sequence[Stretch], grid: Sequence[Markup]) -> Markup:
+def _row(time: Timeline, stream: str, step: Sequence[Stretch], grid: Sequence[Markup]) -> Markup:
     drawn = [_span(span, stream) for span in spans([e for e in time.events if e.stream == stream], step)]
     shades, words = [], f"{show_seconds(time.compute)} busy"
     if stream != "compute":

@@ -63,6 +63,7 @@ class Traced:
 
 def needed(eqns: Sequence[JaxprEqn], outs: Iterable) -> tuple[list[JaxprEqn], set[Var]]:
     """Returns the equations that compute these variables, in order, and every variable that those read."""
+    # backwards: an equation is needed if a later one that is needed, or an output, reads what it makes
     reads, kept = variables(outs), []
     for eqn in reversed(eqns):
         if reads.intersection(eqn.outvars):

@@ -64,6 +64,7 @@ def execute(
     Raises:
       JaxparError: If the model cannot be cut into stages: a block changes the shape, or reads values of outside.
     """
+    # every device traces the same program; which stage it is shows in its rows and its layers alone
     run = Stage(program, model, shared, layers, known, keep=keep, place=place, shards=shards)
     state = run_table(program, run.tick, run.start(fill), rows)
     # [chunks, layers, ...] -> [chunks x layers, ...], as the parameters came

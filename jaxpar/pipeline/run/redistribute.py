@@ -26,6 +26,7 @@ def rounds(cut: Cut) -> list[list[int]]:
     """
     left = [set(range(stage * cut.chunks, (stage + 1) * cut.chunks)) for stage in range(cut.stages)]
     found = []
+    # after each round every stage has one part less to send and to receive, so another perfect matching exists
     for _ in range(cut.chunks):
         sends: dict[int, int] = {}  # stage that runs to the part that goes there
 

@@ -95,6 +95,7 @@ class TracedModel:
             sums = model.head(shared, known, y)
             return sums["loss"][0], sums
 
+        # value and gradient in one function: logits are live inside of it alone, and never in a slot
         def head(shared, known, y, scale):
             _, pull, sums = jax.vjp(lambda shared, y: total(shared, known, y), shared, y, has_aux=True)
             dshared, dy = pull(scale)

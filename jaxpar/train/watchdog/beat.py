@@ -165,7 +165,7 @@ def write(folder: Path, beat: Heartbeat) -> None:
     text, file = json.dumps(dataclasses.asdict(beat)), folder / f"{beat.process}.json"
     part = folder / f".{beat.process}.{os.getpid()}.part"
     try:
-        part.write_text(text.ljust(len(text) + ROOM))
+        part.write_text(text.ljust(len(text) + ROOM))  # blanks after JSON are ignored by its reader
         part.replace(file)
     except OSError as error:
         if error.errno not in FULL or not file.exists():

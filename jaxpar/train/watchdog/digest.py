@@ -38,6 +38,7 @@ class ProcessGroup:
     activity: str
 
     def __add__(self, other: "ProcessGroup") -> "ProcessGroup":
+        # `stuck` is the least: all of them have waited for so long, which is what the judgement asks of a group
         return ProcessGroup(
             place=min(self.place, other.place), count=self.count + other.count, stuck=min(self.stuck, other.stuck),
             names=(self.names + other.names)[:NAMES], doing=self.doing, activity=self.activity,

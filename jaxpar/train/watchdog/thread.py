@@ -83,24 +83,24 @@ class WatchdogThread(SingleProcess):
         self.process, self.count, self.limit = process, count, limit
         self.folder = folder / "processes" / name_of(attempt)
         self._end = end or _end
-        self._dog = Watchdog(Files(self.folder), process=process, count=count, limit=limit)
+        self._watchdog = Watchdog(Files(self.folder), process=process, count=count, limit=limit)
         self._lost: Problem | None = None
         self._closed = threading.Event()
         self._asked = threading.Event()  # set to make the thread take its next turn at once
         self._turned = threading.Condition()  # notified after each turn, for a main thread that waits
         self._waiting: float | None = None  # since when the main thread waits for the others
-        self._dog.turn()  # the first turn in the main thread: a folder that cannot be written is an error at once
+        self._watchdog.turn()  # the first turn in the main thread: a folder that cannot be written is an error at once
         self._thread = threading.Thread(target=self._watch, name="jaxpar-peers", daemon=True)
         self._thread.start()
 
     def at(self, step: int, doing: str) -> None:
         """Reports the activity that begins now: all processes report the same ones in the same order."""
-        self._dog.at(step, doing)
+        self._watchdog.at(step, doing)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Reports that this process compiles, and afterwards the activity before."""
-        before = self._dog.beat
+        before = self._watchdog.beat
         self.at(before.step, "compiling")
         yield
         self.at(before.step, before.doing)
@@ -114,12 +114,12 @@ class WatchdogThread(SingleProcess):
         Raises:
           LostPeer: If another process is lost meanwhile.
         """
-        if wish and not self._dog.beat.stop:
-            self._dog.wish(wish)
+        if wish and not self._watchdog.beat.stop:
+            self._watchdog.wish(wish)
             self._asked.set()
-        if self._dog.holds(step):
-            self._wait(lambda: not self._dog.holds(step))
-        return self._dog.stops(step)
+        if self._watchdog.holds(step):
+            self._wait(lambda: not self._watchdog.holds(step))
+        return self._watchdog.stops(step)
 
     def agree(self, what: str, value: str) -> None:
         """Waits until all processes have stated this value; the watchdog's thread finds one that does not come.
@@ -128,19 +128,19 @@ class WatchdogThread(SingleProcess):
           JaxparError: If one states another value: which process, and where the texts differ.
           LostPeer: If one is lost, or too late.
         """
-        text, before, begin = f"{what}\n{value}", self._dog.beat, time.monotonic()
-        self._dog.files.state(self.process, text)
-        index = self._dog.state(what, facts.digest_of(text))
+        text, before, begin = f"{what}\n{value}", self._watchdog.beat, time.monotonic()
+        self._watchdog.files.state(self.process, text)
+        index = self._watchdog.state(what, facts.digest_of(text))
 
         def differs() -> bool:
-            stated = self._dog.known.stated(index)
-            late = time.monotonic() - begin > self._dog.limit
+            stated = self._watchdog.known.stated(index)
+            late = time.monotonic() - begin > self._watchdog.limit
             return len(stated) > 1 and (late or sum(count for count, _ in stated.values()) == self.count)
 
-        self._wait(lambda: self._dog.first.agreed >= index or differs())
-        if self._dog.first.agreed < index:
+        self._wait(lambda: self._watchdog.first.agreed >= index or differs())
+        if self._watchdog.first.agreed < index:
             time.sleep(PAUSE)  # until the others have found the same difference, and read this one's text
-            raise facts.disagreement(what, self._dog.known.stated(index), self._dog.files)
+            raise facts.disagreement(what, self._watchdog.known.stated(index), self._watchdog.files)
         self.at(before.step, before.doing)
 
     def explain(self, error: Exception) -> Exception:
@@ -150,11 +150,12 @@ class WatchdogThread(SingleProcess):
         """
         if not any(word in str(error) for word in BROKEN):
             return error
-        begin, quiet = time.monotonic(), 2 * self._dog.interval
+        # not watched: this process ends anyway, and should name the one that failed rather than a silence that follows
+        begin, quiet = time.monotonic(), 2 * self._watchdog.interval
         self._wait(lambda: self._failed() is not None or time.monotonic() - begin > 2 * quiet, watched=False)
         if failed := self._failed():
             return LostPeer(Problem(failed, "all processes of a run train until its end", ON))
-        silent = self._dog.known.silent
+        silent = self._watchdog.known.silent
         who = f"{silent[1]}, which was {silent[2]}" if silent and silent[0] > quiet else "a process"
         got = f"the connection to {who} is gone ({describe_exception(error):.160})"
         return LostPeer(Problem(got, "all processes of a run train until its end", ON))
@@ -165,14 +166,14 @@ class WatchdogThread(SingleProcess):
             self._closed.set()
             self._asked.set()
             self._thread.join(timeout=4 * tree.EVERY)
-            self._dog.end(doing)
-            if self._dog.beat.failed:
+            self._watchdog.end(doing)
+            if self._watchdog.beat.failed:
                 # process 0 waits longer: it hosts JAX's coordination service, and when that is gone the others are
                 # aborted, whatever they were about to report
                 time.sleep(PAUSE * (1 if self.process else 2))
 
     def _failed(self) -> str | None:
-        failed = self._dog.known.failed
+        failed = self._watchdog.known.failed
         return failed[1] if failed and failed[0] != self.process else None
 
     def _wait(self, done: Callable[[], bool], *, watched: bool = True) -> None:
@@ -194,8 +195,8 @@ class WatchdogThread(SingleProcess):
 
     def _pause(self) -> float:
         """Returns the seconds until the next turn: a tenth while the main thread waits, and more again as it does."""
-        every = self._dog.interval
-        hurried = self._waiting is not None or (self._dog.first.stop and not self._dog.first.stop_at)
+        every = self._watchdog.interval
+        hurried = self._waiting is not None or (self._watchdog.first.stop and not self._watchdog.first.stop_at)
         if not hurried:
             return every
         waited = time.monotonic() - (self._waiting or time.monotonic())
@@ -208,15 +209,15 @@ class WatchdogThread(SingleProcess):
             if self._closed.is_set():
                 return
             try:
-                problem = self._dog.turn()
-            except OSError as error:
+                problem = self._watchdog.turn()
+            except OSError as error:  # a file server that is away for a moment must not end the run
                 print(f"warning: {self.folder}: {error.strerror}", file=sys.stderr, flush=True)
-                time.sleep(self._dog.interval)
+                time.sleep(self._watchdog.interval)
                 continue
             if problem and not self._closed.is_set():
                 # with many processes turns are rare: the others should have found the same before this one is gone,
                 # else they would name this one
-                time.sleep(max(0.0, 2 * self._dog.interval - PAUSE))
+                time.sleep(max(0.0, 2 * self._watchdog.interval - PAUSE))
                 self._lost = problem
                 self._end(problem)
             with self._turned:

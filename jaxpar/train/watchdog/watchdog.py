@@ -170,4 +170,5 @@ class Watchdog:
                 stuck=round(self._age() - self._began, 2),
                 below=self._beat.below if below is None else below if self._children else None,
             )
+        # outside of the lock: a slow file system must not hold up the training, which takes it in every step
         self.files.write(beat)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.hlo.bytes_accessed import moved
+from jaxpar.hlo.bytes_accessed import bytes_accessed
 from jaxpar.hlo.text import parse
 
 STACK, SLICE, INDEX = 4 * 8 * 1024, 4 * 1024, 4  # f32[8,1024], of which a layer is f32[1,1024]; s32[]
@@ -19,7 +19,7 @@ def of(*body, kind="fusion", result="f32[8,1024]{1,0}"):
         f"{inner}\n}}\n\nENTRY %main (a: f32[8,1024]) -> f32[8,1024] {{\n{outer}\n  ROOT {call}\n}}\n"
     )
     module = parse(text)
-    return moved(module, "main", module.computations["main"][-1])
+    return bytes_accessed(module, "main", module.computations["main"][-1])
 
 
 TAKE = "%one = f32[1,1024]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,1024}"
