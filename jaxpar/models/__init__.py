@@ -1,4 +1,13 @@
-"""Reference models. They know names of dims, never of meshes.
+"""Reference models, and the functions by which any model speaks to the step that trains it: names of dims, no mesh.
 
-To add a model: a file with its settings and module, and a row of `job/parts/models.MODELS` if jobs may name it.
+    constrain(x, "batch", "seq", "embed")   what the dims of an activation are called    named.py
+    attention(q, k, v, causal=True)         runs as the layout of the step says          islands.py
+    pipelined(layers, x)                    where a pipeline cuts the model              stack.py
+    remat = "none" as an attribute          what the backward pass keeps of each layer   remat.py
+
+Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), names of dims, a stack of equal
+layers, an island.
+
+To add a model: a file with its settings and its module, parameters named by `layers.weight`, and a row of
+`job/parts/models.MODELS` if jobs may name it. To add an island: see `islands.py`.
 """

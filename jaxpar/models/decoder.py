@@ -140,4 +140,5 @@ class Decoder(nnx.Module):
         x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan)
         x = self.norm(x)
         head = table.T if self.head is None else self.head[...]
+        # logits stay split over the vocabulary: the loss sums over it, and never needs all of a token's
         return constrain(jnp.einsum("bsd,dv->bsv", x, head), "batch", "seq", "vocab")

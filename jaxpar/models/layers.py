@@ -126,6 +126,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         """Returns [batch, seq, dim]."""
+        # both matmuls split their columns and `down` its rows: one sum over `tensor` for the three (Megatron's pair)
         h = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.up[...]), "batch", "seq", "mlp")
         h = _plus(h, self.up_bias)
         if self.gate is None:
@@ -150,6 +151,7 @@ class Block(nnx.Module):
         """Returns [batch, seq, dim]; without a key nothing is dropped."""
         keys = (None, None) if key is None else jax.random.split(key)
         x_bsd = x_bsd + dropout(self.attention(self.norm_attention(x_bsd)), self.rate, keys[0])
+        # what attention wrote is a sum over `tensor`: named here, it is a reduce-scatter under sequence parallelism
         x_bsd = constrain(x_bsd, "batch", "seq", "embed")
         x_bsd = x_bsd + dropout(self.mlp(self.norm_mlp(x_bsd)), self.rate, keys[1])
         return constrain(x_bsd, "batch", "seq", "embed")

@@ -1,6 +1,6 @@
 """Rematerialization by name: what the backward pass keeps; the rest it computes again.
 
-A module with an attribute `remat` (NNX) or a field `remat` (Linen) is told the name and
+A module with an attribute `remat` (NNX) or a field `remat` (Linen) is given the name and
 places it itself, around each layer; around any other model the step places it as a whole.
 """
 
@@ -12,8 +12,8 @@ from jaxpar.errors import nearest, refuse
 
 POLICIES = {
     "none": "keeps all that the backward pass reads",
-    "dots": "keeps the results of matrix products with a weight (no batch dims), recomputes the rest",
-    "all_dots": "keeps the results of all matrix products, attention scores too",
+    "dots": "keeps the results of matmuls with a weight (no batch dims), recomputes the rest",
+    "all_dots": "keeps the results of all matmuls, attention scores too",
     "full": "keeps the input of each layer, recomputes everything inside it",
 }
 

@@ -93,6 +93,7 @@ def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, polic
         params, key = params_and_key
         return nnx.merge(graph, params)(x, key), None
 
+    # around a layer, inside of the scan: around the scan, the backward pass would hold all layers' activations at once
     layer = remat(layer, policy, prevent_cse=not scan)
 
     def layers(x, keys):

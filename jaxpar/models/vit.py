@@ -94,6 +94,7 @@ class ViT(nnx.Module):
         """Returns logits [batch, classes] for images [batch, height, width] or [batch, height, width, channels]."""
         s = self.settings
         n = s.size // s.patch
+        # patches line by line, the pixels of each together: a convolution of stride `patch` as one matmul
         x = images.reshape(images.shape[0], n, s.patch, n, s.patch, s.channels)
         x = x.transpose(0, 1, 3, 2, 4, 5).reshape(images.shape[0], n * n, -1)
         table = self.patch[...]

@@ -1,8 +1,13 @@
-"""Goes from the names that a model gives its dims to arrays that are born where they belong.
+"""From the names that a model gives its dims to specs of arrays: NNX and Linen stay at the edge, inside are pytrees.
 
-Nouns: a `Blueprint` (a model of NNX or Linen as jaxpar sees it), a `Leaf` with the names of its dims, rules from
-names to mesh axes, and `constrain`, which names the dims of an activation.
+    NNX factory or Linen module ──► Blueprint: leaves with names of dims, init, bind, collect
+    names of a parameter's dims ──► mesh axes, each with the rule that chose it              rules.py
+    names of an activation's dims ─► mesh axes, while a step is traced                       constrain.py
 
-To add a Flax API: a file beside `nnx_model.py` and `linen_model.py` that returns a `Blueprint`. To let a new name of
-a dim mean something: a row of `rules.NAMES`.
+Nouns: a `Blueprint` (a model as jaxpar sees it), a `Leaf` (shape, dtype and names of one parameter), a `Choice` of mesh
+axes for its dims, rules from names to mesh axes.
+
+To add a Flax API: a file beside `nnx_model.py` and `linen_model.py` that returns a `Blueprint`. To let a new name of a
+dim mean something: `splits` of an `Axis` in `mesh/axes.py`. To name the dims of layers that name none: a row of
+`rules.PATHS`.
 """

@@ -14,7 +14,11 @@ from jaxpar.sharding.rules import Axes
 
 
 class _Noted(str):
-    """A name that remembers being found among the names of an activation."""
+    """A name that remembers being found among the names of an activation.
+
+    Rules are looked up by `name in names`, in Flax's own constraints as in `jp.constrain`: equality is the one place
+    that sees both, without a hook in Flax.
+    """
 
     seen: set[str]
 
@@ -41,6 +45,7 @@ def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Ite
         kept = tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if sizes.get(a, 1) > 1)
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
+    # a pipeline opens this context again inside of a step's, with other sizes: what is named there is named in the step
     around = (name.seen for name, _ in spmd.get_logical_axis_rules() if isinstance(name, _Noted))
     seen: set[str] = next(around, set())
     rules = []
@@ -50,6 +55,8 @@ def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Ite
         kept = present(axes)
         rules.append((noted, kept))
         if isinstance(kept, tuple):
+            # A rule is skipped as soon as one of its axes is taken. So the name comes again with its first axis alone:
+            # under sequence parallelism `seq` is (context, tensor) on the stream, and context where heads have tensor
             rules.append((noted, kept[0]))
     with spmd.logical_axis_rules(tuple(rules)):
         yield seen

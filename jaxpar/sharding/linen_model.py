@@ -35,6 +35,7 @@ class AtUse(struct.PyTreeNode, meta.AxisMetadata):
         """Returns the same box around another value."""
         return self.replace(value=val)
 
+    # nn.scan and nn.vmap tell boxes when they stack or slice a parameter, so that names of dims follow
     def add_axis(self, index, params):
         """Returns itself: `use` tells a stacked parameter by its shape."""
         return self
@@ -80,6 +81,7 @@ class LinenModel:
                 *args,
                 method=method,
                 mutable=[*self.state, *self.sown],
+                # each stream a key of its own: of one key, dropout and noise would draw the same bits
                 rngs={name: jax.random.fold_in(key, index) for index, name in enumerate(self._streams)},
                 **kwargs,
             )
@@ -178,6 +180,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         return bound(boxes, state, compute, streams)
 
     def collect(model: LinenModel) -> Tree:
+        # calls fold 0, 1, ... into the key of a step: the next step's key is none of those
         return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}
 
     return Blueprint(name=name, leaves=leaves, init=init, bind=bind, collect=collect, takes_remat="remat" in fields)

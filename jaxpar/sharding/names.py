@@ -61,7 +61,7 @@ class Compute:
 
     Attributes:
       train: Whether dropout drops and BatchNorm uses the batch.
-      dtype: What matrix products run in, or None for what the model says.
+      dtype: What matmuls run in, or None for what the model says.
       remat: Name of the policy for what the backward pass keeps (`POLICIES` in `models/remat.py`).
     """
 

@@ -65,6 +65,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
             metadata = {**variable.get_metadata(), "at_use": at_use}
             return _used(type(variable)).from_metadata(pick(values, _words(path)), metadata)
 
+        # only parameters are hooked: BatchNorm's statistics and keys are small, whole, and written to by the model
         def refilled(path, variable):
             value = pick(state, _words(path))
             return variable.replace(value) if isinstance(variable, nnx.Variable) else value  # an array in nnx.data
@@ -96,6 +97,7 @@ def _used(kind: type[nnx.Variable]) -> type[nnx.Variable]:
 
     class Used(kind):
         def get_value(self, *, index=...):
+            # the whole value first: the spec that it is gathered to is that of its own dims, not of a slice's
             value = self.get_metadata()["at_use"](super().get_value())
             return (
                 value
@@ -103,6 +105,8 @@ def _used(kind: type[nnx.Variable]) -> type[nnx.Variable]:
                 else value[index]
             )
 
+        # What the variable itself has not is the value's, such as `.T`. Metadata comes first, as in NNX; private names
+        # are those that copying and pickling ask for, and must gather nothing
         def __getattr__(self, name):
             if name in object.__getattribute__(self, "_var_metadata"):
                 return self._var_metadata[name]
@@ -167,7 +171,7 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
     for _, module in nnx.iter_modules(model):
         if hasattr(module, "remat"):
             module.remat = compute.remat
-        # nnx.Embed freezes dtype to that of its float32 table, which would keep every later product in float32
+        # nnx.Embed freezes dtype to that of its float32 table, which would keep every later matmul in float32
         frozen = isinstance(module, nnx.Embed) and module.dtype == module.param_dtype
         if compute.dtype is not None and hasattr(module, "dtype") and (module.dtype is None or frozen):
             module.dtype = compute.dtype

@@ -97,6 +97,7 @@ def resolve(
     taken: set[str] = set()
     problems = []
     for dim, (name, size) in enumerate(zip(given, leaf.shape, strict=True)):
+        # an axis splits an array once: of two dims that ask for it the first has it (a square matrix named twice)
         wanted = tuple(axis for axis in _axes_of(name, names) if sizes.get(axis, 1) > 1 and axis not in taken)
         ways = 1
         for axis in wanted:
@@ -173,6 +174,7 @@ def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
     ways, own = sizes.get("tensor", 1), own_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
     why = "no names"
+    # a vector is cheap to keep whole, and split it would put a collective around every elementwise op that adds it
     if ways > 1 and own > 1 and fitting:
         why = "no names: tensor on the largest dim"
         axes[max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, leaf.shape[dim], dim))] = ("tensor",)

@@ -1,5 +1,13 @@
 """Techniques of parallelism, one file each: what the declaration, the layout and the step need to know of them.
 
-To add one: its axis in `jaxpar.mesh.axes`, a file beside `tensor.py` with a `Technique`, a row of `table.TECHNIQUES`,
-and its price in `jaxpar.plan.techniques`.
+    declared   problems, names        asked.declared, asked.names_of
+    composed   idle                   asked.idle: no axis may do nothing
+    traced     how                    asked.traced: what runs the islands that a model calls, such as jp.attention
+    lowered    check                  asked.check: what the technique needs of the model, seen in its program
+
+Nouns: a `Technique` and the axis that it communicates over, a way (`how`) of running it, what a model has `Used`.
+
+To add a technique: its axis in `jaxpar.mesh.axes`, a file beside `tensor.py` with a `Technique`, a row of
+`table.TECHNIQUES`, and its price in `jaxpar.plan.techniques`. To add a way, such as ring attention: a file beside
+`attention_gather.py` and a row of `context.HOW`. A test or a script adds either with `table.added`.
 """

@@ -70,7 +70,7 @@ def islands(parallel: Parallel) -> dict[str, Callable]:
 
 @dataclass
 class Used:
-    """What a model used of jaxpar in a step, over all that is traced of it: JAX traces once what is lowered twice.
+    """The use that a model made of jaxpar in all traces of a step. JAX traces once what is lowered twice: it is kept.
 
     Attributes:
       names: Names of dims of activations.

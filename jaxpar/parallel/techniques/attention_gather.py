@@ -27,16 +27,16 @@ _WHOLE = ("batch", "keys", "kv_heads", "head_dim")
 def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
     """Returns attention of the queries that a device has to the keys of whole sequences.
 
-    cuDNN's fused kernel takes no pieces of sequences: in 16 bits scores are kept then, in float32.
+    cuDNN's fused kernel cannot run on split sequences: in 16 bits the scores are materialised then, in float32.
     """
     k_btgk, v_btgk = _gathered(k_btgk), _gathered(v_btgk)
     low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
-    attend = in_16_bits if low and _in_pieces() else whole
+    attend = in_16_bits if low and _splits() else whole
     return attend(q_bshk, k_btgk, v_btgk, causal=causal)
 
 
 def _gathered(x_btgk: jax.Array) -> jax.Array:
-    """Returns keys or values of whole sequences, where devices have pieces of them; else `x_btgk` itself."""
+    """Returns keys or values of whole sequences, where devices split them; else `x_btgk` itself."""
     own, whole = spec_of(KEYS), spec_of(_WHOLE)
     return x_btgk if own == whole else _moved(x_btgk, whole, own)
 
@@ -87,7 +87,7 @@ def _scores_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> 
 _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
 
 
-def _in_pieces() -> bool:
-    """Returns whether devices have pieces of sequences in attention."""
+def _splits() -> bool:
+    """Returns whether devices split the sequence of queries."""
     spec = spec_of(QUERIES)
     return spec is not None and spec[1] is not None
