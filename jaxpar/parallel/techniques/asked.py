@@ -92,14 +92,15 @@ def traced(layout: Layout, used: Used) -> Iterator[None]:
 
 
 def check(layout: Layout, used: Used, lowered: Any) -> None:
-    """Lets each technique look at what a model used in a step, and at the lowered program.
+    """Lets each technique whose axis is used look at what a model used in a step, and at the lowered program.
 
     Raises:
       JaxparError: If a technique can't do what it should; if the declaration chose how an island runs, and the model
         never called it.
     """
-    for technique in TECHNIQUES.values():
-        technique.check(layout, used.names, lowered)
+    for axis, technique in TECHNIQUES.items():
+        if layout.sizes.get(axis, 1) > 1:
+            technique.check(layout, used.names, lowered)
     for axis, way in layout.parallel.how.items():
         if not used.islands & (calls := TECHNIQUES[axis].how[way].keys()):
             raise refuse(
