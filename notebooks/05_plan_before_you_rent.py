@@ -66,7 +66,7 @@ print(page(plan))
 best = plan.best[0]
 worked = LLAMA_8B.model["vocab"] * LLAMA_8B.model["dim"]
 flop = 6 * (on_64.model.parameters - worked) * 128 * 4096
-print(f"on paper {flop / (64 * 0.66 * 989.5e12):.3f} s, planned {best.time.products:.3f} s of {best.time.total:.3f} s")
+print(f"on paper {flop / (64 * 0.66 * 989.5e12):.3f} s, planned {best.time.matmuls:.3f} s of {best.time.total:.3f} s")
 
 # %% [markdown]
 # **Explain the gap.** A matmul needs some time to get going, and a 66 % share is what endless matmuls reach.
@@ -121,7 +121,7 @@ def against(plan, title):
     for name, which in kinds(plan.points).items():
         ax.plot(seconds[which], gib[which], ".", ms=2.5, color=DOTS[name])
         ax.plot([], [], "o", ms=5, color=DOTS[name], label=f"{which.sum():,} {name}")
-    front, room = plan.points.front, plan.question.room / 2**30
+    front, room = plan.points.pareto, plan.question.room / 2**30
     ax.step(seconds[front], gib[front], where="post", color="black", lw=1.3, label="front")
     for each, colour, name, look in (
         (plan.best[0], "#0a6b4b", "chosen", {"ms": 8}),

@@ -93,7 +93,7 @@ def test_outside_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_micro
         "twice the traffic that nothing hides": replace(
             question, software=replace(JAXPAR, overlap=0.0, tensor_overlap=0.0, context_overlap=0.6)
         ),
-        "twice the fixed cost of a product": replace(
+        "twice the fixed cost of a matmul": replace(
             question, hardware=replace(H100, gemm=replace(H100.gemm, half=2 * H100.gemm.half))
         ),
     }

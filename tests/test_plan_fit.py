@@ -132,7 +132,7 @@ def test_times_that_do_not_grow_are_no_bandwidth():
 def test_the_curve_of_products_is_recovered(key):
     machine = HARDWARE[key]
     flop = [2.0 * side**3 for side in SIDES]
-    found = fit_gemm(flop, [float(machine.products(f)) for f in flop], peak=machine.chip.bf16_flops, source="here")
+    found = fit_gemm(flop, [float(machine.matmuls(f)) for f in flop], peak=machine.chip.bf16_flops, source="here")
     assert found.gemm.top == pytest.approx(machine.gemm.top)
     assert found.gemm.half == pytest.approx(machine.gemm.half)
     assert (found.gemm.source, found.worst < 1e-9) == ("here", True)
@@ -146,7 +146,7 @@ def test_a_chip_without_a_fixed_cost_has_half_zero():
 
 def test_products_faster_than_the_peak_are_another_chips():
     flop = [1e9, 1e10, 1e11]
-    with pytest.raises(JaxparError, match=r"2000 TFLOP/s in products, 1000 TFLOP/s on the chip's sheet"):
+    with pytest.raises(JaxparError, match=r"2000 TFLOP/s in matmuls, 1000 TFLOP/s on the chip's sheet"):
         fit_gemm(flop, [f / 2e15 for f in flop], peak=1e15, source="")
 
 

@@ -61,7 +61,7 @@ def test_what_is_written_is_read_back_and_prices_alike(key, tmp_path):
     found = load_hardware(path, devices=64)
     assert (found.inside, found.between, found.launch) == (machine.inside, machine.between, machine.launch)
     assert found.memory == machine.memory
-    assert found.products(1e12) == machine.products(1e12)
+    assert found.matmuls(1e12) == machine.matmuls(1e12)
     assert found.gather(1e8, 64, 1) == machine.gather(1e8, 64, 1)
     assert find_chip(found.chip.name) is machine.chip
 
@@ -200,7 +200,7 @@ def test_one_node_is_not_told_of_a_network(example, capsys):
     said = capsys.readouterr().out
     assert "1 node of 8" in said
     assert "80 GB/s per GPU\n" in said
-    assert "products: measured on acme-3; links: measured on acme-3" in said
+    assert "matmuls: measured on acme-3; links: measured on acme-3" in said
 
 
 @pytest.mark.parametrize(

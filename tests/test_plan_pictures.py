@@ -94,7 +94,7 @@ def test_a_plan_has_the_points_of_all_that_fit(name):
     assert len(given.points.seconds) == len(given.points.bytes) == given.fitting
     assert given.points.seconds.min() == pytest.approx(given.fastest.time.total)
     assert given.points.bytes.max() <= given.question.room
-    assert [each["seconds"] for each in given.to_dict()["front"]] == given.points.seconds[given.points.pareto].tolist()
+    assert [each["seconds"] for each in given.to_dict()["pareto"]] == given.points.seconds[given.points.pareto].tolist()
     json.dumps(given.to_dict())
     less = leaner(given, 6)
     assert all(each.memory.total < given.best[0].memory.total for each in less)

@@ -77,9 +77,9 @@ def test_products_divide_by_tensor_and_double_backward():
     cut = layer_time.block(
         GPT3, Candidate(tensor=8), replace(A100, gemm=Gemm(top=1.0, half=0.0, source="")), MEGATRON_2022
     )
-    assert one[0].products == pytest.approx(2048 * 24 * 12288**2 / 312e12)
-    assert one[1].products == pytest.approx(2 * one[0].products)
-    assert cut[0].products == pytest.approx(one[0].products / 8)
+    assert one[0].matmuls == pytest.approx(2048 * 24 * 12288**2 / 312e12)
+    assert one[1].matmuls == pytest.approx(2 * one[0].matmuls)
+    assert cut[0].matmuls == pytest.approx(one[0].matmuls / 8)
 
 
 def test_an_all_gather_by_hand():

@@ -18,7 +18,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR
-from jaxpar.plan.model.tracing import Product, trace
+from jaxpar.plan.model.tracing import Matmul, trace
 from jaxpar.plan.search import search
 
 VIT = """
@@ -60,12 +60,12 @@ def test_a_product_has_2_flop_per_multiplication_and_kind_and_count():
         image = jax.lax.conv(x.reshape(-1, 1, 4, 5), p["kernel"], (1, 1), "SAME")
         return jnp.sum(scores) + jnp.sum(image)
 
-    found = traced(function, shapes(square=(6, 6), wide=(6, 20), kernel=(7, 1, 3, 3)), (6,)).products
+    found = traced(function, shapes(square=(6, 6), wide=(6, 20), kernel=(7, 1, 3, 3)), (6,)).matmuls
     assert found == (
-        Product(flop=2 * 6 * 6, times=5, kind="weights"),
-        Product(flop=2 * 6 * 20, times=1, kind="weights"),
-        Product(flop=2 * 4 * 4 * 5, times=1, kind="batched"),
-        Product(flop=2 * 7 * 4 * 5 * 3 * 3, times=1, kind="convolution"),
+        Matmul(flop=2 * 6 * 6, times=5, kind="weights"),
+        Matmul(flop=2 * 6 * 20, times=1, kind="weights"),
+        Matmul(flop=2 * 4 * 4 * 5, times=1, kind="batched"),
+        Matmul(flop=2 * 7 * 4 * 5 * 3 * 3, times=1, kind="convolution"),
     )
 
 
@@ -94,9 +94,9 @@ def test_flop_of_a_vision_transformer_are_those_of_its_matrices():
     model = question(VIT).model
     patches, dim = 16, 64  # 8 x 8 pixels in patches of 2 x 2, and no token for the class
     matrices = 4 * (4 * dim * dim + 8 * dim * dim) + 4 * dim
-    weights = sum(each.flop * each.times for each in model.trace.products if each.kind != "batched")
+    weights = sum(each.flop * each.times for each in model.trace.matmuls if each.kind != "batched")
     assert weights == pytest.approx(2 * (patches * matrices + 10 * dim), rel=1e-9)
-    batched = sum(each.flop * each.times for each in model.trace.products if each.kind == "batched")
+    batched = sum(each.flop * each.times for each in model.trace.matmuls if each.kind == "batched")
     assert batched == 4 * 2 * 2 * patches * patches * dim
     assert model.trace.blocks == 4
 
@@ -128,7 +128,7 @@ def test_the_state_is_that_of_the_jobs_optimizer():
 def test_float32_takes_longer_and_sends_twice_as_much():
     one = Candidate(fsdp=8, zero=3, microbatch=8)
     half, full = (question(VIT, "model.dim=1024", f"train.precision={name}").seconds(one) for name in ("bf16", "fp32"))
-    assert full.products == pytest.approx(2 * half.products, rel=1e-3)  # 494.7 TF, not 494.75
+    assert full.matmuls == pytest.approx(2 * half.matmuls, rel=1e-3)  # 494.7 TF, not 494.75
     assert full.sharding > half.sharding
 
 

@@ -1,6 +1,6 @@
 """The planner's step times beside those that others published: one set of constants for each family of chips.
 
-One run on each family fits the share of the peak that matrix products reach; it says so. All others are predicted.
+One run on each family fits the share of the peak that matmuls reach; it says so. All others are predicted.
 How much hangs on that choice: fitted on any other of the eight runs, Megatron-LM's mean is 2.2 to 4.4 %, the largest
 error 5.1 to 10.2 %; fitted on a run of torchtitan, whose cards' peak is not published, MaxText's Llama 3 is 16 to
 21 % off, over the bound.
@@ -133,7 +133,7 @@ def _show(constants: dict[str, Any]) -> None:
             if key in value:
                 rest[key] = f"{value[key]['bandwidth'] / 1e9:.4g} GB/s after {value[key]['latency'] * 1e6:g} us"
         if "gemm" in value:
-            rest["products"] = f"{value['gemm']['top']} of peak x f / (f + {value['gemm']['half'] / 1e9:g} GFLOP)"
+            rest["matmuls"] = f"{value['gemm']['top']} of peak x f / (f + {value['gemm']['half'] / 1e9:g} GFLOP)"
             rest["peak"] = f"{value['chip']['bf16_flops'] / 1e12:g} TFLOP/s"
             rest["memory"] = f"{value['chip']['bandwidth'] / 1e12:g} TB/s"
         print(f"  {name}: " + ", ".join(f"{key} {item}" for key, item in rest.items()))

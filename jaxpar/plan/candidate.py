@@ -14,8 +14,8 @@ from jaxpar.pipeline.tables.library import LIBRARY
 
 RECOMPUTES = {
     # remat: shares of a layer's forward that the backward pass computes again:
-    # products with weights, products of attention, its softmax, other passes, collectives of the tensor axis; where
-    # attention's products are made again, the context axis gathers again for them
+    # matmuls with weights, matmuls of attention, its softmax, elementwise ops, collectives of the tensor axis; where
+    # attention's matmuls are made again, the context axis gathers again for them
     "none": (0.0, 0.0, 0.0, 0.0, 0.0),
     "all_dots": (0.0, 0.0, 1.0, 1.0, 0.0),
     "dots": (0.0, 1.0, 1.0, 1.0, 0.0),
@@ -42,8 +42,8 @@ class Candidate:
       microbatch: Rows of one microbatch on one replica.
       microbatches: Microbatches of a step.
       remat: What is computed again: none, all_dots, dots, full as in jaxpar.models.remat; selective: attention
-        between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other product with
-        weights, and elementwise passes (torchtitan's selective checkpointing by operation).
+        between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other matmul with
+        weights, and elementwise ops (torchtitan's selective checkpointing by operation).
       head: Where a pipeline runs embedding and head, as `jaxpar.Pipeline` has it: last, or spread over the stages.
       axes: Sizes of further axes, of techniques that are added to jaxpar's own, as `jaxpar.Parallel` has them.
     """
@@ -130,7 +130,7 @@ class Candidate:
     def recomputed(self) -> tuple[Any, ...]:
         """The five shares of `RECOMPUTES` that hold for `remat`.
 
-        Over pieces of sequences attention's first product is one that no remat sees, so all_dots makes it again.
+        Over pieces of sequences attention's first matmul is one that no remat sees, so all_dots makes it again.
         """
         remat = np.asarray(self.remat)
         found = [

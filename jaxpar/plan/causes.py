@@ -1,6 +1,6 @@
 """Numbers by cause that add up: the seconds of a step, or the bytes of a device.
 
-    {"products": 0.6, "tensor": 0.2, ...}    each a number, or an array with one for each of many layouts
+    {"matmuls": 0.6, "tensor": 0.2, ...}    each a number, or an array with one for each of many layouts
 
 Who prices a technique names its cause and how it is drawn, and pages show the causes that they meet: there is no list
 of them.

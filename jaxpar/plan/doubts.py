@@ -1,9 +1,9 @@
 """Assumptions of a plan, each made as wrong as it may well be, to both sides.
 
-    bandwidths, speed of products      off by `DOUBT`
+    bandwidths, speed of matmuls       off by `DOUBT`
     latencies                          twice, or half: of hops, and of what starts a kernel or a collective
     exposed collectives                twice, or half, of what overlap is assumed to leave
-    fixed cost of a product            twice, or half: what a small microbatch's products lose
+    fixed cost of a matmul             twice, or half: what a small microbatch's matmuls lose
 
 So no doubt makes a cause of a step's time more than twice, or less than half, as long.
 """
@@ -26,7 +26,7 @@ def doubts(hardware: Hardware, software: SoftwareModel) -> Iterator[tuple[str, H
         for what, part, rate in (
             ("bandwidth inside a node", "inside", "bandwidth"),
             ("bandwidth between nodes", "between", "bandwidth"),
-            ("speed of products", "chip", "bf16_flops"),
+            ("speed of matmuls", "chip", "bf16_flops"),
         ):
             one = getattr(hardware, part)
             changed = replace(one, **{rate: getattr(one, rate) * sign})
@@ -35,7 +35,7 @@ def doubts(hardware: Hardware, software: SoftwareModel) -> Iterator[tuple[str, H
         yield f"{word} the latencies", _later(hardware, factor), software
         yield f"{word} the traffic that nothing hides", hardware, _exposed(software, factor)
         gemm = replace(hardware.gemm, half=hardware.gemm.half * factor)
-        yield f"{word} the fixed cost of a product", replace(hardware, gemm=gemm), software
+        yield f"{word} the fixed cost of a matmul", replace(hardware, gemm=gemm), software
 
 
 def _later(hardware: Hardware, factor: float) -> Hardware:

@@ -64,7 +64,7 @@ def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: 
     deep = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     ways = candidate.tensor * candidate.sharing
-    logits = 4 * tokens * shape.vocab / ways  # float32, and the two inputs of norm and product
+    logits = 4 * tokens * shape.vocab / ways  # float32, and the two inputs of norm and matmul
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     one = np.equal(candidate.pipe, 1)
     added = added_bytes(shape, candidate, software, recipe)

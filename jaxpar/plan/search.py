@@ -144,7 +144,7 @@ class Plan:
             "best": [each.to_dict() for each in self.best],
             "fastest": self.fastest.to_dict(),
             "doubts": {what: each.to_dict() for what, each in self.doubts.items()},
-            "front": [
+            "pareto": [
                 {"layout": describe(at(self.points.layouts, i)), "seconds": float(self.points.seconds[i]),
                  "bytes": float(self.points.bytes[i]), "how": "modelled"}
                 for i in self.points.pareto.tolist()

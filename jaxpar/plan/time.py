@@ -25,9 +25,9 @@ from jaxpar.plan.techniques.base import Work
 class StepTime(Causes):
     """Seconds of a step on its busiest device, by cause.
 
-    products     products with weights, forward and backward, the head's too
+    matmuls      those with weights, forward and backward, the head's too
     attention    attention between its projections
-    passes       elementwise passes, norms, loss, sums of gradients
+    elementwise  norms, activations, loss, sums of gradients
     recompute    what the backward pass computes again
     tensor, ...  exposed collectives of each of `techniques.table.TECHNIQUES`, those that are repeated too
     sharding     exposed collectives of fsdp, data and, for gradients, context
@@ -50,8 +50,8 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     ahead, back = (sum(each) for each in zip(*shared.values(), strict=True))
     deep = candidate.layers(shape.layers)
 
-    # a part: its layers; weights' gradients are half of the products going backward and all sums of gradients
-    weights = deep * backward.products / 2
+    # a part: its layers; weights' gradients are half of the matmuls going backward and all sums of gradients
+    weights = deep * backward.matmuls / 2
     spread = pipe.spread(shape, candidate, hardware)
     times = (
         deep * (forward.total + ahead),
@@ -75,9 +75,10 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     more = of_step(shape, candidate, hardware, software)
     work = Work(parameters=held, layers=candidate.chunks * deep, compute=moving)
     return StepTime(
-        products=count * (forward.products + backward.products) + heads * (head_f.products + head_b.products),
+        matmuls=count * (forward.matmuls + backward.matmuls) + heads * (head_f.matmuls + head_b.matmuls),
         attention=count * (forward.core + forward.scores + backward.core + backward.scores),
-        passes=count * (forward.passes + backward.passes) + heads * (head_f.passes + head_b.passes),
+        elementwise=count * (forward.elementwise + backward.elementwise)
+        + heads * (head_f.elementwise + head_b.elementwise),
         recompute=count * again.total,
         **{cause: count * sum(both) + more[cause] for cause, both in shared.items()},
         **around(work, candidate, hardware, software),

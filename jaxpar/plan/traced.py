@@ -1,7 +1,7 @@
 """Any model as a plan sees it: traced once on shapes, shared by data and fsdp, and by techniques that are added.
 
-    products      2 FLOP per multiplication of every product and convolution, going forward; twice that going backward
-    passes        what the backward pass reads was written and read once going forward, and is read, and its gradient
+    matmuls       2 FLOP per multiplication of every matmul and convolution, going forward; twice that going backward
+    elementwise   what the backward pass reads was written and read once going forward, and is read, and its gradient
                   written and read, going backward: 5 times its bytes; once more to and fro where it is computed again
     activations   what `jax.vjp` keeps that grows with the rows, as the remat policy leaves it
     working       what one block computes again; with ZeRO-3, twice the largest piece that is gathered at once
@@ -33,9 +33,9 @@ from jaxpar.plan.techniques.sharding_bytes import gathered_for_a_step, while_mad
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.time import StepTime, optimizer
 
-FORWARD, BACKWARD = 2, 3  # passes over what the backward pass reads
+FORWARD, BACKWARD = 2, 3  # reads and writes of what the backward pass reads
 AGAIN: Mapping[str, tuple[Kind, ...]] = {
-    # kinds of products that each remat policy computes again: jax.checkpoint_policies keep no convolutions
+    # kinds of matmuls that each remat policy computes again: jax.checkpoint_policies keep no convolutions
     "none": (),
     "all_dots": ("convolution",),
     "dots": ("convolution", "batched"),
@@ -53,8 +53,8 @@ class Traced:
       refused: Such sizes that the model does not take, and why.
       piece: Parameters of the largest piece that is gathered at once: a parameter, or a layer of a stack.
       recipe: Bytes per parameter of the training state.
-      trace: Its products, and what it keeps.
-      itemsize: Bytes of what products run in: 2 or 4.
+      trace: Its matmuls, and what it keeps.
+      itemsize: Bytes of what matmuls run in: 2 or 4.
       sums: Whether the loss is a sum with a count, which microbatches need.
       axes: Further axes, of techniques that are added to jaxpar's own and have something to split here.
       dims: Names of dims of its parameters to what divides all dims of that name.
@@ -89,14 +89,12 @@ class Traced:
         return "rows", 1
 
     def step_flop(self, rows: int) -> float:
-        """Returns the FLOP of its products and convolutions, three times over for forward and backward."""
-        return 3.0 * rows * sum(each.flop * each.times for each in self.trace.products)
+        """Returns the FLOP of its matmuls and convolutions, three times over for forward and backward."""
+        return 3.0 * rows * sum(each.flop * each.times for each in self.trace.matmuls)
 
     def attention(self, software: SoftwareModel) -> str:
-        """Returns what tracing shows: products, and what is kept between them."""
-        return (
-            "as traced, without a GPU's fused kernel" if any(p.kind == "batched" for p in self.trace.products) else ""
-        )
+        """Returns what tracing shows: matmuls, and what is kept between them."""
+        return "as traced, without a GPU's fused kernel" if any(p.kind == "batched" for p in self.trace.matmuls) else ""
 
     def left_out(self, choices: Choices) -> tuple[str, ...]:
         """Returns what the model does not take, and the axes that it has no use for."""
@@ -152,16 +150,16 @@ class Traced:
         once, everything = sum(forward.values()), rows * self.trace.kept["none"]
         again = self._by_remat(candidate, lambda name: sum(forward[kind] for kind in AGAIN[name]))
         repeated = hardware.stream(FORWARD * (everything - self._kept(candidate)))
-        passes = hardware.stream((FORWARD + BACKWARD) * everything)
+        elementwise = hardware.stream((FORWARD + BACKWARD) * everything)
         held = self._held(candidate, whole=True)
         sums = np.where(np.greater(count, 1), hardware.stream(software.accumulate * held), 0.0)
-        compute = count * (3 * once + again + repeated + passes + sums)
+        compute = count * (3 * once + again + repeated + elementwise + sums)
         nothing = 0.0 * compute
         work = Work(parameters=held, layers=self.trace.blocks, compute=compute)
         return StepTime(
-            products=3 * count * once,
+            matmuls=3 * count * once,
             attention=nothing,
-            passes=count * (passes + sums),
+            elementwise=count * (elementwise + sums),
             recompute=count * (again + repeated),
             **{cause: nothing + more for cause, more in of_step(self, candidate, hardware, software).items()},
             **around(work, candidate, hardware, software),
@@ -179,7 +177,7 @@ class Traced:
         return self.recipe.total * self.piece + self.trace.kept["none"] / max(self.trace.blocks, 1)
 
     def _software(self, software: SoftwareModel) -> SoftwareModel:
-        """Returns how it is run: what travels has the size of what products run in."""
+        """Returns how it is run: what travels has the size of what matmuls run in."""
         return replace(software, wire=(float(self.itemsize),) * 2)
 
     def _sizes(self, candidate: Candidate) -> tuple[list[tuple[int, ...]], np.ndarray]:
@@ -196,8 +194,8 @@ class Traced:
 
     def _seconds(self, kind: str, rows: Any, hardware: Hardware) -> Any:
         peak = 1.0 if self.itemsize == 2 else hardware.chip.f32_flops / hardware.chip.bf16_flops
-        own = [each for each in self.trace.products if each.kind == kind]
-        return sum((hardware.products(rows * each.flop, each.times) for each in own), 0.0 * rows) / peak
+        own = [each for each in self.trace.matmuls if each.kind == kind]
+        return sum((hardware.matmuls(rows * each.flop, each.times) for each in own), 0.0 * rows) / peak
 
     def _kept(self, candidate: Candidate) -> Any:
         return candidate.microbatch * self._by_remat(candidate, lambda name: self.trace.kept[name])

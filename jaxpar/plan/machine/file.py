@@ -9,8 +9,8 @@ bandwidth = 2e12
 nvlink = 100e9
 source = "its sheet"
 [gemm]
-top = 0.7                    # share of bf16_flops that products without end reach
-half = 5e9                   # FLOP of the product that reaches half of that
+top = 0.7                    # share of bf16_flops that matmuls without end reach
+half = 5e9                   # FLOP of the matmul that reaches half of that
 source = "measured on acme-3"
 [links]
 per_node = 8                 # chips of a machine
@@ -41,7 +41,7 @@ _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, str]]] = {  # lowest, hi
 }
 _TIERS = ("inside", "between")
 _SAYS = {
-    "gemm": "[gemm] says which share of its peak the chip reaches in products",
+    "gemm": "[gemm] says which share of its peak the chip reaches in matmuls",
     "links": "[links] says what joins the chips",
 }
 

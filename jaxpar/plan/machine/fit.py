@@ -3,7 +3,7 @@
     gather, reduce-scatter    launch +   (P-1) latency +   n (P-1)/P / bandwidth
     all-reduce              2 launch + 2 (P-1) latency + 2 n (P-1)/P / bandwidth
     send                      launch +         latency +   n         / bandwidth
-    product of f FLOP         (f + half) / (peak x top)
+    matmul of f FLOP         (f + half) / (peak x top)
 
 All are linear in what is sought, so it is one least-squares problem without negative solutions. Every residual is taken
 relative to its time: a size of 4 KiB counts as much as one of 256 MiB. Residuals past 1.345 standard deviations count
@@ -72,7 +72,7 @@ class LinkFit:
 
 @dataclass(frozen=True, slots=True)
 class GemmFit:
-    """The curve of a chip's matrix products, and how far from it the times are, as in `LinkFit`."""
+    """The curve of a chip's matmuls, and how far from it the times are, as in `LinkFit`."""
 
     gemm: Gemm
     error: float
@@ -114,10 +114,10 @@ def fit_link(timings: Sequence[Timing], *, launch: float | None = None) -> LinkF
 
 
 def fit_gemm(flop: Sequence[float], seconds: Sequence[float], *, peak: float, source: str) -> GemmFit:
-    """Returns the share of the peak by the size of a product.
+    """Returns the share of the peak by the size of a matmul.
 
     Args:
-      flop: Of each product.
+      flop: Of each matmul.
       seconds: What it took.
       peak: FLOP per second on the chip's sheet.
       source: Where the times were taken.
@@ -127,15 +127,15 @@ def fit_gemm(flop: Sequence[float], seconds: Sequence[float], *, peak: float, so
     """
     _enough(len(set(flop)), "FLOP")
     for size, time in zip(flop, seconds, strict=True):
-        _positive(time, f"a product of {size:g} FLOP")
+        _positive(time, f"a matmul of {size:g} FLOP")
     times, sizes = np.array(seconds, float), np.array(flop, float)
     (slope, fixed), errors = _solve(np.stack([sizes, np.ones_like(sizes)], 1), times, times)
     if not slope > 0 or 1 / slope > peak:
         reached = f"{1 / slope / 1e12:.4g} TFLOP/s" if slope > 0 else "times that do not grow"
         raise refuse(
-            f"{reached} in products, {peak / 1e12:.4g} TFLOP/s on the chip's sheet",
-            rule="larger products take longer, and none is faster than the peak",
-            fix="bf16_flops in [chip] is that of this very chip; larger products",
+            f"{reached} in matmuls, {peak / 1e12:.4g} TFLOP/s on the chip's sheet",
+            rule="larger matmuls take longer, and none is faster than the peak",
+            fix="bf16_flops in [chip] is that of this very chip; larger matmuls",
         )
     gemm = Gemm(top=float(1 / (slope * peak)), half=float(fixed / slope), source=source)
     return GemmFit(gemm, float(np.median(errors)), float(errors.max()))

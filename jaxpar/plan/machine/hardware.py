@@ -1,9 +1,9 @@
 """The machines a plan is made for: chips in nodes, what they reach of their sheet, and the links between them.
 
-    time of a product      FLOP / (peak x share(FLOP))         share(f) = top x f / (f + half)
+    time of a matmul       FLOP / (peak x share(FLOP))         share(f) = top x f / (f + half)
     time of the rest       bytes / (device memory's bandwidth x streaming)
 
-`half` is a product's fixed cost in FLOP: launch, the first tiles to arrive, the last wave of blocks that leaves
+`half` is a matmul's fixed cost in FLOP: launch, the first tiles to arrive, the last wave of blocks that leaves
 processors idle. One set of constants holds for all runs on a family of chips; each says where it comes from.
 
 Runs on A100 and H100 were there to fit. An H200 is an H100 with other memory, and a B200 comes in the same machine one
@@ -32,8 +32,8 @@ class Gemm:
     """The share of its peak that a chip reaches in a matmul, by the matmul's size.
 
     Attributes:
-      top: Share of the peak that products without end reach.
-      half: FLOP of the product that reaches half of that.
+      top: Share of the peak that matmuls without end reach.
+      half: FLOP of the matmul that reaches half of that.
       source: Where both come from.
     """
 
@@ -45,7 +45,7 @@ class Gemm:
         check_ranges(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15)})
 
     def share(self, flop: Any) -> Any:
-        """Returns the share of the peak for products of so many FLOP, a number or an array.
+        """Returns the share of the peak for matmuls of so many FLOP, a number or an array.
 
         >>> Gemm(top=0.8, half=4e9, source="").share(4e9)
         0.4
@@ -62,8 +62,8 @@ class Hardware:
       per_node: Chips of a node.
       inside: Link of a chip to the others of its node; bandwidth as collectives reach it.
       between: Link of a chip, through its own NIC, to other nodes; bandwidth as collectives reach it.
-      gemm: Share of the peak in matrix products with weights.
-      streaming: Share of the memory's bandwidth in elementwise passes.
+      gemm: Share of the peak in matmuls with weights.
+      streaming: Share of the memory's bandwidth in elementwise ops.
       launch: Seconds a kernel or a collective takes before its first byte.
       source: Where the numbers come from that the chip and the curve do not name.
     """
@@ -87,8 +87,8 @@ class Hardware:
         """Bytes of one chip's memory that a program may take."""
         return self.chip.usable
 
-    def products(self, flop: Any, count: Any = 1) -> Any:
-        """Returns the seconds of `count` matrix products of `flop` FLOP each."""
+    def matmuls(self, flop: Any, count: Any = 1) -> Any:
+        """Returns the seconds of `count` matmuls of `flop` FLOP each."""
         return count * flop / (self.chip.bf16_flops * self.gemm.share(flop))
 
     def stream(self, size: Any) -> Any:
@@ -140,7 +140,7 @@ def _chip(key: str) -> Chip:
 
 
 def _as_on(known: Hardware, key: str) -> Hardware:
-    """Returns nodes of another chip that reaches the same shares of its own sheet; products' fixed cost lasts as long.
+    """Returns nodes of another chip that reaches the same shares of its own sheet; matmuls' fixed cost lasts as long.
 
     Args:
       known: What its constants were fitted on.

@@ -1,4 +1,4 @@
-"""Software models: the kernels of a training program, its elementwise passes, and what overlaps.
+"""Software models: the kernels of a training program, its elementwise ops, and what overlaps.
 
 Bytes are of bfloat16 activations with dropout where the program has it; each number counts reads and writes of the
 kernels that the program runs, so it can be checked by reading them.
@@ -21,9 +21,9 @@ class SoftwareModel:
     Attributes:
       attention: "unfused": scores go to memory; "fused": they do not, and a causal kernel does half of them.
       pieces: The software model of layouts that cut sequences, where it is another: cuDNN's kernel takes whole ones.
-      core: Share of the peak that attention's products reach, forward and backward.
+      core: Share of the peak that attention's matmuls reach, forward and backward.
       scores: Bytes per score to and from memory, forward and backward, of unfused attention.
-      kept: Bytes per score kept for the backward pass, and of them those of products alone; 0 where attention is fused.
+      kept: Bytes per score kept for the backward pass, and of them those of matmuls alone; 0 where attention is fused.
       relaid: How often more scores are kept because XLA lays them forward in one order and backward in another, where
         a device has more than one pair of a row and a head of keys; a quarter as many more while they are worked
         with, where it has more rows than heads of keys.
@@ -32,16 +32,16 @@ class SoftwareModel:
       inner: Bytes per element of the widths that the tensor axis cuts: q, k, v and the feed-forward's hidden.
       logits: Bytes per logit of the loss, forward and backward together.
       accumulate: Bytes per parameter and microbatch to add up gradients.
-      update: Bytes per parameter of the optimizer's step, all passes.
+      update: Bytes per parameter of the optimizer's step, all reads and writes.
       wire: Bytes per parameter that fsdp gathers, and per gradient that fsdp and data reduce.
       keep: Bytes moved for each byte that is kept for the backward pass, to lay it beside that of other layers and to
         take it out again, and as many for the slots of a pipeline; 0 where it stays where it was computed.
       eager: Whether gradients are reduced for every microbatch, rather than their sum once a step.
       layerwise: Whether each layer's parameters are gathered, and its gradients reduced, by collectives of its own.
       overlap: Share of collectives over fsdp and data that computation hides, while there is enough of it.
-      tensor_overlap: The same for those of the tensor axis that a product can run beside.
+      tensor_overlap: The same for those of the tensor axis that a matmul can run beside.
       context_overlap: The same for those of the context axis.
-      regather: Whether sequence parallelism gathers a product's input again for its weights' gradient, to keep less.
+      regather: Whether sequence parallelism gathers a matmul's input again for its weights' gradient, to keep less.
       dropout: Whether masks are kept.
       waits: Seconds in which the chip waits for the host in a block, forward and backward; 0 where launches run ahead.
       run: "asynchronous": stages run freely; "barrier": tick by tick, one program on all devices.
@@ -107,33 +107,33 @@ class SoftwareModel:
 
 MEGATRON_2022 = SoftwareModel(
     attention="unfused",
-    core=(0.6, 0.5),  # assumed: products of width dim / heads, beside which scores are written and read
+    core=(0.6, 0.5),  # assumed: matmuls of width dim / heads, beside which scores are written and read
     # forward: QK^T writes 2, softmax 2 + 2, dropout 2 + 2 + mask 1, PV reads 2
     # backward: dV and dP 2 + 2, dropout 2 + 1 + 2, softmax 2 + 2 + 2, dQ and dK 2 + 2
     scores=(13.0, 19.0),
-    kept=(5.0, 2.0),  # softmax 2, mask 1, product 2: Korthikanti et al., section 4.1
+    kept=(5.0, 2.0),  # softmax 2, mask 1, matmul 2: Korthikanti et al., section 4.1
     # forward: 2 norms of 2 + 2; 2 times bias, dropout and residual of 2 + 2 + 2 + mask 1
     # backward: 2 norms of 2 + 2 + 2, 2 dropouts of 2 + 1 + 2 and 2 for the bias, 2 sums of 2 + 2 + 2
     stream=(22.0, 38.0),
     # forward: bias or gelu 2 + 2; backward: 2 + 2 + 2, and 2 for the bias
     inner=(4.0, 8.0),
     logits=50.0,  # to float32 6, max 4, subtract 8, exp 8, sum 4, divide 8; backward 12
-    accumulate=8.0,  # float32 sum, read and written by the product that makes the gradient
+    accumulate=8.0,  # float32 sum, read and written by the matmul that makes the gradient
     update=58.0,  # unscale 8, norm 4, clip 8, Adam 16 + 12, to bfloat16 6, zero 4
     layerwise=False,  # one buffer holds the gradients of all layers: Megatron-LM's DistributedDataParallel
     overlap=0.0,  # its schedule ends with the all-reduce
-    tensor_overlap=0.5,  # assumed: a collective takes processors and bandwidth from the product beside it
+    tensor_overlap=0.5,  # assumed: a collective takes processors and bandwidth from the matmul beside it
     regather=True,
     dropout=True,
     scatter=True,
     source="Korthikanti et al. 2022, arXiv:2205.05198, sections 4 to 6; Narayanan et al. 2021, arXiv:2104.04473, "
-    "sections 4.1 and 4.2; passes counted from the model's equations, overlaps assumed",
+    "sections 4.1 and 4.2; elementwise ops counted from the model's equations, overlaps assumed",
 )
 
 _HOST = 50e-6  # seconds of an op of PyTorch on the host: Python, autograd, launch and the wait for its end; assumed
 MEGATRON_BLOCKING = replace(
     MEGATRON_2022,
-    # forward: 4 products with biases and reductions, 2 of attention with softmax, dropout and transposes, 2 norms,
+    # forward: 4 matmuls with biases and reductions, 2 of attention with softmax, dropout and transposes, 2 norms,
     # gelu, 2 of bias, dropout and residual; backward each twice
     waits=(20 * _HOST, 40 * _HOST),
     source="Megatron-DeepSpeed with CUDA_LAUNCH_BLOCKING=1, without which BLOOM hung on 320 A100s: bigscience-workshop/"
@@ -153,14 +153,14 @@ TORCHTITAN = SoftwareModel(
     update=40.0,  # norm 4, clip 8, Adam 16 + 12
     wire=(2.0, 4.0),
     overlap=0.8,
-    source="torchtitan's fully_shard (bfloat16 parameters, float32 gradients), passes as torch.compile fuses them; "
-    "overlap assumed",
+    source="torchtitan's fully_shard (bfloat16 parameters, float32 gradients), elementwise ops as torch.compile "
+    "fuses them; overlap assumed",
 )
 
 MAXTEXT = replace(
     TORCHTITAN,
     core=(0.535, 0.45),  # cuDNN on H100, causal, heads of 128: Shah et al. 2024, arXiv:2407.08608, figs. 5, 6
-    source="MaxText with cuDNN's fused attention, passes as XLA fuses them; overlap assumed",
+    source="MaxText with cuDNN's fused attention, elementwise ops as XLA fuses them; overlap assumed",
 )
 
 _WHOLE = replace(
@@ -174,8 +174,8 @@ _WHOLE = replace(
     tensor_overlap=0.5,  # replayed in the same programs
     context_overlap=0.8,  # replayed: half of it is hidden over two nodes, 75 to 92 % inside one
     run="barrier",
-    source="jaxpar on NVIDIA GPUs with cuDNN's fused attention, one program on all stages; passes as XLA fuses them; "
-    "overlap as replayed from compiled programs, not measured",
+    source="jaxpar on NVIDIA GPUs with cuDNN's fused attention, one program on all stages; elementwise ops as XLA "
+    "fuses them; overlap as replayed from compiled programs, not measured",
 )
 
 JAXPAR = replace(
@@ -183,9 +183,9 @@ JAXPAR = replace(
     attention="unfused",
     core=(0.6, 0.5),  # assumed, as of Megatron-LM's
     # from the kernels of an 8B model on 64 H100s: forward QK^T writes 4, mask and softmax 4 + 4 + 2, PV reads 2
-    # backward: dP 4, softmax 4 + 4 and select 4, half of it beside products
+    # backward: dP 4, softmax 4 + 4 and select 4, half of it beside matmuls
     scores=(16.0, 15.0),
-    kept=(11.0, 4.0),  # of a Llama 8B as XLA 0.12 compiles it: 6 to 12 by layout; float32 results of products
+    kept=(11.0, 4.0),  # of a Llama 8B as XLA 0.12 compiles it: 6 to 12 by layout; float32 results of matmuls
     relaid=1.0,
     source="jaxpar as XLA compiles it where there is no cuDNN: scores in float32, to memory and back; overlap as "
     "replayed from compiled programs, not measured",

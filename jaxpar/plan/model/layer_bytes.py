@@ -2,10 +2,10 @@
 
 Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, for any widths):
 
-    stream        10: 2 norm inputs, the inputs of two products, 2 masks, or as the software keeps it; sharded with
+    stream        10: 2 norm inputs, the inputs of two matmuls, 2 masks, or as the software keeps it; sharded with
                   sequence parallelism only
     inner         24 for q, k, v, attention's result, 2 or 3 times hidden; sharded by tensor
-    scores        5 heads seq / dim: softmax, mask, product, or as the software keeps them; sharded by tensor; none in
+    scores        5 heads seq / dim: softmax, mask, matmul, or as the software keeps them; sharded by tensor; none in
                   a fused kernel
 """
 

@@ -1,9 +1,9 @@
-"""Seconds of one microbatch on one device in one block, and in the head: matmuls, attention, elementwise passes.
+"""Seconds of one microbatch on one device in one block, and in the head: matmuls, attention, elementwise ops.
 
                  forward                        backward
-    products     4 of 2 tokens weights / t      twice that: by the input and by the weights
+    matmuls      4 of 2 tokens weights / t      twice that: by the input and by the weights
     attention    4 tokens seq dim / t           twice that, or 5/2 where a fused kernel makes the scores again
-    passes       bytes of `SoftwareModel`            bytes of `SoftwareModel`, and the sum of gradients
+    elementwise  bytes of `SoftwareModel`       bytes of `SoftwareModel`, and the sum of gradients
 
 t is the tensor axis. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A, for what t divides.
 """
@@ -26,21 +26,21 @@ class Cost(NamedTuple):
     """Seconds of one piece of the model for one microbatch on one device.
 
     Attributes:
-      products: Products with weights.
-      core: Products of attention.
-      scores: Passes over unfused attention's scores.
-      passes: All other passes over memory.
+      matmuls: Those with weights.
+      core: Matmuls of attention.
+      scores: Reads and writes of unfused attention's scores.
+      elementwise: All other ops, by their bytes of memory.
     """
 
-    products: Any
+    matmuls: Any
     core: Any
     scores: Any
-    passes: Any
+    elementwise: Any
 
     @property
     def total(self) -> Any:
         """All of it."""
-        return self.products + self.core + self.scores + self.passes
+        return self.matmuls + self.core + self.scores + self.elementwise
 
 
 def tokens(shape: Shape, candidate: Candidate) -> Any:
@@ -48,16 +48,16 @@ def tokens(shape: Shape, candidate: Candidate) -> Any:
     return candidate.microbatch * shape.seq / candidate.context
 
 
-def products(shape: Shape, candidate: Candidate, hardware: Hardware) -> Any:
-    """Returns the seconds of a block's four products with weights, going forward."""
+def matmuls(shape: Shape, candidate: Candidate, hardware: Hardware) -> Any:
+    """Returns the seconds of a block's four matmuls with weights, going forward."""
     count = tokens(shape, candidate)
-    return sum(hardware.products(2.0 * count * i * o / candidate.tensor) for i, o in shape.matrices)
+    return sum(hardware.matmuls(2.0 * count * i * o / candidate.tensor) for i, o in shape.matrices)
 
 
 def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
-    """Returns the seconds of attention's products, forward and backward.
+    """Returns the seconds of attention's matmuls, forward and backward.
 
-    A fused kernel leaves out what the causal mask hides and makes the scores again going backward: 5 products for 2.
+    A fused kernel leaves out what the causal mask hides and makes the scores again going backward: 5 matmuls for 2.
     Source: Dao 2023, arXiv:2307.08691, section 3.1.
     """
     every = 1.0 * tokens(shape, candidate) * shape.core_flop / candidate.tensor
@@ -73,17 +73,17 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
 
 
 def scores(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
-    """Returns the seconds of passes over the scores [rows, heads / t, seq, seq], forward and backward."""
+    """Returns the seconds of reading and writing the scores [rows, heads / t, seq, seq], forward and backward."""
     count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
     forward, backward = software.cost(lambda own: (own.scores[0] * count, own.scores[1] * count), candidate)
     return hardware.stream(forward), hardware.stream(backward)
 
 
-def passes(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
-    """Returns the seconds of a block's other passes, forward and backward with the sum of gradients.
+def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
+    """Returns the seconds of a block's elementwise ops, forward and backward with the sum of gradients.
 
     The tensor axis cuts the widths inside; the stream between blocks only where it is sharded by sequence. What is kept
-    goes to the other layers' and comes back; a second order of the scores is what their product writes. Where the host
+    goes to the other layers' and comes back; a second order of the scores is what their matmul writes. Where the host
     launches no kernel before the last one ended, its time comes on top.
     """
     count = 1.0 * tokens(shape, candidate)
@@ -115,11 +115,11 @@ def summed(parameters: Any, candidate: Candidate, software: SoftwareModel) -> An
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost, Cost]:
     """Returns what a block costs forward, backward, and in what the backward computes again."""
-    once = products(shape, candidate, hardware)
-    core, elementwise = attention(shape, candidate, hardware, software), passes(shape, candidate, hardware, software)
+    once = matmuls(shape, candidate, hardware)
+    core, other = attention(shape, candidate, hardware, software), elementwise(shape, candidate, hardware, software)
     softmax = scores(shape, candidate, hardware, software)
-    forward = Cost(once, core[0], softmax[0], elementwise[0])
-    backward = Cost(2 * once, core[1], softmax[1], elementwise[1])
+    forward = Cost(once, core[0], softmax[0], other[0])
+    backward = Cost(2 * once, core[1], softmax[1], other[1])
     again = Cost(*(share * cost for share, cost in zip(candidate.recomputed[:4], forward, strict=True)))
     return forward, backward, again
 
@@ -130,7 +130,7 @@ def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: Softw
     The logits are cut over the vocab.
     """
     count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
-    once = hardware.products(count * shape.head_flop / ways)
+    once = hardware.matmuls(count * shape.head_flop / ways)
     loss = hardware.stream(software.logits * count * shape.vocab / ways)
     sums = hardware.stream(summed(shape.vocab * shape.dim / ways, candidate, software))
     return Cost(once, 0.0, 0.0, loss / 2), Cost(2 * once, 0.0, 0.0, loss / 2 + sums)

@@ -130,12 +130,12 @@ class Shape:
 
     @property
     def layer_flop(self) -> int:
-        """FLOP per token of a block's products with weights, going forward: 2 per weight."""
+        """FLOP per token of a block's matmuls with weights, going forward: 2 per weight."""
         return 2 * sum(inputs * outputs for inputs, outputs in self.matrices)
 
     @property
     def core_flop(self) -> int:
-        """FLOP per token of a block's two products of attention with all of the row, going forward: 4 seq dim."""
+        """FLOP per token of a block's two matmuls of attention with all of the row, going forward: 4 seq dim."""
         return 4 * self.seq * self.dim
 
     @property

@@ -16,8 +16,8 @@ Kind = Literal["weights", "batched", "convolution"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
-    """A product, or several alike.
+class Matmul:
+    """A matmul, or several alike.
 
     Attributes:
       flop: FLOP of one, per row.
@@ -35,12 +35,12 @@ class Trace:
     """A forward pass and what it leaves.
 
     Attributes:
-      products: Of a forward pass.
+      matmuls: Of a forward pass.
       kept: Remat policy to the bytes that a row leaves for the backward pass.
       blocks: Parts that remat is placed around; 0 where the model places none.
     """
 
-    products: tuple[Product, ...]
+    matmuls: tuple[Matmul, ...]
     kept: Mapping[str, float]
     blocks: int
 
@@ -74,7 +74,7 @@ def trace(
     one = jax.make_jaxpr(forward("none"))(params, few).jaxpr
     again = jax.make_jaxpr(forward("full"))(params, few).jaxpr if takes_remat else None
     return Trace(
-        products=tuple(Product(flop=flop / ROWS[0], times=times, kind=kind) for flop, times, kind in _products(one)),
+        matmuls=tuple(Matmul(flop=flop / ROWS[0], times=times, kind=kind) for flop, times, kind in _matmuls(one)),
         kept=kept,
         blocks=_blocks(again) if again is not None else 0,
     )
@@ -90,8 +90,8 @@ def _left(forward: Callable, params: Any, known: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in left)
 
 
-def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
-    """Yields (FLOP of one, how many, kind) of each product in a jaxpr; a loop of unknown length counts once."""
+def _matmuls(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
+    """Yields (FLOP of one, how many, kind) of each matmul in a jaxpr; a loop of unknown length counts once."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name == "dot_general":
@@ -105,7 +105,7 @@ def _products(jaxpr: Any, times: int = 1) -> Iterator[tuple[float, int, Kind]]:
             yield 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) / outputs, times, "convolution"
         else:
             for inner in _inner(eqn):
-                yield from _products(inner, times * eqn.params["length"] if name == "scan" else times)
+                yield from _matmuls(inner, times * eqn.params["length"] if name == "scan" else times)
 
 
 def _blocks(jaxpr: Any, times: int = 1) -> int:

@@ -78,7 +78,7 @@ def _numbers(plan: Plan) -> Markup:
         ("Layouts weighed", f"{plan.considered:,}",
          f"all that are legal; {plan.fitting:,} fit with {spare(plan)} (modelled)", "exact"),
         ("Taken for granted", f"{links} GB/s",
-         f"per device inside a node and between nodes; products reach at most {gemm.top:.0%} of the peak", "modelled"),
+         f"per device inside a node and between nodes; matmuls reach at most {gemm.top:.0%} of the peak", "modelled"),
     ]  # fmt: skip
     return tag("div", *[tile(*each) for each in tiles], cls="jx-tiles")
 

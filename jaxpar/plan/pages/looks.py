@@ -6,9 +6,9 @@ from jaxpar.plan.techniques.table import TECHNIQUES
 
 _ON_DARK = f"light-dark({PALE}, #10151b)"
 SECONDS = {  # of what a model computes: work is blue
-    "products": Look(letter="P", shade=25, ink=231, light="#1f4e79", dark="#4f93d6", on=_ON_DARK),
+    "matmuls": Look(letter="M", shade=25, ink=231, light="#1f4e79", dark="#4f93d6", on=_ON_DARK),
     "attention": Look(letter="A", shade=74, light="#3f87bd", dark="#86bde8", on=_ON_DARK),
-    "passes": Look(letter="p", shade=153, light="#a9cfea", dark="#c4e0f5"),
+    "elementwise": Look(letter="E", shade=153, light="#a9cfea", dark="#c4e0f5"),
     "recompute": Look(letter="R", shade=140, light="#7264ad", dark="#a698e2", on=_ON_DARK),
     "optimizer": Look(letter="O", shade=78, light="#2f8f6b", dark="#58c79d"),
 }

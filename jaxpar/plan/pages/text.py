@@ -38,8 +38,8 @@ def _head(plan: Plan) -> str:
         f"{batch_of(asked)}",
         f"{plan.considered:,} layouts, {plan.fitting:,} of them fit {show_bytes(asked.room)} with {spare(plan)}; "
         "all numbers are modelled:",
-        f"products reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
-        f"products: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
+        f"matmuls reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
+        f"matmuls: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
         memory,
         f"attention: {attention}" if attention else "",
     ]

@@ -25,7 +25,7 @@ def gradients(shape: Shape, candidate: Candidate, software: SoftwareModel, recip
 
     Reduced for every microbatch: of one, stage 1 can scatter them at once; of several, each is beside their sum. One
     program on all stages reduces after its table: until then none is sharded but in stage 2, and the layers' of a tick,
-    as products leave them, are beside their sum.
+    as matmuls leave them, are beside their sum.
     """
     stacked = shape.layers * shape.layer_parameters / shape.parameters
     held = while_made(held, candidate, software, recipe, stacked=stacked)
