@@ -19,6 +19,7 @@ import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.errors import JaxparError
 from jaxpar.exchange import algorithms
+from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.between import averaged
 from jaxpar.exchange.price import of_sent, seconds
@@ -263,6 +264,13 @@ def test_what_it_says_it_sends_is_in_the_step_that_exchanges_and_nothing_in_the_
     _, alone = inspected(sizes, exchanges=False)
     assert over_data(alone) == []
     assert [flag for flag in alone.flags if flag.kind == "idle axis"] == []
+
+
+def test_the_default_sends_gradients_as_it_says():
+    layout, report = inspected(dict(data=8), exchanges=False, exchange=AllReduce())
+    found = [entry for entry in over_data(report) if entry.parameters]
+    assert {entry.kind for entry in found} == {"all-reduce"}
+    assert sum(entry.step_payload for entry in found) == sum(each.collective.step_payload for each in layout.sends())
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])

@@ -23,7 +23,10 @@ class AllReduce(Exchange):
     apart = False
 
     def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
-        """Returns an all-reduce of every gradient, of the part that a device stores of its parameter."""
+        """Returns an all-reduce of every gradient, of the part that a device stores of its parameter.
+
+        With `fsdp` XLA sums small ones, such as biases, whole over both axes at once.
+        """
         from jaxpar.exchange.between import averaged
 
         return averaged(shards, replicas)
