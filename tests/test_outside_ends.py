@@ -162,7 +162,8 @@ def test_outside_a_gpu_holds_as_much_less_as_the_layout_says():
         layout = jp.compose(model, parallel, jp.target_devices("h100:1x8"))
         step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
         rows = jax.ShapeDtypeStruct((16 * layout.replicas, 128), jnp.int32)
-        return layout, compile_program(step.lower(step.abstract(), {"inputs": rows, "targets": rows}), platform="gpu")
+        lowered = step.lower(step.abstract(), {"inputs": rows, "targets": rows})
+        return layout, compile_program(lowered, list(layout.on.devices.flat))
 
     (last, whole), (auto, less) = program("last"), program("auto")
     assert (last.parallel.pipeline.head, auto.parallel.pipeline.head) == ("last", "spread")

@@ -229,7 +229,7 @@ def test_a_stage_keeps_its_piece_of_the_sequence():
     layout = jp.compose(staged(), parallel, jax.devices()[:4])
     step = jp.train_step(layout, jp.next_token, optax.sgd(0.1))
     batch = {name: value for name, value in shapes().items() if name != "mask"}
-    text = compile_program(step.lower(step.abstract(), batch), platform="cpu").text
+    text = compile_program(step.lower(step.abstract(), batch), jax.devices()[:4]).text
     slots = re.findall(rf"f32\[(\d+),{BATCH // 4},(\d+),{DIM}\]", text)
     assert slots
     assert {int(seq) for _, seq in slots} == {SEQ // 2}

@@ -173,7 +173,7 @@ def test_outside_zero_2_adds_up_shards_of_gradients(name):
 
 def temporary(name, mesh, microbatches, keep="inputs"):
     step, batch = step_of(name, mesh, microbatches=microbatches, keep=keep)
-    return compile_program(step.lower(step.abstract(), batch), platform="gpu").temporary
+    return compile_program(step.lower(step.abstract(), batch), list(step.layout.on.devices.flat)).temporary
 
 
 FLAT = [  # the fewest microbatches are as many as the first stage keeps

@@ -8,15 +8,17 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpar.errors import refuse
+from jaxpar.inspector import program_cache
+from jaxpar.mesh.stand_in_toolkit import make_toolkit
 
 _NOISE = (
     "cuda_plugin_extension is not found",
@@ -50,6 +52,7 @@ class Compiled:
       platform: `cpu` or `gpu`.
       seconds: That compiling took.
       said: Lines of XLA's log about resharding.
+      warned: Its other lines.
     """
 
     text: str = field(repr=False)
@@ -62,31 +65,62 @@ class Compiled:
     platform: str
     seconds: float
     said: tuple[str, ...] = ()
+    warned: tuple[str, ...] = ()
 
 
-def compile_program(lowered: Any, *, platform: str) -> Compiled:
-    """Compiles a lowered program, without a cache, and returns its text, memory and costs.
+def compile_program(lowered: Any, devices: Sequence[Any], *, keep: bool = False) -> Compiled:
+    """Compiles a lowered program, and returns what XLA made of it; its other words go to the standard error.
+
+    Args:
+      lowered: As `jax.jit(...).lower` returns it.
+      devices: What it is compiled for, in the order of the mesh.
+      keep: Read it where an earlier inspection kept it, and keep it for later ones; see `program_cache`.
 
     Raises:
       JaxparError: With XLA's first line, if it does not compile.
     """
+    platform = "cpu" if devices[0].platform == "cpu" else "gpu"
+    options = _options(platform)
+    file = program_cache.file_of(lowered, devices, options) if keep else None
+    kept = program_cache.read(file) if file else None
+    if kept:
+        kept |= {name: tuple(kept[name]) for name in ("said", "warned")}
+        found = Compiled(**kept)
+    else:
+        found = _compiled(lowered, platform, options)
+        if file:
+            program_cache.write(file, asdict(found))
+    if found.warned:
+        print("\n".join(found.warned), file=sys.stderr)
+    return found
+
+
+def _options(platform: str) -> dict[str, Any]:
+    """Returns what XLA is told for the sake of an inspection."""
+    if platform == "cpu":
+        return {}
+    options: dict[str, Any] = {_COSTS: True}
+    if jax.default_backend() != "gpu":
+        options[_TUNING] = 0  # there is no GPU to try kernels on, and going through them takes long
+        # taking absent nodes for one NVLink domain, XLA 0.12 writes kernels of its own for small all-reduces
+        # between nodes, and with 64 devices ends the process while it does
+        options[_COLLECTIVES] = ""
+    return options
+
+
+def _compiled(lowered: Any, platform: str, options: dict[str, Any]) -> Compiled:
     with tempfile.TemporaryDirectory(prefix="jaxpar-") as folder:
-        options: dict[str, Any] = {
+        dumps: dict[str, Any] = {
             "xla_dump_to": folder,
             "xla_dump_hlo_as_text": True,
-            "xla_dump_emitter_re": f"none of {folder}",  # another key each time: from a cache come no buffers
+            "xla_dump_emitter_re": f"none of {folder}",  # another key each time: from JAX's cache come no buffers
         }
-        if platform == "gpu":
-            options[_COSTS] = True
-            if jax.default_backend() != "gpu":
-                options[_TUNING] = 0  # there is no GPU to try kernels on, and going through them takes long
-                # taking absent nodes for one NVLink domain, XLA 0.12 writes kernels of its own for small all-reduces
-                # between nodes, and with 64 devices ends the process while it does
-                options[_COLLECTIVES] = ""
+        if platform == "gpu" and jax.default_backend() != "gpu":
+            dumps["xla_gpu_cuda_data_dir"] = str(make_toolkit(Path(folder)))
         begin = time.perf_counter()
         try:
             with _uncached():
-                program, said = _compile(lowered, options)
+                program, lines = _compile(lowered, dumps | options)
         except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
             raise refuse(
                 f"XLA does not compile it for {platform}: {str(error).strip().splitlines()[0][:300]}",
@@ -105,15 +139,16 @@ def compile_program(lowered: Any, *, platform: str) -> Compiled:
             temporary=stats.temp_size_in_bytes,
             platform=platform,
             seconds=seconds,
-            said=said,
+            said=tuple(line for line in lines if REMATERIALIZED in line),
+            warned=tuple(line for line in lines if REMATERIALIZED not in line),
         )
 
 
-def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
     """Compiles, and again without an option that only helps, where XLA has not what the option needs.
 
     Returns:
-      The program, and what XLA said of resharding; what else it said is written to the standard error.
+      The program, and what XLA said meanwhile, without noise.
     """
     while True:
         with _listening() as said:
@@ -125,10 +160,7 @@ def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, tuple[str, ...
                     raise
                 options = {name: value for name, value in options.items() if name not in unmet}
                 continue
-        rest = [line for line in said if line.strip() and not any(x in line for x in (*_NOISE, REMATERIALIZED))]
-        if rest:
-            print("\n".join(rest), file=sys.stderr)
-        return program, tuple(line for line in said if REMATERIALIZED in line)
+        return program, [line for line in said if line.strip() and not any(noise in line for noise in _NOISE)]
 
 
 def _read(folder: str, pattern: str) -> str:

@@ -36,6 +36,7 @@ class Subject:
       updates: How often the weights change in a step.
       schedule: The schedule of its pipeline; None without one.
       notes: Remarks for the reader of a report.
+      own: Whether jaxpar jitted it, without compiler options; a user's `jit` may have some, and its text hides them.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Subject:
     updates: int = 1
     schedule: Schedule | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
+    own: bool = False
 
 
 def argument(path: str, role: str, leaf: Any, sharding: Any, *, names: Sequence[str | None] = ()) -> Argument:

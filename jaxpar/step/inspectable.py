@@ -88,6 +88,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
         updates=step.gradients.updates,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
         notes=(*notes, *step.gradients.notes, *_agreement(layout)),
+        own=True,
     )
 
 
