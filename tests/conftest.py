@@ -1,9 +1,11 @@
 """Eight simulated devices, and compiled programs kept between runs."""
 
+import functools
 import gc
 import itertools
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,15 +33,31 @@ def pytest_configure(config):
         raise pytest.UsageError("tests on GPUs are run by `pytest tests/gpu`")
 
 
+def pytest_collection_modifyitems(items):
+    """Puts files with slow tests first: a long one that begins last leaves the other worker idle."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(autouse=True)
-def forgotten_programs():
+def forgotten_programs(request):
     """Forgets what was compiled, once it takes many of the mappings that a process may have."""
     global allowed
     yield
     if next(tests) % EVERY == 0 and mappings() > allowed:
+        forget_cached(but=request.module)
         jax.clear_caches()
         gc.collect()
         allowed = max(MAPPINGS, mappings() + MORE)  # some are held: by a step that a test keeps, or by JAX
+
+
+def forget_cached(but):
+    """Empties the `functools.cache`s of all test files but one: the steps in them hold their programs."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("test_") and module is not but:
+            for value in vars(module).values():
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,12 @@
 """Whatever is read, a clean result or a `JaxparError`: nothing else is raised, and nothing takes long.
 
 Each reader is given texts made of its own: what it reads in earnest, cut, mixed and scribbled on; and texts of its
-words in any order. 150 of each in every run; where slow tests run 3,400, more than 10,000 for each of the readers
-of jobs, schedules, programs and profiles.
+words in any order. 150 of each kind in every run; where slow tests run, 2,000 for each reader, in equal parts.
 """
 
 import json
 import struct
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -137,19 +137,25 @@ def often(test, count):
     return settings(max_examples=count, deadline=None, suppress_health_check=quiet, phases=phases, database=None)(test)
 
 
-EVERY = [pytest.param(150, id="150"), pytest.param(3_400, id="3,400", marks=pytest.mark.slow)]
+FEW, MANY = 150, 2_000
 
 
-@pytest.mark.parametrize("count", EVERY)
-@pytest.mark.parametrize("name", READERS)
+def each(table):
+    """Returns every kind of input with a few in every run, and with its part of many for the reader that it is for."""
+    kinds = Counter(read for read, *_ in table.values())
+    few = [pytest.param(name, FEW, id=f"{name}-{FEW}") for name in table]
+    parts = {name: -(-MANY // kinds[read]) for name, (read, *_) in table.items()}
+    return few + [pytest.param(*part, id=f"{part[0]}-{part[1]}", marks=pytest.mark.slow) for part in parts.items()]
+
+
+@pytest.mark.parametrize(("name", "count"), each(READERS))
 def test_a_text_is_read_or_refused(name, count):
     read, *parts = READERS[name]
     parts = [part if isinstance(part, st.SearchStrategy) else st.just(part) for part in parts]
     often(given(st.tuples(*parts))(lambda given: clean(read, *given)), count)()
 
 
-@pytest.mark.parametrize("count", EVERY)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "count"), each(FILES))
 def test_a_file_is_read_or_refused(name, count, tmp_path):
     read, texts = FILES[name]
     file = tmp_path / "file"
@@ -167,7 +173,7 @@ def test_a_file_is_read_or_refused(name, count, tmp_path):
     often(given(texts)(one), count)()
 
 
-@pytest.mark.parametrize("count", EVERY)
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_a_config_of_any_values_is_read_or_refused(count):
     def one(config):
         clean(settings_of, config)
