@@ -65,8 +65,7 @@ CASES = [
 ]
 OFTEN = {
     *(("llama", "plain", layout) for layout in (
-        "context 8", "fsdp 2 x context 2 x tensor 2", "context 4 x tensor 2, sequence",
-        "pipe 2 x context 2 x tensor 2, sequence")),
+        "context 4 x tensor 2, sequence", "pipe 2 x context 2 x tensor 2, sequence")),
     ("gpt", "remat", "data 2 x context 4"),
     ("llama", "accumulation", "data 2 x fsdp 2 x context 2, zero 2"),
     *((kind, "plain", "data 2 x context 4") for kind in ("annotated", "linen")),
@@ -103,6 +102,7 @@ def test_in_a_pipeline_of_any_kind(sizes, pipeline):
     assert_same_arrays(state.params, reference.params)
 
 
+@pytest.mark.slow
 def test_a_piece_may_have_fewer_tokens_than_the_others():
     """A vision transformer of 16 patches and a class token, over 4 devices."""
 
@@ -215,6 +215,7 @@ def compiled(**sizes):
     return jp.inspect(jp.train_step(layout, jp.next_token, optax.adamw(1e-3)), batch)
 
 
+@pytest.mark.slow
 @gpu_compiler
 def test_a_device_keeps_its_share_of_the_activations():
     kept = {}

@@ -66,7 +66,7 @@ def test_what_is_compiled_for_gpus_is_read_too():
 
 TOGETHER = 4  # combinations that share a process
 EVERY = grid()
-OFTEN = EVERY[2::5]
+OFTEN = EVERY[2::16]
 
 
 def groups(combinations):

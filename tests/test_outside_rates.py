@@ -69,7 +69,7 @@ def arrays(state):
     return jax.tree.leaves(jax.device_get(state.params))
 
 
-@pytest.mark.parametrize("weights", ["stash", "2bw"])
+@pytest.mark.parametrize("weights", [pytest.param("stash", marks=pytest.mark.slow), "2bw"])
 def test_every_update_of_a_step_has_the_rate_that_the_log_gives_the_step(weights, job):
     built = job(weights)
     step, optimizer = told(built)
@@ -84,6 +84,7 @@ def test_every_update_of_a_step_has_the_rate_that_the_log_gives_the_step(weights
         assert moved == (index > 0)  # the warm-up begins with 0; then every step has a rate
 
 
+@pytest.mark.slow
 def test_a_run_without_a_flush_goes_on_with_one_at_the_rate_of_its_step(job):
     built, after = job("stash"), job("flush")
     step, optimizer = told(after)

@@ -126,6 +126,7 @@ def saved(tmp_path_factory):
     return folder, done.stdout
 
 
+@pytest.mark.slow
 def test_arrays_of_tokens_are_tokens_per_second(saved):
     _, said = saved
     assert "tokens/s" in said
