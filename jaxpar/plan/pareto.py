@@ -1,6 +1,6 @@
 """Time against memory: which layouts need less of one only for more of the other.
 
-front    by time: each further one is slower and needs less memory than all before it (Pareto 1906)
+pareto   the front, by time: each further one is slower and needs less memory than all before it (Pareto 1906)
 """
 
 from dataclasses import dataclass

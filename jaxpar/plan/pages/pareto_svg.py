@@ -1,4 +1,4 @@
-"""Memory against time as a drawing: a dot for every layout that fits, and the front of those worth a thought.
+"""Memory against time as a drawing: a dot for every layout that fits, and the Pareto front.
 
 Time is on a logarithmic scale: a percent is as wide everywhere. Widths are percent of whatever room there is.
 """
@@ -144,7 +144,7 @@ def _legend(plan: Plan) -> Markup:
     same = first.candidate == fastest.candidate
     items = [swatch("jx-ring jx-chosen", f"chosen{', and the fastest' * same}: {numbers(first)}")]
     items += [] if same else [swatch("jx-ring jx-fastest", f"fastest: {numbers(fastest)}")]
-    items.append(swatch("jx-stroke", "front: nothing is faster with as little memory"))
+    items.append(swatch("jx-stroke", "Pareto front: nothing is faster with as little memory"))
     items += [
         swatch(f"jx-p{number}", f"{count:,} {name}") for number, (name, count) in enumerate(counts.items()) if count
     ]

@@ -140,7 +140,7 @@ def _causes(plan: Plan) -> str:
 
 
 def _leaner(plan: Plan) -> str:
-    """Returns the front in a few lines: what less memory would cost."""
+    """Returns the Pareto front in a few lines: what less memory would cost."""
     rows = leaner(plan, 5)
     if not rows:
         return ""
@@ -148,7 +148,7 @@ def _leaner(plan: Plan) -> str:
 
 
 def leaner(plan: Plan, count: int) -> list[Ranked]:
-    """Returns layouts of the front that need less memory than the first: in equal steps, and the leanest."""
+    """Returns layouts of the Pareto front that need less memory than the first: in equal steps, and the leanest."""
     limits = np.linspace(plan.best[0].memory.total, 0, count, endpoint=False)
     found = np.unique(np.concatenate([plan.points.under(limits), plan.points.pareto[-1:]]))
     found = found[np.argsort(plan.points.seconds[found], kind="stable")]
