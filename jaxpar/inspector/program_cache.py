@@ -9,6 +9,7 @@ JAX's entries are executables: the buffers and their lifetimes are not in them.
 import hashlib
 import json
 import os
+import platform
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.topologies import TopologyDescription
+
+from jaxpar.mesh.target import description_of
 
 FORM = 1  # of an entry: one more whenever the fields or their meaning change
 _COMPILERS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")
@@ -41,14 +43,14 @@ def file_of(lowered: Any, devices: Sequence[Any], options: dict[str, Any]) -> Pa
         "form": FORM,
         "program": lowered.as_text(debug_info=True),  # with the lines of source that findings name
         "devices": [(device.id, device.process_index, device.device_kind) for device in devices],
+        # memory, links: all that XLA knows of an absent chip; what is there is as its machine has it
+        "described": description_of(devices[0]) or platform.node(),
         "options": options,
         "flags": os.environ.get("XLA_FLAGS"),
         "settings": {name: repr(v) for name, v in jax.config.values.items() if not name.startswith(_OF_CACHES)},
         "versions": {name: _version(name) for name in _COMPILERS},
     }
-    key = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
-    key.update(TopologyDescription(list(devices)).serialize())  # memory, links: all that XLA knows of a chip
-    return Path(folder) / "inspected" / key.hexdigest()
+    return Path(folder) / "inspected" / hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def read(file: Path) -> dict[str, Any] | None:

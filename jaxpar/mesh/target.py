@@ -22,6 +22,7 @@ from jaxpar.mesh.plugin import PLUGIN, hush_plugin
 
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
 MOST = 65_536
+_DESCRIBED: dict[Any, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,13 @@ def absent_devices(target: Target) -> tuple[Any, ...]:
             rule="jax-cuda13-pjrt is of the same version as jaxlib",
             fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')}, or --target cpu",
         ) from error
+    _DESCRIBED.update(dict.fromkeys(found.devices, described))
     return tuple(found.devices)
+
+
+def description_of(device: Any) -> str | None:
+    """Returns what XLA was told of a GPU that is not there; None for a device that is."""
+    return _DESCRIBED.get(device)
 
 
 def description(chip: Chip) -> str:
