@@ -13,7 +13,7 @@ from outcomes import Combination, outcomes
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.inspector.branches import check_branches
+from jaxpar.hlo.branches import check_branches
 from jaxpar.mesh.target import find_plugin
 from jaxpar.pipeline.jaxprs.lookups import whole_lookups
 from jaxpar.pipeline.tables.library import schedule

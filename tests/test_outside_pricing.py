@@ -13,11 +13,10 @@ import pytest
 from test_plan_advice import LLAMA_1B, LLAMA_8B, question
 
 import jaxpar as jp
-from jaxpar.hlo.replica_groups import parse_groups
+from jaxpar.hlo.replica_groups import attribute_text, parse_groups
 from jaxpar.hlo.text import parse
 from jaxpar.hlo.trip_counts import walk
 from jaxpar.inspector.compiled import compile_program
-from jaxpar.inspector.ledger import attribute_text
 from jaxpar.inspector.timeline import replay
 from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.candidate import Candidate

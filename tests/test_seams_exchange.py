@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -17,6 +17,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
+from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.exchange import algorithms
 from jaxpar.exchange.all_reduce import AllReduce
@@ -26,9 +27,14 @@ from jaxpar.exchange.price import of_sent, seconds
 from jaxpar.exchange.table import added
 from jaxpar.job.check import check
 from jaxpar.job.file import dump, parse
+from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.plan import planned, question
 from jaxpar.job.run import train
 from jaxpar.job.shrink import fewer
 from jaxpar.mesh.links import Link
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.software import JAXPAR_FUSED
+from jaxpar.plan.search import weigh
 from jaxpar.train.pretrained import start
 
 ROOT = Path(__file__).parent.parent
@@ -390,6 +396,73 @@ def test_a_run_begins_with_given_parameters_on_every_replica():
     state = start(layout, CHAIN, given)
     assert all((x == 2).all() and len(x) == 4 for x in jax.tree.leaves(state.params))
     jp.train_step(layout, loss, CHAIN)(state, batch(0))
+
+
+# planned
+
+PLANNED = """
+[model]
+name = "decoder"
+layers = 2
+dim = 64
+heads = 4
+[data]
+seq = 32
+[train]
+global_batch = 16
+precision = "bf16"
+[parallel]
+data = 2
+[parallel.exchange]
+name = "half"
+"""
+
+
+def asked(*overrides, devices=8):
+    return question(parse.loads(PLANNED, overrides), devices=devices, chip="h100", per_node=4, given={})
+
+
+def test_a_plan_has_layouts_whose_replicas_can_step_apart():
+    found = asked().legal()
+    assert {*found.data.tolist()} == {2, 4, 8}
+    assert {*found.pipe.tolist()} == {1}
+    with pytest.raises(JaxparError, match=r"exchange half every 2 steps on 2 devices"):
+        asked("train.global_batch=1", devices=2).legal()
+
+
+def test_a_plan_has_its_bytes_and_seconds_by_a_cause_of_its_own():
+    layout = Candidate(data=4, fsdp=2, zero=3, microbatch=2)
+    often, seldom = (weigh(asked(f"parallel.exchange.every={every}"), layout) for every in (2, 20))
+    plain = replace(asked(), software=JAXPAR_FUSED)
+    held = plain.model.parameters // 2
+    assert often.time.exchange == pytest.approx(2 * float(plain.hardware.gather(4 * held, 4, 2)) / 2)
+    assert often.time.exchange == pytest.approx(10 * seldom.time.exchange)
+    assert often.time.sharding < weigh(plain, layout).time.sharding
+    assert often.memory.exchange == 4  # of the counter
+    rounded = replace(plain, software=replace(JAXPAR_FUSED, exchange=Rounded()))
+    assert weigh(rounded, layout).memory.exchange == 4 * held
+    assert "exchange" not in weigh(plain, layout).time
+    messages = weigh(asked("parallel.exchange.algorithm=ring"), layout)
+    assert messages.time.exchange == pytest.approx(3 * float(plain.hardware.send(4 * held // 4, 2, 4)), rel=1e-3)
+
+
+def test_a_plan_prices_the_bytes_that_its_layouts_send():
+    """Those of a layout are held to the ledger of the program above; weights that fsdp leaves whole come on top."""
+    job = planned(parse.loads(PLANNED), Candidate(data=4, fsdp=2, zero=3, microbatch=2), 1)
+    layout = jp.compose(resolve_model(job, resolve_loss(job)), job.parallel, 8)
+    sent = sum(each.collective.payload for each in layout.sends())
+    assert sent == pytest.approx(4 * asked().model.parameters / 2, rel=0.01)
+
+
+def test_a_plan_shows_it_and_writes_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(PLANNED)
+    words = ["--devices", "8", "--chip", "h100", "--html", "p.html", "--json", "p.json", "--write", "made.toml"]
+    assert main(["plan", "job.toml", *words]) == 0
+    assert re.search(r"X exchange\b", capsys.readouterr().out)
+    assert "jx-t-exchange" in Path("p.html").read_text()
+    assert json.loads(Path("p.json").read_text())["best"][0]["seconds"]["exchange"] > 0
+    assert parse.load("made.toml").parallel.exchange == Half()
 
 
 def test_the_house_does_not_know_the_toy():

@@ -11,5 +11,6 @@ Nouns: `Exchange` (a frozen value), `Replicas` where they meet, `Between` them a
 
 To add an exchange: a file with a frozen dataclass that is an `Exchange`, and a row of `table.EXCHANGES` (or `with
 added(name, kind)`, for as long as a test or a script runs). Say whether replicas `differ` and after how many steps
-they `agree`; the step, checkpoints, jobs and the inspector read it from there. To add an all-reduce: see `algorithms`.
+they `agree`; the step, checkpoints, jobs, plans and the inspector read it from there. To add an all-reduce: see
+`algorithms`.
 """

@@ -6,6 +6,7 @@
     provenance       where a value comes from
     attribution      to which parameter, or line of the user's, bytes belong
     bytes_accessed   what a kernel reads and writes
+    branches         refuses collectives that devices in different branches would wait for
 
 Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX
 program can be read.

@@ -195,3 +195,17 @@ def most_nodes(groups: np.ndarray, per_node: int) -> int:
     """
     nodes = np.sort(groups // per_node, axis=1)
     return 1 + int((np.diff(nodes, axis=1) > 0).sum(axis=1).max(initial=0))
+
+
+def attribute_text(attributes: str, key: str) -> str:
+    """Returns the text after `key=` up to the comma outside of all brackets; a mesh goes on after its own."""
+    at = attributes.find(f"{key}=")
+    if at < 0:
+        return "{}"
+    text = attributes[at + len(key) + 1 :]
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char in "{[(") - (char in "}])")
+        if char == "," and depth == 0 and not text.startswith(", device_ids=", index):
+            return text[:index]
+    return text

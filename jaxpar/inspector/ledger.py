@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jaxpar.hlo.attribution import Causes
 from jaxpar.hlo.provenance import Trace
-from jaxpar.hlo.replica_groups import axes_of, axes_of_pairs, parse_groups, parse_pairs
+from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, parse_groups, parse_pairs
 from jaxpar.hlo.text import Array, Module
 from jaxpar.hlo.trip_counts import Visit, walk
 from jaxpar.mesh.collective import KINDS, Collective
@@ -113,17 +113,3 @@ def _ring(pairs) -> int:
             length += at != start
         longest = max(longest, length)
     return longest
-
-
-def attribute_text(attributes: str, key: str) -> str:
-    """Returns the text after `key=` up to the comma outside of all brackets; a mesh goes on after its own."""
-    at = attributes.find(f"{key}=")
-    if at < 0:
-        return "{}"
-    text = attributes[at + len(key) + 1 :]
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char in "{[(") - (char in "}])")
-        if char == "," and depth == 0 and not text.startswith(", device_ids=", index):
-            return text[:index]
-    return text

@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 
 from jaxpar.errors import refuse
 from jaxpar.hlo.attribution import Causes
+from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.text import parse
 from jaxpar.inspector import memory
-from jaxpar.inspector.branches import check_branches
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.facts import Facts
 from jaxpar.inspector.findings import find_flags

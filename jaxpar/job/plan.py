@@ -58,7 +58,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         devices=devices,
         rows=job.train.global_batch,
         hardware=dataclasses.replace(known, **links),
-        software=JAXPAR if unfused else JAXPAR_FUSED,
+        software=dataclasses.replace(JAXPAR if unfused else JAXPAR_FUSED, exchange=job.parallel.exchange),
         memory=pool.room(known.chip.visible) if memory is None else parse_bytes(memory),
         why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
     )
@@ -110,7 +110,8 @@ def planned(job: Job, candidate: Candidate, layers: int) -> Job:
     Raises:
       JaxparError: If the job does not go with it.
     """
-    plain = dataclasses.replace(job, parallel=type(job.parallel)(), mesh=MeshTable(devices=int(candidate.devices)))
+    parallel = type(job.parallel)(exchange=job.parallel.exchange)
+    plain = dataclasses.replace(job, parallel=parallel, mesh=MeshTable(devices=int(candidate.devices)))
     return loads(dumps(plain), overrides(candidate, layers), allow_import=job.allow_import)
 
 

@@ -62,8 +62,22 @@ class Question:
         return self.room * (1 - self.spare - CHUNKED * np.greater(candidate.chunks, 1))
 
     def legal(self, devices: int = 0) -> Candidate:
-        """Returns all layouts for these devices, or for so many."""
-        return self.model.legal(devices=devices or self.devices, rows=self.rows, choices=self.choices)
+        """Returns all layouts for these devices, or for so many.
+
+        Raises:
+          JaxparError: If there is none, or none with replicas that can step apart as the exchange wants.
+        """
+        found = self.model.legal(devices=devices or self.devices, rows=self.rows, choices=self.choices)
+        if not self.software.exchange.apart:
+            return found
+        apart = np.greater(found.data, 1) & np.equal(found.pipe, 1)
+        if not apart.any():
+            raise refuse(
+                f"exchange {self.software.exchange} on {devices or self.devices:,} devices",
+                rule="replicas that step apart are data=2 or more, without a pipeline",
+                fix="a global batch that 2 divides and more devices, or a job without the exchange",
+            )
+        return pick(found, apart)
 
     @property
     def left_out(self) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import nearest, refuse, users_code
-from jaxpar.inspector.branches import check_branches
+from jaxpar.hlo.branches import check_branches
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.parallel.layout import Layout

@@ -5,12 +5,14 @@ kernels that the program runs, so it can be checked by reading them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxpar.errors import check_ranges, refuse
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.base import Exchange
 from jaxpar.plan.candidate import Candidate
 
 
@@ -45,6 +47,7 @@ class SoftwareModel:
       dropout: Whether masks are kept.
       waits: Seconds in which the chip waits for the host in a block, forward and backward; 0 where launches run ahead.
       run: "asynchronous": stages run freely; "barrier": tick by tick, one program on all devices.
+      exchange: How replicas over data agree.
       scatter: Whether tensor ranks each send their share of a pipeline's message, and gather it after.
       source: Where the numbers come from.
     """
@@ -73,6 +76,7 @@ class SoftwareModel:
     waits: tuple[float, float] = (0.0, 0.0)
     run: Literal["asynchronous", "barrier"] = "asynchronous"
     scatter: bool = False
+    exchange: Exchange = field(default_factory=AllReduce)
     source: str
 
     def cost(self, of: Callable[["SoftwareModel"], tuple[Any, ...]], candidate: Candidate) -> tuple[Any, ...]:

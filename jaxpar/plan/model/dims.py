@@ -1,4 +1,4 @@
-"""What a technique asks of any model before it says which sizes its axis may have, or what it sends."""
+"""A model as techniques see it: the names of its dims, and how many parameters have them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +16,15 @@ class Named(Protocol):
     @property
     def holding(self) -> Mapping[str, int]:
         """Names of dims to the parameters in all arrays that have such a dim."""
+        ...
+
+
+class Counted(Named, Protocol):
+    """A model whose parameters are counted."""
+
+    @property
+    def parameters(self) -> int:
+        """Parameters, all of them."""
         ...
 
 

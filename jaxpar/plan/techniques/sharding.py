@@ -74,8 +74,12 @@ def replicas(
     whole = eager & np.equal(candidate.zero, 1)
     shard = np.where(np.greater(candidate.zero, 0) & ~whole, candidate.fsdp, 1)
     table = software.everywhere & np.greater(candidate.pipe, 1)
-    size, data, context = software.wire[1] * parameters, candidate.data, candidate.context
-    near, far = (hardware.members(candidate.size(axis), candidate.stride(axis)) for axis in ("context", "data"))
+    # an exchange by which replicas step apart is priced by itself: see `data.py`
+    data = 1 if software.exchange.apart else candidate.data
+    size, context = software.wire[1] * parameters, candidate.context
+    near, far = (
+        hardware.members(size, candidate.stride(axis)) for axis, size in (("context", context), ("data", data))
+    )
     count = pieces(layers, candidate, software)
     ways = np.where(whole, candidate.fsdp, 1)
     members = near * far * np.where(whole, hardware.members(candidate.fsdp, candidate.stride("fsdp")), 1)

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from jaxpar.errors import refuse
 from jaxpar.hlo.attribution import shorten, users_frame
-from jaxpar.hlo.replica_groups import axes_of, parse_groups
+from jaxpar.hlo.replica_groups import attribute_text, axes_of, parse_groups
 from jaxpar.hlo.text import Module, Op, parse
-from jaxpar.inspector.ledger import attribute_text
 from jaxpar.mesh.collective import KINDS
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.names import CHOICE
