@@ -89,7 +89,7 @@ def test_a_table_that_is_spread_over_the_file_is_not_replaced(example):
     )
     path.write_text(path.read_text() + "\n[links.inside]\nlatency = 3e-6\nbandwidth = 80e9\n")
     before = path.read_text()
-    with pytest.raises(JaxparError, match=r"is one table in one place"):
+    with pytest.raises(JaxparError, match=r"each table of the file is written once, in one place"):
         write_table(path, "links", links_of(H100), chip=H100.chip)
     assert path.read_text() == before
     assert load_hardware(path, devices=8).inside.bandwidth == 80e9

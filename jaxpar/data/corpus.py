@@ -65,10 +65,14 @@ class Corpus:
                 size -= len(block)
                 whole += len(block)
             if size:
-                raise refuse(f"{file} changed while it was read", rule="text stays as it is", fix="start again")
+                raise refuse(
+                    f"{file} changed while it was read",
+                    rule="the files of data.path do not change while a run reads them",
+                    fix="start again",
+                )
         if not whole:
             got = f"{len(self.files)} files without a single byte"
-            raise refuse(got, rule="there is text to train on", fix="another data.path")
+            raise refuse(got, rule="the files of data.path hold at least one byte", fix="another data.path")
         return digest.hexdigest()[:16]
 
 

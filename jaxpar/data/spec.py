@@ -57,7 +57,11 @@ class Data:
             problems.append(Problem(f"data.source = {self.source!r}", rule, nearest(self.source, known)))
         elif self.source in ("text", "arrays") and not self.path:
             problems.append(
-                Problem(f"data.source = {self.source!r} without a path", "it reads files", 'path = "corpus/*.txt"')
+                Problem(
+                    f"data.source = {self.source!r} without a path",
+                    "this source reads the files of data.path",
+                    'path = "corpus/*.txt"',
+                )
             )
         elif self.source == "arrays" and not isinstance(self.path, str):
             problems.append(

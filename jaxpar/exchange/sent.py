@@ -1,4 +1,4 @@
-"""What replicas send each other, in the noun that the ledger has for it."""
+"""Traffic between replicas, in the noun that the ledger has for it."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from jaxpar.mesh.collective import Collective
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What replicas send each other.
+    """A collective that replicas run, and how often.
 
     Attributes:
       collective: As the ledger has it, in a step that sends it.

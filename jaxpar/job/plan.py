@@ -47,7 +47,9 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
     memory = given.get("memory")
     if memory is not None and parse_bytes(memory) < 1:
         raise refuse(
-            f"--memory {memory}", rule="a program needs memory", fix="--memory 70GiB, or without it for what a run gets"
+            f"--memory {memory}",
+            rule="the memory that a program may use is at least one byte",
+            fix="--memory 70GiB, or without it for what a run gets",
         )
     known = _hardware(chip, devices, per_node, rates.get("between", 0.0))
     pool = taken(os.environ)

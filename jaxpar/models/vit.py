@@ -53,7 +53,7 @@ class ViTSettings:
         if self.size % self.patch:
             raise refuse(
                 f"size = {self.size}, patch = {self.patch}",
-                rule="patches tile the image",
+                rule="patch divides size: patches cover the image",
                 fix=f"patch = {nearest_divisor(self.size, self.patch) or self.size}",
             )
         check_heads(self.dim, self.heads)

@@ -36,7 +36,7 @@ def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
         what = module.__name__ + ", a class" if isinstance(module, type) else f"a {type(module).__name__}"
         raise refuse(
             f"jp.linen({what})",
-            rule="a Linen module, made",
+            rule="jp.linen takes an instance of a Linen module",
             fix="jp.linen(MyNet(...), jnp.zeros([1, ...])); an NNX model needs no jp.linen",
         )
     if not any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves((args, kwargs))):

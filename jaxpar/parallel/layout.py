@@ -122,7 +122,7 @@ class Layout:
         if self.mesh is None:
             raise refuse(
                 "a layout composed without devices cannot hold arrays",
-                rule="arrays live on a mesh",
+                rule="arrays are placed on the devices of a mesh",
                 fix="compose(model, parallel) on real or simulated devices",
             )
         return self.mesh

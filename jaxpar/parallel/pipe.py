@@ -89,7 +89,7 @@ class Pipeline:
             if given != own:
                 raise refuse(
                     f"{key} = {given}, the table in {self.schedule} has {own}",
-                    rule="a table is for its own numbers of stages, microbatches and chunks",
+                    rule="a CSV schedule fixes its numbers of stages, microbatches and chunks: the job has the same",
                     fix=f"{key} = {own}",
                 )
         return made

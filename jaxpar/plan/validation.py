@@ -79,7 +79,7 @@ def proposed(plan: Plan, checked: Sequence[Checked] = ()) -> Ranked:
     raise refuse(
         f"none of the {len(checked)} layouts that were compiled fits {show_bytes(plan.question.room)}"
         + (f"; the leanest needs {show_bytes(leanest)}" if leanest else ""),
-        rule="what is proposed fits as compiled",
+        rule="a plan proposes layouts whose compiled program fits",
         fix=f"--memory {show_bytes(int(0.8 * plan.question.room)).replace(' ', '')}, which leaves the plan more room",
     )
 

@@ -25,7 +25,7 @@ from jaxpar.sharding.names import SCOPE, Tree, path_of
 
 @dataclass(frozen=True)
 class Reads:
-    """What a program does with a parameter.
+    """Uses of a parameter in a program.
 
     Attributes:
       casts: How often it is cast to the dtype that products run in; 2 stands for every turn of a loop.

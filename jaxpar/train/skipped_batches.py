@@ -50,7 +50,7 @@ class SkippedBatches:
         if not fresh and self.file.exists():
             with reading(
                 self.file,
-                rule="it says which batches the run passed over",
+                rule="the file lists the batches that the run skips, as JSON",
                 fix=f"rm {self.file}, if it passed over none",
             ):
                 found = json.loads(self.file.read_text())

@@ -45,6 +45,6 @@ def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
         batch = open_data(job).batch(0, size)
     except MemoryError as error:
         raise refuse(
-            f"train.global_batch = {size}", rule="a batch fits into memory", fix="global_batch = 32"
+            f"train.global_batch = {size}", rule="the memory of this machine holds a batch", fix="global_batch = 32"
         ) from error
     return {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}

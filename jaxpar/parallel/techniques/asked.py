@@ -38,7 +38,7 @@ def idle(layout: Layout) -> list[Problem]:
     return found + [
         Problem(
             f"{axis}={size} does nothing: no technique uses the axis `{axis}`",
-            f"an axis is there to be used; techniques are there for {', '.join(TECHNIQUES)}",
+            f"every axis of the mesh splits work, by its technique; there are techniques for {', '.join(TECHNIQUES)}",
             f"{axis}=1, or a technique of your own in jaxpar.parallel.techniques.table.TECHNIQUES",
         )
         for axis, size in layout.sizes.items()

@@ -52,7 +52,7 @@ def splits_nothing(layout: Layout, axis: str, dims: str) -> list[Problem]:
     return [
         Problem(
             f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
-            f"an axis is there to be used; `{axis}` splits dims {dims}",
+            f"every axis of the mesh splits work; `{axis}` splits dims {dims}",
             f"{axis}=1 and a larger data, or rules that name dims of this model",
         )
     ]

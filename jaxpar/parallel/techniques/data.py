@@ -13,7 +13,11 @@ def problems(parallel: Parallel) -> list[Problem]:
     exchange = parallel.exchange
     if not isinstance(exchange, Exchange):
         return [
-            Problem(f"exchange={exchange!r:.60}", "an Exchange", "leave it out: gradients are summed in every step")
+            Problem(
+                f"exchange={exchange!r:.60}",
+                "exchange is an Exchange, such as those of jaxpar.exchange.table",
+                "leave it out: gradients are summed in every step",
+            )
         ]
     found = []
     if exchange != AllReduce() and parallel.data == 1:

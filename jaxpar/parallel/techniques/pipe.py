@@ -12,7 +12,13 @@ def problems(parallel: Parallel) -> list[Problem]:
     """Returns what is wrong with `pipeline`."""
     found = []
     if not isinstance(parallel.pipeline, Pipeline):
-        return [Problem(f"pipeline={parallel.pipeline!r:.60}", "a Pipeline", 'jp.Pipeline(schedule="1f1b_phased")')]
+        return [
+            Problem(
+                f"pipeline={parallel.pipeline!r:.60}",
+                "pipeline is a jp.Pipeline",
+                'jp.Pipeline(schedule="1f1b_phased")',
+            )
+        ]
     found += parallel.pipeline.problems(parallel.pipe)
     if parallel.pipeline.gather == "tick" and parallel.stage < 3:
         found.append(

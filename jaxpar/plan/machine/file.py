@@ -151,7 +151,11 @@ def write_table(path: Path, name: str, table: Mapping[str, Any], *, chip: Chip) 
     except tomllib.TOMLDecodeError:
         whole = False
     if not whole:
-        raise refuse(f"[{name}] in {path}", rule="is one table in one place", fix=f"take {name} out of {path} by hand")
+        raise refuse(
+            f"[{name}] in {path}",
+            rule="each table of the file is written once, in one place",
+            fix=f"take {name} out of {path} by hand",
+        )
     try:
         made = path.with_name(path.name + ".new")
         made.write_text(after, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a device holds of a transformer: its parameters, and what a layer keeps for the backward pass.
+"""Bytes of a transformer on a device: its parameters, and what a layer keeps for the backward pass.
 
 Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, for any widths):
 

@@ -120,7 +120,7 @@ def fit(measured: Iterable[tuple[float, float]]) -> tuple[float, float]:
     if not spread:
         raise refuse(
             f"{count} measured steps, all with one synchronisation",
-            rule="two unknowns need two steps that differ",
+            rule="the fit of two unknowns takes steps with at least two different synchronisations",
             fix="measure steps on 1 and on 8 workers",
         )
     slope = math.fsum((x - mean_x) * (y - mean_y) for x, y in rows) / spread

@@ -1,4 +1,4 @@
-"""What all techniques together say of a model and of its layouts."""
+"""Sums over all techniques: their bytes, seconds and collectives, and the axes that a model leaves out."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -70,7 +70,7 @@ def seconds(sent: Iterable[Sent], candidate: Candidate, hardware: Hardware) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step has computed and held by the time that the traffic beside it is priced.
+    """Parameters and compute time of a step, known by the time that the traffic beside it is priced.
 
     Attributes:
       parameters: Of a device, before fsdp shards them.
