@@ -1,7 +1,8 @@
 """The promise: losses and parameters after five steps equal one device, whatever the layout.
 
 SOME    in every run: each layout, and each pair of model and variant
-EVERY   marked slow: models x variants x layouts
+PAIRS   marked slow beyond those: each pair of model, variant and layout
+EVERY   marked full beyond PAIRS: models x variants x layouts
 """
 
 import itertools
@@ -46,17 +47,21 @@ def alone(kind, variant):
 
 EVERY = list(itertools.product(MODELS, VARIANTS, LAYOUTS))
 SOME = covering(EVERY, lambda kind, variant, layout: {(kind, variant), layout})
+PAIRS = covering(EVERY, lambda *each: {*itertools.combinations(each, 2)})
 
 
 def case_of(each):
-    marks = [pytest.mark.xdist_group(" ".join(each[:2]))] + [pytest.mark.slow] * (each not in SOME)
-    return pytest.param(*each, id=", ".join(each), marks=marks)
+    rarely = [] if each in SOME else [pytest.mark.slow if each in PAIRS else pytest.mark.full]
+    return pytest.param(*each, id=", ".join(each), marks=[pytest.mark.xdist_group(" ".join(each[:2])), *rarely])
 
 
 def test_the_cases_of_every_run_have_each_layout_and_each_kind_of_step():
     assert {each[:2] for each in SOME} == set(itertools.product(MODELS, VARIANTS))
     assert {each[2] for each in SOME} == set(LAYOUTS)
     assert len(SOME) == len(LAYOUTS)
+    assert {pair for each in PAIRS for pair in itertools.combinations(each, 2)} == {
+        pair for each in EVERY for pair in itertools.combinations(each, 2)
+    }
 
 
 @pytest.mark.parametrize(("kind", "variant", "layout"), [case_of(each) for each in EVERY])

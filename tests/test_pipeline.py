@@ -1,8 +1,8 @@
 """The promise over `pipe`: losses and parameters after five steps equal one device, whatever the schedule.
 
 EACH    in every run: each schedule and each mesh once
-PAIRS   those, and what else is needed for each pair of schedule and keep, schedule and stages, keep and mesh
-CASES   marked slow, as PAIRS are beyond EACH: schedules x keep x meshes
+PAIRS   marked slow beyond EACH: what is needed for each pair of schedule and keep, schedule and stages, keep and mesh
+CASES   marked full beyond PAIRS: schedules x keep x meshes
 """
 
 import itertools
@@ -127,6 +127,11 @@ def case_of(each, *marks):
     return pytest.param(*each, id=", ".join(each), marks=[pytest.mark.xdist_group(each[0]), *marks])
 
 
+def rarely(each):
+    """Returns the mark of a case that is not in every run."""
+    return [] if each in EACH else [pytest.mark.slow if each in PAIRS else pytest.mark.full]
+
+
 def test_the_covering_cases_cover_every_pair():
     assert set().union(*(pairs(*case) for case in PAIRS)) == set().union(*(pairs(*case) for case in CASES))
     assert len(PAIRS) <= 35  # 30 are needed for schedules x stages
@@ -134,7 +139,7 @@ def test_the_covering_cases_cover_every_pair():
 
 @pytest.mark.parametrize(
     ("name", "keep", "mesh"),
-    [case_of(each) if each in EACH else case_of(each, pytest.mark.slow) for each in CASES],
+    [case_of(each, *rarely(each)) for each in CASES],
 )
 def test_losses_and_parameters_equal_one_device(name, keep, mesh):
     assert_equals(run(name, keep, mesh), alone(layers_of(name, mesh)))
