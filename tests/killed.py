@@ -54,7 +54,7 @@ class Told:
     """Sends every row to the test."""
 
     def __init__(self, send):
-        self.step = lambda row: send.send(row["step"])
+        self.step, self.say = lambda row: send.send(row["step"]), print
 
 
 def train(folder, steps, send, point=None, after=0):
