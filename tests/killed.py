@@ -47,7 +47,7 @@ class Numbers:
         return {"inputs": rng.random((size, 16), np.float32), "labels": rng.integers(0, 4, size).astype(np.int32)}
 
     def evaluation(self, index, size):
-        return None
+        return []
 
 
 class Told:

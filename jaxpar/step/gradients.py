@@ -4,7 +4,7 @@
     pipelined/    layers spread over stages, one update a step, or several in the middle of its table
 
 To add a kind: a class that is a `Gradients`, and the layouts that it is for in `kinds.py`. A kind that makes one update
-of the gradients of the whole batch says how it makes those; one that updates otherwise says that too, by `update`.
+of the gradients of the whole batch hands these to `one_update`.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class Gradients(Protocol):
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
     ) -> tuple[State, dict[str, jax.Array]]:
-        """Makes a step: one update, by the gradients of the whole batch.
+        """Makes a step: one update by the gradients of the whole batch (`one_update`), or as many as there are.
 
         Args:
           optimizer: The optax chain.
@@ -58,10 +58,7 @@ class Gradients(Protocol):
         Returns:
           The state after it, and its metrics.
         """
-        gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
-        held = lambda: on_device(state.optimizer)  # noqa: E731
-        params, kept, gradients = updated(self.layout, optimizer, gradients, held, state.params)
-        return State(state.step + 1, params, kept, model_state), metrics(sums, optax.tree.norm(gradients))
+        ...
 
     def agree(self, state: State) -> State:
         """Returns a state whose replicas have come to agree; traced after every so many updates."""
@@ -74,6 +71,20 @@ class Gradients(Protocol):
     def told(self, found: dict[str, Any]) -> dict[str, jax.Array]:
         """Returns the metrics of an update as scalars. Called outside of the compiled step, unless that guards."""
         return found
+
+
+def one_update(
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    state: State,
+    made: tuple[Tree, Sums, Tree],
+    on_device: Callable[[Any], Any],
+) -> tuple[State, dict[str, jax.Array]]:
+    """Returns a state after one update by what `Gradients.gradients` made of it, and the metrics of that."""
+    gradients, sums, model_state = made
+    held = lambda: on_device(state.optimizer)  # noqa: E731
+    params, kept, gradients = updated(layout, optimizer, gradients, held, state.params)
+    return State(state.step + 1, params, kept, model_state), metrics(sums, optax.tree.norm(gradients))
 
 
 def updated(

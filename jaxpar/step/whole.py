@@ -13,14 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.gathering import gathered
-from jaxpar.step.gradients import Gradients, constrained
+from jaxpar.step.gradients import Gradients, constrained, one_update
 from jaxpar.step.losses import Sums, as_sums
 from jaxpar.step.numerics import PRECISIONS, Numerics
+from jaxpar.step.state import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +70,13 @@ class Whole(Gradients):
         gradients = constrained(self.layout, gradients, self.layout.gradients)
         tokens = sums["loss"][1]
         return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, model_state
+
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """Makes one update, by the gradients of the whole batch."""
+        made = self.gradients(state.params, state.model_state, batch)
+        return one_update(self.layout, optimizer, state, made, on_device)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Sums:
         """Returns the sums of a batch: one forward pass, without dropout."""

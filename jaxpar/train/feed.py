@@ -73,7 +73,7 @@ class Feed:
         while True:
             index = step if self.skipped is None else self.skipped.batch_of(step)
             try:
-                batch = self.source.batch(index, self.size, self._wanted)
+                batch = self.source.batch(index, self.size, *self._asked)
                 return self._own(self._checked(batch, partial(self._where, index)))
             except CorruptBatch as error:
                 skipped = self._pass(f"the batch of step {step + 1}", error, passed)
@@ -87,7 +87,7 @@ class Feed:
             for bad in self._bad_out:
                 at += bad <= at
             try:
-                batches = self.source.evaluation(at, self.size, self._wanted)
+                batches = self.source.evaluation(at, self.size, *self._asked)
                 for each in batches:
                     self._checked(each.batch, lambda _, at=at: f"held-out batch {at}")
                 return [Weighted(each.weight, self._own(each.batch)) for each in batches]
@@ -103,6 +103,11 @@ class Feed:
     def _wanted(self) -> Rows:
         """The rows that are read: where corrupt batches are skipped all of them, for all processes must skip alike."""
         return None if self._skips else self.rows
+
+    @property
+    def _asked(self) -> tuple[Rows, ...]:
+        """The same as an argument where they are not all: a source of one process need not know of rows."""
+        return () if self._wanted is None else (self._wanted,)
 
     def _own(self, batch: Batch) -> Batch:
         return some(batch, self.rows) if self._skips else batch

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.parallel.layout import Layout
@@ -26,12 +27,13 @@ from jaxpar.pipeline.run.spread_head import Around, Spread
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
-from jaxpar.step.gradients import Gradients
+from jaxpar.step.gradients import Gradients, one_update
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import PRECISIONS, Numerics
 from jaxpar.step.pipelined.cut_model import CutModel
 from jaxpar.step.pipelined.model_state import ModelStates, folded
 from jaxpar.step.pipelined.shardings import Shardings
+from jaxpar.step.state import State
 
 
 class Pipelined(Gradients):
@@ -62,6 +64,13 @@ class Pipelined(Gradients):
             | {self.shardings.stacked[path]: value for path, value in layers.items()}
         )
         return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, after
+
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, jax.Array], on_device: Callable
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """Makes one update, by the gradients of the whole batch."""
+        made = self.gradients(state.params, state.model_state, batch)
+        return one_update(self.layout, optimizer, state, made, on_device)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> Sums:
         """Returns the sums of a batch: the forwards of the table, nothing kept."""
