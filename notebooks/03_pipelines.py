@@ -362,7 +362,7 @@ for weights in ("stash", "vertical", "2bw"):
 # %%
 sgd = optax.sgd(0.1)
 plain = jp.train_step(alone, jp.next_token, sgd)
-new = jax.device_get(jp.State(start.step, start.params, sgd.init(start.params), start.rest))
+new = jax.device_get(jp.State(start.step, start.params, sgd.init(start.params), start.model_state))
 
 
 def loop(late, microbatches=1):
@@ -370,9 +370,9 @@ def loop(late, microbatches=1):
     for t in range(8 // microbatches):
         old = kept[max(0, t - late)]
         mine = {key: value[np.arange(64) % 8 // microbatches == t] for key, value in data.items()}
-        moved, _ = plain(jax.device_put(jp.State(new.step, old, new.optimizer, new.rest), jax.devices()[0]), mine)
+        moved, _ = plain(jax.device_put(jp.State(new.step, old, new.optimizer, new.model_state), jax.devices()[0]), mine)
         kept.append(jax.tree.map(lambda w, a, b: w + (a - b), kept[-1], jax.device_get(moved.params), old))
-    return jp.State(new.step, kept[-1], new.optimizer, new.rest)
+    return jp.State(new.step, kept[-1], new.optimizer, new.model_state)
 
 
 # %% [markdown]
@@ -380,7 +380,7 @@ def loop(late, microbatches=1):
 
 # %%
 loops = {"no delay": loop(0), "3 late": loop(3), "4 at once, 1 late": loop(1, microbatches=4)}
-first = jp.State(start.step, start.params, sgd.init(start.params), start.rest)
+first = jp.State(start.step, start.params, sgd.init(start.params), start.model_state)
 rules = ("stash", "vertical", "2bw", "none")
 steps = {weights: jp.train_step(layout(schedule="1f1b", weights=weights), jp.next_token, sgd) for weights in rules}
 print(f"{'parameters differ by':<22}" + "".join(f"{name:>20}" for name in loops))
