@@ -370,7 +370,9 @@ def loop(late, microbatches=1):
     for t in range(8 // microbatches):
         old = kept[max(0, t - late)]
         mine = {key: value[np.arange(64) % 8 // microbatches == t] for key, value in data.items()}
-        moved, _ = plain(jax.device_put(jp.State(new.step, old, new.optimizer, new.model_state), jax.devices()[0]), mine)
+        moved, _ = plain(
+            jax.device_put(jp.State(new.step, old, new.optimizer, new.model_state), jax.devices()[0]), mine
+        )
         kept.append(jax.tree.map(lambda w, a, b: w + (a - b), kept[-1], jax.device_get(moved.params), old))
     return jp.State(new.step, kept[-1], new.optimizer, new.model_state)
 

@@ -87,7 +87,7 @@ class Feed:
             for bad in self._bad_out:
                 at += bad <= at
             try:
-                batches = self.source.evaluation(at, self.size, *self._asked)
+                batches = self.source.evaluation(at, self.size, *self._asked) or []  # users write None, too, for none
                 for each in batches:
                     self._checked(each.batch, lambda _, at=at: f"held-out batch {at}")
                 return [Weighted(each.weight, self._own(each.batch)) for each in batches]
