@@ -126,7 +126,7 @@ def test_outside_all_processes_save_after_the_same_step_whatever_their_clocks_sa
                 return value
             return next(told)
 
-        monkeypatch.setattr(processes, "told", tell)
+        monkeypatch.setattr(processes, "from_first", tell)
         monkeypatch.setattr(due, "seconds", lambda now=now: now[0])
         clock, saves = due.Due(Checkpoints(every=9000, minutes=10.0), start=0), []
         for step in range(1, 20_001):
