@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
-from jaxpar.data import corpus, order
+from jaxpar.data import corpus
 from jaxpar.data.arrays import load_arrays
 from jaxpar.data.corpus import Corpus
+from jaxpar.data.examples import held_out, permutation
 from jaxpar.data.tokens import bpe_tokens, train_bpe
 from jaxpar.errors import JaxparError
 
@@ -133,8 +134,8 @@ def test_long_work_on_a_text_tells_how_far_it_is(tmp_path, monkeypatch, capsys):
 def test_the_order_of_examples_is_what_it_was(examples, fraction):
     """A run that is resumed sees the examples that it would have seen: arrays of indices, as they were made before."""
     wanted = np.random.Generator(np.random.Philox(key=[3, 1])).permutation(examples)
-    assert np.array_equal(order.permutation(examples, 3, 1), wanted)
-    train, out = order.held_out(examples, fraction)
+    assert np.array_equal(permutation(examples, 3, 1), wanted)
+    train, out = held_out(examples, fraction)
     every = max(2, round(1 / fraction)) if fraction * examples >= 0.5 else 0
     left_out = np.arange(every - 1, examples, every) if every else np.arange(0)
     assert np.array_equal(out, left_out)
