@@ -5,11 +5,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+import toy_axis
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
@@ -18,39 +17,21 @@ from jaxpar.job.check import check
 from jaxpar.job.file import parse
 from jaxpar.mesh import axes
 from jaxpar.parallel.techniques import table
-from jaxpar.parallel.techniques.base import Technique, splits_nothing
 
 ROOT = Path(__file__).parent.parent
-TOY = axes.Axis(name="toy", meaning="splits the dim called wide, sees other examples", splits=("wide",), examples=True)
 OPTIMIZER = optax.adam(1e-2)
-
-
-def spread(layout):
-    return splits_nothing(layout, "toy", "named wide")
 
 
 @pytest.fixture(autouse=True)
 def toy():
     with ExitStack() as stack:
-        stack.enter_context(axes.added(TOY))
-        stack.enter_context(table.added(Technique(axis="toy", idle=spread)))
+        stack.enter_context(axes.added(toy_axis.AXIS))
+        stack.enter_context(table.added(toy_axis.TECHNIQUE))
         yield
 
 
-class Wide(nnx.Module):
-    def __init__(self, rngs, dim=16, wide=32, name="wide"):
-        split = nnx.with_partitioning(nnx.initializers.normal(0.3), (None, name))
-        back = nnx.with_partitioning(nnx.initializers.normal(0.3), (name, None))
-        self.up = nnx.Linear(dim, wide, kernel_init=split, rngs=rngs)
-        self.down = nnx.Linear(wide, dim, kernel_init=back, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(nnx.tanh(self.up(x)))
-
-
-def loss(model, batch):
-    error = (model(batch["x"]) - batch["x"]) ** 2
-    return jnp.sum(error), error.size
+def wide(rngs, name="wide"):
+    return toy_axis.Wide(16, 32, name, rngs=rngs)
 
 
 def batch(step):
@@ -58,9 +39,9 @@ def batch(step):
 
 
 def trained(parallel, steps=3, state=None, devices=None, first=0):
-    layout = jp.compose(lambda rngs: Wide(rngs), parallel, devices)
+    layout = jp.compose(wide, parallel, devices)
     state = jp.init_state(layout, OPTIMIZER) if state is None else state
-    step, losses = jp.train_step(layout, loss, OPTIMIZER), []
+    step, losses = jp.train_step(layout, toy_axis.loss, OPTIMIZER), []
     for i in range(first, first + steps):
         state, metrics = step(state, batch(i))
         losses.append(float(metrics["loss"]))
@@ -93,21 +74,19 @@ def test_a_new_axis_trains_as_one_device(parallel):
 
 def test_idle_use_is_refused():
     with pytest.raises(JaxparError, match="toy=2 does nothing: it splits no parameter"):
-        jp.compose(lambda rngs: Wide(rngs, name=None), jp.Parallel(data=4, axes={"toy": 2}))
+        jp.compose(lambda rngs: wide(rngs, None), jp.Parallel(data=4, axes={"toy": 2}))
 
 
 def test_an_axis_that_no_technique_uses_is_refused():
     with pytest.raises(JaxparError, match="expert=2 does nothing: no technique uses the axis `expert`"):
-        jp.compose(lambda rngs: Wide(rngs), jp.Parallel(data=4, axes={"expert": 2}))
+        jp.compose(wide, jp.Parallel(data=4, axes={"expert": 2}))
     with pytest.raises(JaxparError, match="the axes of a mesh are pipe, data, fsdp, toy, expert"):
-        jp.compose(lambda rngs: Wide(rngs), jp.Parallel(data=4, axes={"toi": 2}))
+        jp.compose(wide, jp.Parallel(data=4, axes={"toi": 2}))
 
 
 def test_its_collective_is_found_in_the_ledger():
     devices = jp.target_devices("h100:1x8")
-    step = jp.train_step(
-        jp.compose(lambda rngs: Wide(rngs), jp.Parallel(data=4, axes={"toy": 2}), devices), loss, OPTIMIZER
-    )
+    step = jp.train_step(jp.compose(wide, jp.Parallel(data=4, axes={"toy": 2}), devices), toy_axis.loss, OPTIMIZER)
     report = jp.inspect(step, {"x": jax.ShapeDtypeStruct((16, 16), "float32")})
     assert any("toy" in entry.axis for entry in report.ledger)
 
@@ -126,8 +105,8 @@ def test_a_checkpoint_is_restored_under_another_layout(tmp_path):
     store.wait()
     _, _, expected = trained(parallel, state=state, first=3)
     other = jp.Parallel(fsdp=8)
-    layout = jp.compose(lambda rngs: Wide(rngs), other)
-    restored, _ = store.restore(jp.train_step(layout, loss, OPTIMIZER).abstract())
+    layout = jp.compose(wide, other)
+    restored, _ = store.restore(jp.train_step(layout, toy_axis.loss, OPTIMIZER).abstract())
     _, _, losses = trained(other, state=restored, first=3)
     assert losses == pytest.approx(expected, rel=1e-5)
 

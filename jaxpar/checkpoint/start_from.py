@@ -63,16 +63,7 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
-    path = listing.find(Path(spec.start_from)).resolve()
-    if listing.is_older(path):
-        raise listing.refuse_older(path)
-    if wrong := manifest.check(path):
-        raise JaxparError(
-            *(
-                Problem(f"{path}: {each}", "every file has the hash that the MANIFEST lists", "another step")
-                for each in wrong
-            )
-        )
+    path = listing.verified(Path(spec.start_from))
     saved, here = manifest.read(path).arrays, orbax.described(state)
     origin = plan(spec, path, _takable(saved), _takable(here))
     leaves = orbax.flat(state)

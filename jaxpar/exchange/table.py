@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from jaxpar.errors import refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
+from jaxpar.tables import changed
 
 EXCHANGES: dict[str, type[Exchange]] = {"all_reduce": AllReduce}
 
@@ -23,8 +24,5 @@ def added(name: str, exchange: type[Exchange]) -> Iterator[None]:
             rule=f"a new exchange has a new name; there are {', '.join(EXCHANGES)}",
             fix="another name",
         )
-    EXCHANGES[name] = exchange
-    try:
+    with changed(EXCHANGES, {**EXCHANGES, name: exchange}):
         yield
-    finally:
-        del EXCHANGES[name]

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import listing, manifest, orbax
-from jaxpar.errors import JaxparError, Problem
 from jaxpar.job.build import Built
 from jaxpar.job.file.parse import load
 from jaxpar.job.start import check_start, decoder_of
@@ -38,16 +37,7 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     Raises:
       JaxparError: If it is damaged, belongs to no run of a decoder, or Hugging Face has no such model.
     """
-    path = listing.find(where, step).resolve()
-    if listing.is_older(path):
-        raise listing.refuse_older(path)
-    if wrong := manifest.check(path):
-        raise JaxparError(
-            *(
-                Problem(f"{path}: {each}", "every file has the hash that the MANIFEST lists", "another step")
-                for each in wrong
-            )
-        )
+    path = listing.verified(where, step)
     settings = decoder_of(load(path.parent.parent / "job.toml"))
     listed = manifest.read(path).arrays
     alone = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])

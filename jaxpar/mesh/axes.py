@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.tables import changed, inserted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,17 +74,8 @@ def added(axis: Axis, *, inside: str = "fsdp") -> Iterator[None]:
             rule=f"a new axis has a new name, and lies inside one of {', '.join(AXES)}",
             fix="another name, or inside='fsdp'",
         )
-    before = dict(AXES)
-    AXES.clear()
-    for name, each in before.items():
-        AXES[name] = each
-        if name == inside:
-            AXES[axis.name] = axis
-    try:
+    with changed(AXES, inserted(AXES, axis.name, axis, at=[*AXES].index(inside) + 1)):
         yield
-    finally:
-        AXES.clear()
-        AXES.update(before)
 
 
 def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -> dict[str, int]:

@@ -9,6 +9,7 @@ from jaxpar.parallel.techniques.data import DATA
 from jaxpar.parallel.techniques.pipe import PIPE
 from jaxpar.parallel.techniques.sharding import SHARDING
 from jaxpar.parallel.techniques.tensor import TENSOR
+from jaxpar.tables import changed
 
 TECHNIQUES: dict[str, Technique] = {each.axis: each for each in (PIPE, DATA, SHARDING, CONTEXT, TENSOR)}
 
@@ -20,10 +21,5 @@ def added(technique: Technique) -> Iterator[None]:
     A way of jaxpar's own technique to run a model's islands is added so:
     `added(replace(CONTEXT, how={**CONTEXT.how, "mine": {"attention": mine}}))`.
     """
-    before = dict(TECHNIQUES)
-    TECHNIQUES[technique.axis] = technique
-    try:
+    with changed(TECHNIQUES, {**TECHNIQUES, technique.axis: technique}):
         yield
-    finally:
-        TECHNIQUES.clear()
-        TECHNIQUES.update(before)

@@ -13,6 +13,7 @@ from jaxpar.plan.techniques.data import DATA
 from jaxpar.plan.techniques.pipe import PIPE
 from jaxpar.plan.techniques.sharding import SHARDING
 from jaxpar.plan.techniques.tensor import TENSOR
+from jaxpar.tables import changed, inserted
 
 TECHNIQUES: dict[str, Technique] = {each.axis: each for each in (PIPE, TENSOR, CONTEXT, SHARDING, DATA)}
 
@@ -30,14 +31,5 @@ def added(technique: Technique, *, before: str = "fsdp") -> Iterator[None]:
             rule=f"a plan has one technique for an axis, and has them for {', '.join(TECHNIQUES)}",
             fix="another axis, or before='fsdp'",
         )
-    kept = dict(TECHNIQUES)
-    TECHNIQUES.clear()
-    for axis, each in kept.items():
-        if axis == before:
-            TECHNIQUES[technique.axis] = technique
-        TECHNIQUES[axis] = each
-    try:
+    with changed(TECHNIQUES, inserted(TECHNIQUES, technique.axis, technique, at=[*TECHNIQUES].index(before))):
         yield
-    finally:
-        TECHNIQUES.clear()
-        TECHNIQUES.update(kept)

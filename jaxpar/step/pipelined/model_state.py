@@ -21,7 +21,7 @@ from jaxpar.step.state import salted
 
 @dataclass(frozen=True, eq=False)
 class ModelStates:
-    """The rest of a model's state, through a step. Refuses models that a pipeline cannot cut.
+    """The model state before every microbatch of a step. Refuses models that a pipeline cannot cut.
 
     Attributes:
       shardings: Where arrays live.
