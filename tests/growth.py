@@ -33,4 +33,4 @@ def resident():
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    print(of_saves(Path(sys.argv[1]), int(sys.argv[2]), first=500, measured=resident))
+    print(of_saves(Path(sys.argv[1]), int(sys.argv[2]), first=200, measured=resident))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,24 @@ def pid(folder, run, process):
 
 
 @pytest.fixture(scope="module")
+def launched(folder):
+    """Returns a function: the folder's run of 8 steps on so many processes, its output and errors; each runs once."""
+
+    @cache
+    def run(count):
+        return f"p{count}", *end(start(folder, "launch", "-n", str(count), "train", job(folder, f"p{count}")))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def unchanged(folder):
+    """The losses of 60 steps on two processes that nobody stopped."""
+    end(start(folder, "launch", "-n", "2", "train", job(folder, "unchanged", steps=60, every=5)))
+    return losses(folder, "unchanged")
+
+
+@pytest.fixture(scope="module")
 def alone(folder):
     end(start(folder, "train", job(folder, "alone")))
     return losses(folder, "alone")
@@ -100,9 +119,8 @@ def alone(folder):
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.xdist_group("launch")
-def test_processes_have_the_losses_of_one(folder, alone, count):
-    name = f"p{count}"
-    out, err = end(start(folder, "launch", "-n", str(count), "train", job(folder, name)))
+def test_processes_have_the_losses_of_one(folder, alone, launched, count):
+    name, out, err = launched(count)
     np.testing.assert_allclose(losses(folder, name), alone, rtol=1e-6)
     assert out.count("step 8/8") == 1  # one of them speaks
     assert "launch:" not in err
@@ -110,9 +128,15 @@ def test_processes_have_the_losses_of_one(folder, alone, count):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-def test_a_run_goes_on_with_another_number_of_processes(folder):
+def test_as_many_devices_give_the_same_bits_on_any_number_of_processes(folder, launched):
+    found = [[(row["loss"], row["grad_norm"]) for row in rows(folder, launched(count)[0])] for count in (1, 2, 4)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("launch")
+def test_a_run_goes_on_with_another_number_of_processes(folder, unchanged):
     """On four processes, then on two, then on one: the losses of a run that nobody stopped."""
-    end(start(folder, "train", job(folder, "unchanged", steps=60)))
     name = job(folder, "changing", steps=60)
     for count, step in ((4, 5), (2, 25)):
         child = start(folder, "launch", "-n", str(count), "train", name)
@@ -121,23 +145,12 @@ def test_a_run_goes_on_with_another_number_of_processes(folder):
         end(child, status=143)
         assert step <= len(rows(folder, "changing")) < 60
     end(start(folder, "train", name))
-    np.testing.assert_allclose(losses(folder, "changing"), losses(folder, "unchanged"), rtol=2e-6)
+    np.testing.assert_allclose(losses(folder, "changing"), unchanged, rtol=2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-def test_as_many_devices_give_the_same_bits_on_any_number_of_processes(folder):
-    found = []
-    for count in (1, 2, 4):
-        end(start(folder, "launch", "-n", str(count), "train", job(folder, f"bits{count}")))
-        found.append([(row["loss"], row["grad_norm"]) for row in rows(folder, f"bits{count}")])
-    assert found[0] == found[1] == found[2]
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("launch")
-def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder):
-    end(start(folder, "launch", "-n", "2", "train", job(folder, "whole", steps=60, every=5)))
+def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder, unchanged):
     child = start(folder, "launch", "-n", "2", "train", job(folder, "killed", steps=60, every=5))
     wait_for(folder, "killed", 12)
     os.kill(pid(folder, "killed", 1), signal.SIGKILL)
@@ -145,7 +158,7 @@ def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder):
     assert "launch: process 1 (host " in err
     assert "was killed by SIGKILL" in err
     assert "launch: attempt 2, from step " in err
-    assert losses(folder, "killed") == losses(folder, "whole")
+    assert losses(folder, "killed") == unchanged
 
 
 @pytest.mark.slow

@@ -32,10 +32,11 @@ def folder(tmp_path):
 def supervisors(tmp_path_factory):
     """Two supervisors of two processes each, which train: by the signal that will end them."""
     found = {how: tmp_path_factory.mktemp(how.name) for how in (signal.SIGKILL, signal.SIGHUP)}
-    running = {}
+    running, before = {}, signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup a run rightly ignores it
     for how, folder in found.items():
         write(folder, timeout=TIMEOUT)
         running[how] = (start(folder, "launch", "-n", "2", "train", "job.toml"), folder)
+    signal.signal(signal.SIGHUP, before)
     yield running
     for supervisor, folder in running.values():
         for left in started_by(folder):

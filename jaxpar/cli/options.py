@@ -3,6 +3,8 @@
 import argparse
 import os
 import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 SHIPPED = Path(__file__).parent.parent / "configs"  # in a checkout, a link to its configs/
@@ -74,10 +76,23 @@ def prefer_huge_pages() -> None:
     """Starts this process again with transparent huge pages for malloc, once, where devices are simulated.
 
     XLA's temporaries on the processor are large and touched anew in every step, page by page.
-    glibc reads the setting only at start.
+    glibc reads the setting only at start. Called before JAX is imported, so that it is imported once.
     """
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or "hugetlb" in tunables or os.environ.get("JAXPAR_NO_HUGE_PAGES"):
         return
     os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, [tunables, "glibc.malloc.hugetlb=1"]))
     os.execv(sys.executable, [sys.executable, "-m", "jaxpar", *sys.argv[1:]])
+
+
+def simulates(job: str, overrides: Sequence[str]) -> bool:
+    """Returns whether a job's file, or an override, asks for simulated devices; read without what imports JAX.
+
+    A file that cannot be read asks for none here: whoever loads the job says what is wrong with it.
+    """
+    said = [word.partition("=")[2].strip() for word in overrides if word.startswith("mesh.simulate=")]
+    try:
+        mesh = tomllib.loads(Path(job).read_text(encoding="utf-8-sig")).get("mesh")
+    except (OSError, ValueError, RecursionError):
+        return False
+    return said[-1] != "0" if said else isinstance(mesh, dict) and bool(mesh.get("simulate"))

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge_pages
+from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge_pages, simulates
 
 EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml
@@ -44,6 +44,9 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains and returns the outcome."""
+    if args.job is not None and simulates(args.job, args.overrides):
+        prefer_huge_pages()
+
     from jaxpar.errors import STOPPED, refuse
     from jaxpar.job.file.dump import show_defaults
     from jaxpar.job.file.parse import load
@@ -58,8 +61,6 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
             "jaxpar train without a job", rule="a job is a TOML file", fix="jaxpar train configs/quickstart.toml"
         )
     job = load(args.job, args.overrides, allow_import=args.allow_import)
-    if job.mesh.simulate:
-        prefer_huge_pages()
 
     from jaxpar.cli.output import outlast
     from jaxpar.job.run import train
