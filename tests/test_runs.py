@@ -1,5 +1,7 @@
-"""Whole runs as processes: what is written, and that no stop, kind or unkind, changes a loss."""
+"""Whole runs, most as processes: what is written, and that no stop, kind or unkind, changes a loss."""
 
+import io
+import itertools
 import json
 import os
 import random
@@ -11,6 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from jaxpar.job.file.parse import load
+from jaxpar.job.run import train
 
 pytestmark = pytest.mark.xdist_group("runs")  # one worker, one undisturbed run to compare with
 
@@ -106,8 +111,6 @@ def test_a_run_writes_what_it_did(whole, folder):
 
 
 def test_the_resolved_job_is_the_same_job(whole):
-    from jaxpar.job.file.parse import load
-
     resolved = load(whole / "job.toml")
     assert (resolved.train.steps, resolved.model["dim"], resolved.parallel.fsdp) == (40, 32, 2)
     assert run("check", whole / "job.toml").stdout.startswith("ok")
@@ -163,56 +166,59 @@ def test_a_command_that_is_killed_goes_on_with_the_same_losses(whole, folder):
     assert losses(target) == losses(whole)
 
 
-@pytest.mark.slow  # test_restore.py has such pairs, without the command
-def test_another_layout_goes_on_with_the_same_losses(whole, folder):
-    target, job = folder / "moved", folder / "job.toml"
-    with start("train", job, f"run.dir={target}") as process:
-        wait_for(process, "step 10")
-        process.terminate()
-        process.communicate(timeout=120)
-    run("train", job, f"run.dir={target}", "parallel.data=1", "parallel.fsdp=2", "parallel.tensor=2")
-    want, got = losses(whole), losses(target)
-    assert got.keys() == want.keys()
-    for step, row in want.items():
-        assert abs(got[step][0] - row[0]) < 2e-5 * abs(row[0])
+class Stop(io.StringIO):
+    """Hears what a run says, and asks it to stop once that begins so."""
+
+    def __init__(self, beginning):
+        super().__init__()
+        self.beginning = beginning
+
+    def write(self, text):
+        if text.strip().startswith(self.beginning):
+            signal.raise_signal(signal.SIGTERM)
+        return super().write(text)
 
 
-PIPE = ["parallel.pipe=2", "parallel.fsdp=1", "parallel.pipeline.microbatches=4", "model.layers=2", "train.steps=20"]
+EIGHT = ["mesh.simulate=8", "train.global_batch=16", "train.steps=20", "model.layers=2"]
+LAYOUTS = {
+    "data": ["parallel.data=8", "parallel.fsdp=1"],
+    "fsdp and tensor": ["parallel.data=2", "parallel.fsdp=2", "parallel.tensor=2"],
+    "pipe": ["parallel.pipe=2", "parallel.data=2", "parallel.fsdp=2", "parallel.pipeline.microbatches=4"],
+}
 
 
-def stopped_at_10(job, target, *overrides):
-    with start("train", job, f"run.dir={target}", *overrides) as process:
-        wait_for(process, "step 10")
-        process.terminate()
-        process.communicate(timeout=120)
-    assert rows(target)[-1]["step"] < 20
+def here(job, target, layout, *overrides, stream=None):
+    """Trains in this process, which has eight devices, and returns the losses of the run so far."""
+    words = [f"run.dir={target}", *EIGHT, *LAYOUTS[layout], *overrides]
+    train(load(job, words), stream=stream or io.StringIO())
+    return losses(target)
 
 
-@pytest.mark.slow  # test_restore.py has such pairs, without the command
+@pytest.mark.slow  # test_restore.py has such pairs, without a job
 def test_a_pipeline_that_was_stopped_goes_on_bit_for_bit(folder):
-    job, whole, target = write_job(folder), folder / "pipe", folder / "pipe_stopped"
-    run("train", job, f"run.dir={whole}", *PIPE)
-    stopped_at_10(job, target, *PIPE)
-    assert "on from step" in run("train", target / "job.toml").stdout  # the resolved job has the pipeline too
-    want, got = losses(whole), losses(target)
-    assert {step: row[:2] for step, row in got.items()} == {step: row[:2] for step, row in want.items()}
+    job, target = write_job(folder), folder / "pipe_stopped"
+    want = here(job, folder / "pipe", "pipe")
+    assert len(here(job, target, "pipe", stream=Stop("step 10"))) < 20
+    said = io.StringIO()
+    train(load(target / "job.toml"), stream=said)  # the resolved job has the pipeline too
+    assert "on from step" in said.getvalue()
+    assert {step: row[:2] for step, row in losses(target).items()} == {step: row[:2] for step, row in want.items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder):
+    return here(write_job(folder), folder / "undisturbed", "data", "model.dropout=0.0")
 
 
 @pytest.mark.slow
-def test_a_pipeline_goes_on_without_one_and_back(folder):
-    """A checkpoint knows no stages."""
-    job, same = write_job(folder), ["model.layers=2", "model.dropout=0.0", "train.steps=20"]
-    pipe, data = [*PIPE, "model.dropout=0.0"], ["parallel.data=4", "parallel.fsdp=1", *same]
-    run("train", job, f"run.dir={folder}/flat", *data)
-    stopped_at_10(job, folder / "from_pipe", *pipe)
-    run("train", job, f"run.dir={folder}/from_pipe", *data)
-    stopped_at_10(job, folder / "to_pipe", *data)
-    run("train", job, f"run.dir={folder}/to_pipe", *pipe)
-    want = losses(folder / "flat")
-    for moved in ("from_pipe", "to_pipe"):
-        got = losses(folder / moved)
-        assert got.keys() == want.keys()
-        assert all(abs(got[step][0] - row[0]) < 2e-5 * abs(row[0]) for step, row in want.items())
+@pytest.mark.parametrize("way", list(itertools.pairwise([*LAYOUTS, "data"])), ids=" to ".join)
+def test_another_layout_goes_on_with_the_same_losses(folder, undisturbed, way):
+    """A checkpoint knows no layout and no stages."""
+    job, target = write_job(folder), folder / "-".join(way)
+    assert len(here(job, target, way[0], "model.dropout=0.0", stream=Stop("step 10"))) < 20
+    want, got = undisturbed, here(job, target, way[1], "model.dropout=0.0")
+    assert got.keys() == want.keys()
+    assert all(abs(got[step][0] - row[0]) < 2e-5 * abs(row[0]) for step, row in want.items())
 
 
 def test_text_is_sampled_from_a_run(whole):
