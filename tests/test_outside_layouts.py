@@ -73,10 +73,16 @@ def groups(combinations):
     return [combinations[at : at + TOGETHER] for at in range(0, len(combinations), TOGETHER)]
 
 
-SLOW = [pytest.param(each, marks=pytest.mark.slow) for each in groups([each for each in EVERY if each not in OFTEN])]
+SLOW = [each for each in EVERY[::2] if each not in OFTEN]
+REST = [each for each in EVERY if each not in OFTEN and each not in SLOW]
+MARKED = [
+    pytest.param(each, marks=mark)
+    for some, mark in ((SLOW, pytest.mark.slow), (REST, pytest.mark.full))
+    for each in groups(some)
+]
 
 
-@pytest.mark.parametrize("combinations", [*groups(OFTEN), *SLOW], ids=lambda each: str(each[0]))
+@pytest.mark.parametrize("combinations", [*groups(OFTEN), *MARKED], ids=lambda each: str(each[0]))
 def test_models_of_users_equal_one_device(combinations):
     """Or they are refused: a lookup per row, where XLA has none."""
 

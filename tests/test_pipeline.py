@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from covering import covering, some
+from covering import covering
 from flax import linen as nn
 from flax import nnx
 from tiny import (
@@ -323,11 +323,14 @@ KINDS = {  # a factory, where, by which schedule, and how it is trained
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("keep", [pytest.param("inputs", marks=pytest.mark.slow), "residuals"])
-@pytest.mark.parametrize(
-    "kind",
-    some(KINDS, ["linen"]),
-)
+def kinds():
+    """Returns each kind of model with one keep or the other in turn; the other half is marked full."""
+    for i, (kind, keep) in enumerate(itertools.product(KINDS, KEEP)):
+        mark = pytest.mark.slow if i % 2 == (i // 2) % 2 else pytest.mark.full
+        yield pytest.param(kind, keep, marks=[] if (kind, keep) == ("linen", "inputs") else mark)
+
+
+@pytest.mark.parametrize(("kind", "keep"), list(kinds()))
 def test_every_kind_of_model_equals_one_device(kind, keep):
     make, mesh, name, settings = KINDS[kind]
     made, other = make(), settings.get("alone", {})

@@ -178,11 +178,11 @@ def temporary(name, mesh, microbatches, keep="inputs"):
 
 FLAT = [  # the fewest microbatches are as many as the first stage keeps
     ("1f1b", {"pipe": 4, "data": 2}, (4, 64), "inputs"),
-    ("1f1b", {"pipe": 4, "data": 2}, (4, 16, 64), "residuals"),
-    ("1f1b_phased", {"pipe": 4, "data": 2}, (8, 16, 64), "inputs"),
-    ("1f1b_phased", {"pipe": 2, "data": 2, "fsdp": 2}, (4, 16, 64), "residuals"),
-    ("zb_h1", {"pipe": 4, "data": 2}, (4, 16, 64), "inputs"),
-    ("interleaved_phased", {"pipe": 2, "data": 4}, (8, 16, 64), "inputs"),
+    ("1f1b", {"pipe": 4, "data": 2}, (4, 64), "residuals"),
+    ("1f1b_phased", {"pipe": 4, "data": 2}, (8, 64), "inputs"),
+    ("1f1b_phased", {"pipe": 2, "data": 2, "fsdp": 2}, (4, 64), "residuals"),
+    ("zb_h1", {"pipe": 4, "data": 2}, (4, 64), "inputs"),
+    ("interleaved_phased", {"pipe": 2, "data": 4}, (8, 64), "inputs"),
 ]
 
 

@@ -47,6 +47,12 @@ GRID = [
     *({"pipe": 2, "fsdp": 4, "zero": zero} for zero in (1, 3)),
     {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 3},
 ]
+COMPILED = [  # each axis, each stage of ZeRO and each pair with a pipeline once
+    {"tensor": 8, "sequence": True}, {"fsdp": 8, "zero": 3}, {"data": 2, "fsdp": 4, "zero": 1},
+    {"data": 2, "fsdp": 2, "tensor": 2, "zero": 2}, {"fsdp": 2, "context": 2, "tensor": 2, "zero": 3},
+    {"pipe": 2, "data": 2, "context": 2}, {"pipe": 2, "fsdp": 4, "zero": 1},
+    {"pipe": 2, "fsdp": 2, "tensor": 2, "zero": 3},
+]  # fmt: skip
 COUNTERS = 3 * 4  # the step, Adam's count, the learning rate's: int32
 
 
@@ -75,8 +81,11 @@ def test_static_bytes_are_those_of_the_state(sizes):
     assert found == predicted(candidate) + COUNTERS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", GRID, ids=words)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=pytest.mark.slow if sizes in COMPILED else pytest.mark.full) for sizes in GRID],
+    ids=words,
+)
 def test_static_bytes_are_the_arguments_of_the_compiled_program(sizes):
     step, candidate = built(sizes)
     rows = jax.ShapeDtypeStruct((ROWS, MODEL.seq), jnp.int32)
