@@ -48,8 +48,11 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, device_count(job))
     print(f"ok: {layout.summary()}", *layout.notes, *[layout.agreement] * bool(layout.agreement), sep="\n")
-    placed = {path: layout.describe(path) for path in layout.placements}
-    result = {"problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed}
+    placed, others = ({path: layout.describe(path) for path in places} for places in (layout.placements, layout.others))
+    result = {
+        "problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed,
+        "other_state": others,
+    }  # fmt: skip
     if layout.sizes["pipe"] > 1:
         again = job.train.remat == "full" or job.parallel.pipeline.keep == "inputs"
         result["schedule"], said = _schedule(layout, again=again)

@@ -176,7 +176,7 @@ def _check_room(job: Job, layout: Layout) -> None:
     chip, pool = parse_target(job.mesh.target).chip, taken(os.environ)
     shapes = state.abstract(layout, chain.build(job.optimizer, job.train.steps))
     placed = state.specs(layout, shapes)
-    held = {"parameters": (shapes.params, placed.params)}
+    held = {"parameters": (shapes.params, placed.params), "other state": (shapes.model_state, placed.model_state)}
     if not job.train.offload:
         held["optimizer state"] = (shapes.optimizer, placed.optimizer)
     held["state of the exchange"] = (shapes.exchange, placed.exchange)

@@ -7,17 +7,20 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.parallel.declare import Parallel
-from jaxpar.parallel.layout import Layout, Placement
+from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.asked import declared, idle, names_of, settled
 from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
-from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.rules import name_stacks, names_of_dims, resolve, spec_of
+from jaxpar.units import show_bytes
 
 REGULAR = "a path rule is a regular expression"
 
@@ -144,25 +147,40 @@ def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout
     """Returns where every array lives, and what is wrong with that."""
     sizes, names = parallel.sizes, names_of(parallel)
     problems: list[Problem] = []
-    placements = {}
-    for path, leaf in name_stacks(blueprint.leaves).items():
+    placements, others = {}, {}
+    for path, leaf in name_stacks({**blueprint.leaves, **blueprint.others}).items():
+        trained = path in blueprint.leaves
+        if not trained and leaf.names is None and not leaf.large:
+            others[path] = _whole(leaf)
+            continue
         choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
         problems += wrong
-        if parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",):
+        if trained and parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",):
             # so many layers cannot be stored as equal pieces, so another dim is
             choice = replace(choice, axes=add_axis(path, choice, leaf, sizes, axis="pipe"))
+        if not trained:  # every stage keeps what the model may read or write anywhere
+            choice = replace(choice, axes=without_axis(choice, "pipe"))
         used = spec_of(without_axis(choice))
-        sharded = spec_of(add_axis(path, choice, leaf, sizes))
-        placements[path] = Placement(
+        sharded = spec_of(add_axis(path, choice, leaf, sizes)) if trained or leaf.large else used
+        (placements if trained else others)[path] = Placement(
             leaf=leaf,
             names=choice.names,
             stored=sharded if parallel.stage else used,
             used=used,
             sharded=sharded,
-            why=choice.why + _fsdp_reason(parallel, used, sharded),
+            why=("" if trained else "other state; ") + choice.why + _fsdp_reason(parallel, used, sharded),
         )
-    layout = Layout(parallel=parallel, blueprint=blueprint, placements=placements, names=names, mesh=mesh)
+    layout = Layout(
+        parallel=parallel, blueprint=blueprint, placements=placements, others=others, names=names, mesh=mesh
+    )
     return layout, problems + idle(layout)
+
+
+def _whole(leaf: Leaf) -> Placement:
+    """Returns the place of a small array of other state: a random key, the statistics of a norm."""
+    everywhere, why = PartitionSpec(), f"other state below {show_bytes(LARGE)} is whole"
+    none = (None,) * len(leaf.shape)
+    return Placement(leaf=leaf, names=none, stored=everywhere, used=everywhere, sharded=everywhere, why=why)
 
 
 def _grouped(problems: list[Problem]) -> list[Problem]:
@@ -211,7 +229,8 @@ def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
 
 def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
     """Returns rules for axes that do not exist, and rules that match nothing."""
-    known = {name for leaf in blueprint.leaves.values() for name in leaf.names or () if isinstance(name, str)}
+    leaves = {**blueprint.others, **blueprint.leaves}
+    known = {name for leaf in leaves.values() for name in leaf.names or () if isinstance(name, str)}
     known |= {name for names in parallel.paths.values() for name in names if name}
     usual = {*names_of_dims(parallel.sizes)}
     problems = []
@@ -248,7 +267,7 @@ def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
             )
     for pattern in parallel.paths:
         try:
-            hit = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in blueprint.leaves)
+            hit = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
         except re.error as error:
             problems.append(
                 Problem(

@@ -45,8 +45,8 @@ class Parallel:
       axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
       rules: Name of a dim to mesh axis (or axes, or None), before jaxpar's own names.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
-      replicate_above: Bytes up to which a parameter may be whole on every device of the axis
-        that should shard it; a larger one is refused.
+      replicate_above: Bytes up to which a parameter, or another array of the model's state, may be whole on every
+        device of the axis that should shard it; a larger one is refused.
 
     One size may be -1: it becomes what the others leave over.
     """

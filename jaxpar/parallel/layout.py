@@ -14,33 +14,13 @@ from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.gather import constrained, gather
+from jaxpar.parallel.placement import Placement
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.sharding.names import SCOPE, Blueprint, Leaf, Tree, nest, path_of, pick
+from jaxpar.sharding.names import SCOPE, Blueprint, Tree, nest, path_of, pick
 from jaxpar.sharding.rules import Axes
-from jaxpar.sharding.shard_bytes import shard_bytes, shard_shape, short_dtype
+from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.units import show_bytes, show_count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """The place of one parameter.
-
-    Attributes:
-      leaf: Its shape, dtype and the names of its dims.
-      names: Names of the dims, given or found by path.
-      stored: Spec of the parameter between steps.
-      used: Spec where the model reads it.
-      sharded: Spec with the `fsdp` axis, that gradients and optimizer state take by stage.
-      why: The rule that placed it.
-    """
-
-    leaf: Leaf
-    names: tuple[str | None, ...]
-    stored: PartitionSpec
-    used: PartitionSpec
-    sharded: PartitionSpec
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +31,7 @@ class Layout:
       parallel: The declaration, its sizes inferred.
       blueprint: The model.
       placements: Path of a parameter to where it lives.
+      others: Path of every other array of the model's state to where it lives.
       names: Names of activation dims to mesh axes, earlier first.
       mesh: The mesh, or None where the devices are not there (`jaxpar check` on a laptop).
       notes: What techniques chose where the declaration left it to them, and why, a sentence each.
@@ -60,6 +41,7 @@ class Layout:
     blueprint: Blueprint
     placements: Mapping[str, Placement]
     names: Mapping[str, Axes]
+    others: Mapping[str, Placement] = field(default_factory=dict)
     mesh: Mesh | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
 
@@ -156,6 +138,10 @@ class Layout:
         """Specs in which the optimizer works: sharded from stage 1 on."""
         return self.sharded if self.parallel.stage >= 1 else self._tree(lambda place: place.used)
 
+    def other_specs(self, state: Tree) -> Tree:
+        """Returns a spec for every array of the model's state that is no parameter."""
+        return jax.tree_util.tree_map_with_path(lambda keys, _: self.others[path_of(keys)].stored, state)
+
     def owner(self, keys) -> str | None:
         """Returns the path of the parameter that an array belongs to: the one that ends its own path."""
         words = path_of(keys).split("/")
@@ -198,8 +184,11 @@ class Layout:
         """Returns a parameter as the model reads it: cast to `dtype`, then gathered over `fsdp`.
 
         Casting first halves what a bfloat16 gather moves. Inside a scan over stacked layers
-        the value is one layer's slice.
+        the value is one layer's slice. Other state is gathered in every ZeRO stage, and never
+        cast: it may be an average, or a table of angles.
         """
+        if path in self.others:
+            return self._use_other(path, value)
         with jax.named_scope(SCOPE + path.replace("/", ".")):
             cast = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype
             if cast:
@@ -207,49 +196,35 @@ class Layout:
             place = self.placements[path]
             if self.parallel.stage < 3 or place.stored == place.used or self.mesh is None:
                 return value
-            kept = self._unscanned(path, place, value.ndim)
-            stored = self.sharding(_only(place.stored, place, kept))
+            stored, used = map(self.sharding, place.slice_specs(path, value.ndim, self.sizes))
             if cast:  # else XLA may gather float32 and cast what arrives
                 value = jax.lax.with_sharding_constraint(value, stored)
-            used = self.sharding(_only(place.used, place, kept))
             looked_up = place.names[:1] == ("vocab",)
             summed_once = self.sizes["data"] * self.sizes["context"] == 1
             return constrained(value, used) if looked_up or summed_once else gather(value, used, stored)
 
-    def _unscanned(self, path: str, place: Placement, rank: int) -> list[int]:
-        """Returns the dims that are left where the model reads one layer of a stack."""
-        dims = list(range(len(place.leaf.shape)))
-        gone = len(dims) - rank
-        layers = [dim for dim in dims if place.names[dim] == "layers"]
-        out = layers[:gone] if len(layers) >= gone else dims[:gone]
-        for dim in out:
-            if dim < len(place.stored) and place.stored[dim] is not None:
-                names = ["layers" if d == dim else place.names[d] or "" for d in dims]
-                raise refuse(
-                    f"{path} {self.describe(path)}: the model scans over dim {dim}, which {place.stored[dim]} splits",
-                    rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
-                    fix=f'paths={{"{path}": {names}}} in Parallel, or names in the model',
-                )
-        return [dim for dim in dims if dim not in out]
+    def _use_other(self, path: str, value: jax.Array) -> jax.Array:
+        place = self.others[path]
+        if place.stored == place.used or self.mesh is None:
+            return value
+        with jax.named_scope(SCOPE + path.replace("/", ".")):
+            _, used = place.slice_specs(path, value.ndim, self.sizes)
+            return constrained(value, self.sharding(used))
 
     def describe(self, path: str) -> str:
-        """Returns `f32[embed/fsdp, mlp/tensor]` for one parameter."""
-        place = self.placements[path]
-        dims = []
-        for dim, (size, name) in enumerate(zip(place.leaf.shape, place.names, strict=True)):
-            axes = place.stored[dim] if dim < len(place.stored) else None
-            axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
-            dims.append("/".join([str(name or size), *(axis for axis in axes if self.sizes[axis] > 1)]))
-        return f"{short_dtype(place.leaf.dtype)}[{', '.join(dims)}]"
+        """Returns `f32[embed/fsdp, mlp/tensor]` for one parameter or other array."""
+        return {**self.others, **self.placements}[path].describe(self.sizes)
 
     def explain(self) -> str:
-        """Returns a table: every parameter, where its dims go, its bytes per device, and which rule placed it.
+        """Returns a table: every array of the model, where its dims go, its bytes per device, which rule placed it.
+
+        Of what is no parameter, random keys and other scalars are left out.
 
         Above it the summary, what techniques chose, and how replicas agree that step apart.
         """
         rows = [("parameter", "placed as", "shape", "per device", "because")]
-        for path, place in self.placements.items():
-            size = show_bytes(shard_bytes(place.leaf, place.stored, self.sizes))
+        for path, place in {**self.placements, **self.other_arrays}.items():
+            size = show_bytes(place.per_device(self.sizes))
             shape = " x ".join(map(str, place.leaf.shape)) or "scalar"
             rows.append((path, self.describe(path), shape, size, place.why))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -267,9 +242,9 @@ class Layout:
         return f"exchange: {exchange.explain(self.sends())}" if exchange.apart else ""
 
     def summary(self) -> str:
-        """Returns one line: the mesh, the stage, and the parameters' size whole and per device."""
+        """Returns one line: the mesh, the stage, and the parameters' size whole and per device; so of other state."""
         leaves = [place.leaf for place in self.placements.values()]
-        per_device = sum(shard_bytes(place.leaf, place.stored, self.sizes) for place in self.placements.values())
+        per_device, besides = self.per_device(self.placements), self.per_device(self.other_arrays)
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         stage = f", ZeRO-{self.parallel.stage}" if self.sizes["fsdp"] > 1 else ""
         total = sum(leaf.bytes for leaf in leaves)
@@ -278,16 +253,21 @@ class Layout:
         how = "".join(f", {axis} by {way}" for axis, way in self.parallel.how.items())
         apart = f", {self.parallel.exchange}" if self.parallel.exchange.apart else ""
         sequence = ", sequence" if self.parallel.sequence else ""
+        whole = sum(place.leaf.bytes for place in self.other_arrays.values())
+        other = f"; other state {show_bytes(whole)}, {show_bytes(besides)} per device" if whole else ""
         return (
             f"{self.blueprint.name} on {axes}{stage}{sequence}{how}{updates}{apart}: "
-            f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device"
+            f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device{other}"
         )
+
+    def per_device(self, places: Mapping[str, Placement]) -> int:
+        """Returns the bytes on each device of the arrays at these places."""
+        return sum(place.per_device(self.sizes) for place in places.values())
+
+    @cached_property
+    def other_arrays(self) -> dict[str, Placement]:
+        """Other state that has dims: neither random keys nor counts."""
+        return {path: place for path, place in self.others.items() if place.leaf.shape}
 
     def _tree(self, value) -> Tree:
         return nest({tuple(path.split("/")): value(place) for path, place in self.placements.items()})
-
-
-def _only(spec: PartitionSpec, place: Placement, dims: list[int]) -> PartitionSpec:
-    """Returns what a spec says of these dims."""
-    entries = (*spec, *(None,) * (len(place.leaf.shape) - len(spec)))
-    return PartitionSpec(*(entries[dim] for dim in dims))

@@ -6,6 +6,9 @@
     2             / fsdp        gathered for a step    / fsdp        / fsdp
     3  FSDP       / fsdp        gathered by layer      / fsdp        / fsdp
 
+State that is no parameter and has 64 KiB or more (a frozen base, an average of the weights, a cache) is cut by the same
+rules from stage 1 on, and gathered where the model reads it; what the model writes is cut again.
+
 Between steps the float32 parameters of stages 1 and 2 are shards too, as in the distributed optimizers of Megatron-LM
 and DeepSpeed: what is whole is a copy in the dtype that products run in, gathered at the beginning of a step.
 

@@ -50,6 +50,7 @@ class Traced:
     Attributes:
       name: What the user calls it.
       shards: Sizes of `fsdp` and of the further axes to the parameters that a device holds; of ones, all.
+      beside: The same sizes to the bytes of other state that a device holds.
       refused: Such sizes that the model does not take, and why.
       piece: Parameters of the largest piece that is gathered at once: a parameter, or a layer of a stack.
       recipe: Bytes per parameter of the training state.
@@ -63,6 +64,7 @@ class Traced:
 
     name: str
     shards: Mapping[tuple[int, ...], int]
+    beside: Mapping[tuple[int, ...], int]
     refused: Mapping[tuple[int, ...], str]
     piece: int
     recipe: Recipe
@@ -130,18 +132,24 @@ class Traced:
         """Returns the bytes of a device, by cause."""
         own, whole = self._software(software), self._held(candidate, whole=True)
         shard = self._held(candidate, whole=False)
+        state = [self._held(candidate, whole=each, of=self.beside) for each in (True, False)]
+        others = {"state": np.where(np.equal(candidate.zero, 0), *state)} if any(self.beside.values()) else {}
         parameters, gradients, moments = by_stage(whole, shard, candidate, self.recipe)
         kept, everything = self._kept(candidate), candidate.microbatch * self.trace.kept["none"]
         piece = 2.0 * np.equal(candidate.zero, 3) * self.piece
         gathered = self.itemsize * np.where(gathered_for_a_step(candidate, self.recipe), whole, piece)
-        return Memory(
-            parameters=parameters,
-            gradients=while_made(gradients, candidate, own, self.recipe),
-            optimizer=moments,
-            activations=kept,
-            logits=0.0 * kept,
-            working=(everything - kept) / max(self.trace.blocks, 1) + gathered,
-        ).plus(added_bytes(self, candidate, own, self.recipe))
+        return (
+            Memory(
+                parameters=parameters,
+                gradients=while_made(gradients, candidate, own, self.recipe),
+                optimizer=moments,
+                activations=kept,
+                logits=0.0 * kept,
+                working=(everything - kept) / max(self.trace.blocks, 1) + gathered,
+            )
+            .plus(others)
+            .plus(added_bytes(self, candidate, own, self.recipe))
+        )
 
     def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step, by cause."""
@@ -186,11 +194,16 @@ class Traced:
         met, which = np.unique(np.stack([each.ravel() for each in columns]), axis=1, return_inverse=True)
         return [tuple(each) for each in met.T.tolist()], which.reshape(columns[0].shape)
 
-    def _held(self, candidate: Candidate, *, whole: bool) -> Any:
-        """Returns the parameters on a device, before fsdp shards them or after; an even share where nobody asked."""
+    def _held(self, candidate: Candidate, *, whole: bool, of: Mapping[tuple[int, ...], int] | None = None) -> Any:
+        """Returns the parameters on a device, before fsdp shards them or after; an even share where nobody asked.
+
+        Or the bytes of other state, if `of` is `beside`.
+        """
+        held_by = self.shards if of is None else of
         sizes, which = self._sizes(candidate)
         held = [(1, *further) if whole else (fsdp, *further) for fsdp, *further in sizes]
-        return np.array([self.shards.get(each, -(-self.parameters // math.prod(each))) for each in held])[which]
+        alone = held_by[(1,) * (1 + len(self.axes))]
+        return np.array([held_by.get(each, -(-alone // math.prod(each))) for each in held])[which]
 
     def _seconds(self, kind: str, rows: Any, hardware: Hardware) -> Any:
         peak = 1.0 if self.itemsize == 2 else hardware.chip.f32_flops / hardware.chip.bf16_flops

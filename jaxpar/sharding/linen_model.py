@@ -1,7 +1,8 @@
 """Flax Linen at the edge: a module and a way to call it become a `Blueprint`.
 
 Parameters travel into the module in boxes whose `unbox`, which Linen calls where a
-module reads a parameter, gathers and casts: also inside `nn.scan` and `nn.remat`.
+module reads a parameter, gathers and casts: also inside `nn.scan` and `nn.remat`. So do
+large arrays of other collections, which are not cast.
 """
 
 import re
@@ -22,7 +23,7 @@ HIDDEN = ("params", "intermediates")  # collections that are not part of the mod
 
 
 class AtUse(struct.PyTreeNode, meta.AxisMetadata):
-    """A parameter with what happens to it where the module reads it."""
+    """A parameter, or a large array of another collection, with what happens to it where the module reads it."""
 
     value: Any
     use: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
@@ -65,11 +66,12 @@ class LinenModel:
         compute: Compute,
         streams: tuple[str, ...],
         sown: tuple[str, ...],
+        boxed: Callable[[Tree], Tree],
     ):
         self.module, self.params, self.state, self.key = module, params, state, key
         self.training = compute.train
         self.sown: dict[str, Any] = dict.fromkeys(sown)
-        self._dtype, self._streams, self._calls = compute.dtype, streams, 0
+        self._dtype, self._streams, self._calls, self._boxed = compute.dtype, streams, 0, boxed
 
     def __call__(self, *args, method: Any = None, **kwargs):
         """Applies the module (or one method of it) and keeps what it wrote to its collections."""
@@ -77,7 +79,7 @@ class LinenModel:
         self._calls += 1
         with nn.intercept_methods(partial(_computing_in, self._dtype)):
             out, written = self.module.apply(
-                {"params": self.params, **self.state},
+                {"params": self.params, **self._boxed(self.state)},
                 *args,
                 method=method,
                 mutable=[*self.state, *self.sown],
@@ -149,14 +151,12 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
             rule="a model is called by its loss, and has parameters",
             fix='model(batch["inputs"]) in the loss',
         )
-    leaves = {}
-    flat, _ = jax.tree_util.tree_flatten_with_path(boxed.get("params", {}), is_leaf=meta.is_axis_metadata)
-    for keys, box in flat:
-        value = _unboxed(box)
-        leaves[path_of(keys)] = Leaf(tuple(value.shape), value.dtype, getattr(box, "names", None))
     others = [name for name in boxed if name not in HIDDEN]
     sown = tuple(name for name in others if _has_tuple(boxed[name]))
     lasting = tuple(name for name in others if name not in sown)
+    leaves = _leaves(boxed.get("params", {}))
+    rest = {"collections": {name: boxed[name] for name in lasting}, "key": jax.eval_shape(lambda: jax.random.key(0))}
+    held = _leaves(rest)
 
     def init(key) -> tuple[Tree, Tree]:
         made = _unboxed(variables(key))
@@ -167,23 +167,40 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
 
     fields = getattr(module, "__dataclass_fields__", {})
 
-    def bound(values: Tree, state: Tree, compute: Compute, streams: tuple[str, ...]) -> LinenModel:
+    def bound(values: Tree, state: Tree, use: Use, compute: Compute, streams: tuple[str, ...]) -> LinenModel:
+        def large(keys, value):
+            path = f"collections/{path_of(keys)}"
+            return AtUse(value, partial(use, path)) if path in held and held[path].large else value
+
         placed = module.clone(remat=compute.remat) if "remat" in fields else module
         return LinenModel(
-            placed, values, state["collections"], state["key"], compute=compute, streams=streams, sown=sown
-        )
+            placed, values, state["collections"], state["key"], compute=compute, streams=streams, sown=sown,
+            boxed=partial(jax.tree_util.tree_map_with_path, large),
+        )  # fmt: skip
 
-    streams = _streams(lambda names: call(bound(*init(jax.random.key(0)), Compute(), names)), name)
+    def as_stored(_: str, value: jax.Array) -> jax.Array:
+        return value
+
+    streams = _streams(lambda names: call(bound(*init(jax.random.key(0)), as_stored, Compute(), names)), name)
 
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> LinenModel:
         boxes = jax.tree_util.tree_map_with_path(lambda keys, value: AtUse(value, partial(use, path_of(keys))), values)
-        return bound(boxes, state, compute, streams)
+        return bound(boxes, state, use, compute, streams)
 
     def collect(model: LinenModel) -> Tree:
         # calls fold 0, 1, ... into the key of a step: the next step's key is none of those
         return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}
 
-    return Blueprint(name=name, leaves=leaves, init=init, bind=bind, collect=collect, takes_remat="remat" in fields)
+    return Blueprint(
+        name=name, leaves=leaves, init=init, bind=bind, collect=collect, takes_remat="remat" in fields, others=held
+    )
+
+
+def _leaves(boxed: Tree) -> dict[str, Leaf]:
+    """Returns every array of a tree, which may be in a box with names of its dims."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)
+    each = ((path_of(keys), _unboxed(box), getattr(box, "names", None)) for keys, box in flat)
+    return {path: Leaf(tuple(value.shape), value.dtype, names) for path, value, names in each}
 
 
 def _streams(call: Callable[[tuple[str, ...]], Any], name: str) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 A parameter is gathered and cast where the model reads it: while a step is traced, each
 Param is one whose `get_value` does that, inside the user's own scan and remat, in a module
-nobody edited.
+nobody edited. So is each large variable of another kind, which is not cast.
 """
 
 import inspect
@@ -54,25 +54,28 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
                     fix=f"self.{key} = nnx.Variable(...), or nnx.Param(...) if it is trained",
                 )
     graph, params, model_state = nnx.split(abstract, nnx.Param, ...)
+    others = {"/".join(_words(path)): _leaf(path, variable) for path, variable in nnx.to_flat_state(model_state)}
 
     def init(key) -> tuple[Tree, Tree]:
         _, made, other = nnx.split(build(key), nnx.Param, ...)
         return _values(made), _values(other)
 
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
-        def hooked(path, variable):
+        def hooked(path, variable, held):
             at_use = partial(use, "/".join(_words(path)))
             metadata = {**variable.get_metadata(), "at_use": at_use}
-            return _used(type(variable)).from_metadata(pick(values, _words(path)), metadata)
+            return _used(type(variable)).from_metadata(pick(held, _words(path)), metadata)
 
-        # only parameters are hooked: BatchNorm's statistics and keys are small, whole, and written to by the model
+        # what is small and no parameter is whole: BatchNorm's statistics, keys. What is written is as it was written
         def refilled(path, variable):
+            if others["/".join(_words(path))].large and isinstance(variable, nnx.Variable):
+                return hooked(path, variable, state)
             value = pick(state, _words(path))
             return variable.replace(value) if isinstance(variable, nnx.Variable) else value  # an array in nnx.data
 
         model = nnx.merge(
             graph,
-            nnx.from_flat_state([(path, hooked(path, v)) for path, v in nnx.to_flat_state(params)]),
+            nnx.from_flat_state([(path, hooked(path, v, values)) for path, v in nnx.to_flat_state(params)]),
             nnx.from_flat_state([(path, refilled(path, v)) for path, v in nnx.to_flat_state(model_state)]),
         )
         return _configure(model, compute)
@@ -84,6 +87,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
         bind=bind,
         collect=partial(_collect, {_words(path) for path, _ in nnx.to_flat_state(model_state)}, name),
         takes_remat=any(hasattr(module, "remat") for _, module in nnx.iter_modules(abstract)),
+        others=others,
     )
 
 
@@ -187,7 +191,7 @@ def _values(state: nnx.State) -> Tree:
 
 
 def _array(path, variable):
-    value = variable.get_value() if isinstance(variable, nnx.Variable) else variable
+    value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable  # as stored, not as read
     if not hasattr(value, "shape"):
         raise refuse(
             f"{'/'.join(_words(path))} holds {type(value).__name__}",
@@ -199,7 +203,7 @@ def _array(path, variable):
 
 def _leaf(path, variable) -> Leaf:
     value = _array(path, variable)
-    metadata = variable.get_metadata()
+    metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
     names = metadata.get("out_sharding") or None
     if names is not None:
         names = tuple(getattr(names, "spec", names))  # a NamedSharding, a PartitionSpec or a plain tuple

@@ -15,7 +15,16 @@ def shard_bytes(array: Any, spec: PartitionSpec, sizes) -> int:
     >>> shard_bytes(jax.ShapeDtypeStruct((8, 6), jnp.float32), PartitionSpec("fsdp"), {"fsdp": 4})
     48
     """
-    return math.prod(shard_shape(array.shape, spec, sizes)) * jax.numpy.dtype(array.dtype).itemsize
+    return math.prod(shard_shape(array.shape, spec, sizes)) * itemsize(array.dtype)
+
+
+def itemsize(dtype: Any) -> int:
+    """Returns the bytes of an entry, which may be a random key.
+
+    >>> itemsize("float32"), itemsize(jax.random.key(0).dtype)
+    (4, 8)
+    """
+    return dtype.itemsize if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype).itemsize
 
 
 def shard_shape(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -35,5 +44,5 @@ def short_dtype(dtype: Any) -> str:
     >>> short_dtype("bfloat16")
     'bf16'
     """
-    name = jax.numpy.dtype(dtype).name
+    name = str(dtype) if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.numpy.dtype(dtype).name
     return name.replace("bfloat", "bf").replace("float", "f").replace("uint", "u").replace("int", "s")

@@ -77,6 +77,10 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
         ),
         used={
             path: layout.sharding(place.used).shard_shape(place.leaf.shape) for path, place in layout.placements.items()
+        }
+        | {
+            f"model_state/{path}": layout.sharding(place.used).shard_shape(place.leaf.shape)
+            for path, place in layout.others.items()
         },
         loss=((code.co_filename, code.co_name),) if code else (),
         model_flop=model_flop(step, batch),
@@ -120,15 +124,20 @@ def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
 
 
 def _state(step: Inspectable, state: Any) -> list[Argument]:
-    """Returns the arrays of the state: a parameter by its path, the optimizer's by theirs."""
-    placements, differ = step.layout.placements, step.layout.parallel.exchange.differ
+    """Returns the arrays of the state: a parameter by its path, others by that and the part of the state."""
+    layout, exchange = step.layout, step.layout.parallel.exchange
+    places = {
+        "params": (layout.placements, exchange.differ),
+        "model_state": (layout.others, exchange.apart),
+    }
     found = []
     for part, role in _ROLES.items():
         for keys, leaf in jax.tree_util.tree_leaves_with_path(getattr(state, part)):
             path = path_of(keys)
-            place = placements.get(path) if part == "params" else None
+            known, apart = places.get(part, ({}, False))
+            place = known.get(path)
             whole = path if part == "params" else f"{part}/{path}".rstrip("/")
-            names = (("replica",) * differ + place.names) if place else ()
+            names = (("replica",) * apart + place.names) if place else ()
             found.append(argument(whole, role, leaf, leaf.sharding, names=names))
     return found
 

@@ -147,7 +147,7 @@ def specs(layout: Layout, state: State) -> State:
     exchange = layout.parallel.exchange
     params = layout.stored
     optimizer = layout.optimizer_specs(_of_one(state.optimizer) if exchange.differ else state.optimizer)
-    model_state = jax.tree.map(lambda _: PartitionSpec(), state.model_state)
+    model_state = layout.other_specs(state.model_state)
     return State(
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
         params=_over_data(params) if exchange.differ else params,

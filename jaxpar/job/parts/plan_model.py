@@ -92,9 +92,10 @@ def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devi
         for axis, each in TECHNIQUES.items()
         if axis not in DECLARED and not each.lacks(named)
     }
-    shards, refused = _shards(blueprint, devices, axes)
+    shards, beside, refused = _shards(blueprint, devices, axes)
     return Traced(
-        name=blueprint.name, shards=shards, refused=refused, piece=_piece(blueprint), recipe=recipe, trace=found,
+        name=blueprint.name, shards=shards, beside=beside, refused=refused, piece=_piece(blueprint), recipe=recipe,
+        trace=found,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
         sums=_is_sum(forward("none", accumulate=2), params, known(2)),
         axes=tuple(axes), dims=named.dims, holding=named.holding,
@@ -114,9 +115,12 @@ def _dims(layout: Layout) -> Dims:
 
 def _shards(
     blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]]
-) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
-    """Returns the parameters on each device, for all sizes of fsdp and of further axes; or why they can't be."""
-    found, refused = {}, {}
+) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
+    """Returns the parameters on each device, and the bytes of other state, for all sizes of fsdp and of further axes.
+
+    And why they can't be, for those that can't.
+    """
+    found, beside, refused = {}, {}, {}
     every = divisors(devices)
     for fsdp, *further in product(every, *([n for n in every if n in sizes] for sizes in axes.values())):
         sizes, count = (fsdp, *further), math.prod((fsdp, *further))
@@ -132,7 +136,8 @@ def _shards(
             shard_bytes(each.leaf, each.stored, layout.sizes) // jax.numpy.dtype(each.leaf.dtype).itemsize
             for each in layout.placements.values()
         )
-    return found, refused
+        beside[sizes] = layout.per_device(layout.other_arrays)
+    return found, beside, refused
 
 
 def _piece(blueprint: Blueprint) -> int:

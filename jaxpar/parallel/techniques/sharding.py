@@ -45,17 +45,18 @@ def idle(layout: Layout) -> list[Problem]:
 
 
 def left_whole(layout: Layout) -> list[Problem]:
-    """Returns the parameters that should be sharded, are not, and are too big to be silent about."""
+    """Returns the parameters, and other state, that should be sharded, are not, and are too big to be silent about."""
     limit = layout.parallel.replicate_above
     problems = []
-    for path, place in layout.placements.items():
+    for path, place in {**layout.placements, **layout.others}.items():
         own = shard_bytes(place.leaf, place.sharded, layout.sizes)
         if layout.parallel.stage and place.used == place.sharded and own > limit:
             ways = layout.sizes["fsdp"]
             problems.append(
                 Problem(
                     f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} devices of fsdp",
-                    f"a parameter above {show_bytes(limit)} is sharded by zero={layout.parallel.stage}",
+                    f"{'a parameter' if path in layout.placements else 'other state'} above {show_bytes(limit)} "
+                    f"is sharded by zero={layout.parallel.stage}",
                     f"a dim that {ways} divides, another fsdp, or replicate_above = {own}",
                 )
             )

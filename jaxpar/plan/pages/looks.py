@@ -13,7 +13,7 @@ SECONDS = {  # of what a model computes: work is blue
     "optimizer": Look(letter="O", shade=78, light="#2f8f6b", dark="#58c79d"),
 }
 # causes of memory that a model has: the classes that the inspector's page gives them
-BYTES = {"parameters": 0, "gradients": 5, "optimizer": 1, "activations": 7, "logits": 8, "working": 6}
+BYTES = {"parameters": 0, "gradients": 5, "optimizer": 1, "state": 2, "activations": 7, "logits": 8, "working": 6}
 
 
 def looks() -> dict[str, Look]:

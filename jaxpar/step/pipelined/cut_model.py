@@ -53,6 +53,8 @@ class CutModel:
         )
 
         def use(path: str, value: jax.Array) -> jax.Array:
+            if path in layout.others:  # whole on every device while the table runs
+                return value
             if (path in shardings.stacked) != at["layers"]:
                 raise refuse(
                     f"{blueprint.name} reads {path} "

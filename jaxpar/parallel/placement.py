@@ -1,0 +1,71 @@
+"""Where one array of a model lives, between steps and where the model reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from jaxpar.errors import refuse
+from jaxpar.sharding.names import Leaf
+from jaxpar.sharding.shard_bytes import shard_bytes, short_dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The place of one parameter, or of another array of a model's state.
+
+    Attributes:
+      leaf: Its shape, dtype and the names of its dims.
+      names: Names of the dims, given or found by path.
+      stored: Spec of the array between steps.
+      used: Spec where the model reads it.
+      sharded: Spec with the `fsdp` axis, that gradients and optimizer state take by stage.
+      why: The rule that placed it.
+    """
+
+    leaf: Leaf
+    names: tuple[str | None, ...]
+    stored: PartitionSpec
+    used: PartitionSpec
+    sharded: PartitionSpec
+    why: str
+
+    def per_device(self, sizes: Mapping[str, int]) -> int:
+        """Returns its bytes on each device, between steps."""
+        return shard_bytes(self.leaf, self.stored, sizes)
+
+    def describe(self, sizes: Mapping[str, int]) -> str:
+        """Returns `f32[embed/fsdp, mlp/tensor]`."""
+        dims = []
+        for dim, (size, name) in enumerate(zip(self.leaf.shape, self.names, strict=True)):
+            axes = self.stored[dim] if dim < len(self.stored) else None
+            axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            dims.append("/".join([str(name or size), *(axis for axis in axes if sizes[axis] > 1)]))
+        return f"{short_dtype(self.leaf.dtype)}[{', '.join(dims)}]"
+
+    def slice_specs(self, path: str, rank: int, sizes: Mapping[str, int]) -> tuple[PartitionSpec, PartitionSpec]:
+        """Returns the specs, stored and used, of what the model reads: of all dims, or of one layer of a stack.
+
+        Args:
+          path: What the array is called, for messages.
+          rank: Dims of what the model reads.
+          sizes: Mesh axis to size.
+
+        Raises:
+          JaxparError: If the dim of the stack is split.
+        """
+        dims = list(range(len(self.leaf.shape)))
+        gone = len(dims) - rank
+        layers = [dim for dim in dims if self.names[dim] == "layers"]
+        out = layers[:gone] if len(layers) >= gone else dims[:gone]
+        for dim in out:
+            if dim < len(self.stored) and self.stored[dim] is not None:
+                names = ["layers" if d == dim else self.names[d] or "" for d in dims]
+                raise refuse(
+                    f"{path} {self.describe(sizes)}: the model scans over dim {dim}, which {self.stored[dim]} splits",
+                    rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
+                    fix=f'paths={{"{path}": {names}}} in Parallel, or names in the model',
+                )
+        kept = [dim for dim in dims if dim not in out]
+        stored, used = ((*spec, *(None,) * (len(dims) - len(spec))) for spec in (self.stored, self.used))
+        return PartitionSpec(*(stored[dim] for dim in kept)), PartitionSpec(*(used[dim] for dim in kept))
