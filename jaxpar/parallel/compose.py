@@ -20,6 +20,7 @@ from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.rules import name_stacks, names_of_dims, resolve, spec_of
+from jaxpar.sharding.stacks import bare_stack, of_all_layers, one_layer
 from jaxpar.units import show_bytes
 
 REGULAR = "a path rule is a regular expression"
@@ -148,12 +149,17 @@ def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout
     sizes, names = parallel.sizes, names_of(parallel)
     problems: list[Problem] = []
     placements, others = {}, {}
-    for path, leaf in name_stacks({**blueprint.leaves, **blueprint.others}).items():
+    leaves = name_stacks({**blueprint.leaves, **blueprint.others})
+    parts = sum(parallel.pipeline.layers) or parallel.pipe
+    stack = bare_stack(name_stacks(blueprint.leaves), parts, parallel.paths) if parallel.pipe > 1 else ()
+    for path, leaf in leaves.items():
         trained = path in blueprint.leaves
         if not trained and leaf.names is None and not leaf.large:
             others[path] = _whole(leaf)
             continue
-        choice, wrong = resolve(path, leaf, sizes, names=names, paths=parallel.paths)
+        own = one_layer(leaf) if path in stack else leaf
+        choice, wrong = resolve(path, own, sizes, names=names, paths=parallel.paths)
+        choice = of_all_layers(choice, names["layers"]) if path in stack else choice
         problems += wrong
         if trained and parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",):
             # so many layers cannot be stored as equal pieces, so another dim is

@@ -24,6 +24,7 @@ from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined import layer_state
 from jaxpar.step.pipelined.shardings import Shardings
 from jaxpar.step.state import salted
 
@@ -85,10 +86,14 @@ class CutModel:
                     rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
                     fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
                 )
-            return found
+            x, per_layer = found
+            own = layer_state.of_layers(layout, known[0])
+            return x, (per_layer, layer_state.taken(known[0], own))
 
         def stage(layers, known, per_layer, x, salt):
-            known = (salted(known[0], salt), known[1])
+            per_layer, own = per_layer
+            which = layer_state.of_layers(layout, known[0])
+            known = (layer_state.given(salted(known[0], salt), which, own), known[1])
 
             def take(inner, x):
                 at["layers"] = True

@@ -12,7 +12,8 @@ import jax
 
 from jaxpar.errors import refuse
 from jaxpar.models.stack import cut, reached
-from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
+from jaxpar.pipeline.jaxprs.dataflow import Traced, parts
+from jaxpar.pipeline.jaxprs.narrow import Narrow
 from jaxpar.sharding.names import Compute, Tree, pick
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.shardings import Shardings
@@ -64,18 +65,20 @@ class ModelStates:
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
             )
         self._check_enclosed(params, model_state, one, calls[0], compute)
-        reads = traced.reads()
-        if any(jax.tree.leaves(reads[:2])):
+        jaxpr = traced.flat.jaxpr
+        given, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in ((params, one), model_state)])
+        step = Narrow(jaxpr, jaxpr.outvars)
+        if step.reads.intersection(given):
             raise refuse(
                 f"{blueprint.name} keeps state that follows from what it computes, such as the averages of BatchNorm",
                 rule="in a pipeline microbatches overlap, so what one leaves behind is not there for the next",
                 fix="LayerNorm or GroupNorm, or pipe=1",
             )
-        jaxpr = traced.flat.jaxpr
-        *_, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in (params, one, model_state)])
-        eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
-        step = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
-        last, each = jax.lax.scan(lambda leaves, _: (step(*leaves), leaves), jax.tree.leaves(model_state), length=count)
+
+        def one_microbatch(leaves, _):
+            return step(traced.flat.consts, dict(zip(ins, leaves, strict=True))), leaves
+
+        last, each = jax.lax.scan(one_microbatch, jax.tree.leaves(model_state), length=count)
         restored = partial(jax.tree.unflatten, jax.tree.structure(model_state))
         return restored(each), restored(last)
 

@@ -1,0 +1,52 @@
+"""Deep models as their authors write them, with the one line that lets a pipeline cut them. None names a dim.
+
+Stacked   nnx      blocks made by `nnx.vmap` and run by `nnx.scan`, with biases and LayerNorms
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jaxpar as jp
+
+VOCAB, DIM, HIDDEN, SEQ, HEADS = 32, 16, 32, 8, 4
+
+
+class Block(nnx.Module):
+    def __init__(self, dim, hidden, rngs, rate=0.0):
+        self.ln_1, self.ln_2 = nnx.LayerNorm(dim, rngs=rngs), nnx.LayerNorm(dim, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(HEADS, dim, decode=False, rngs=rngs)
+        self.c_fc, self.c_proj = nnx.Linear(dim, hidden, rngs=rngs), nnx.Linear(hidden, dim, rngs=rngs)
+        self.drop = nnx.Dropout(rate, rngs=rngs)
+
+    def __call__(self, x, mask=None):
+        x = x + self.attn(self.ln_1(x), mask=mask)
+        return x + self.drop(self.c_proj(nnx.gelu(self.c_fc(self.ln_2(x)))))
+
+
+class Stacked(nnx.Module):
+    def __init__(self, layers=4, rate=0.0, *, metadata=None, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=layers)
+        @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata=metadata or {})
+        def create_block(rngs):
+            return Block(DIM, HIDDEN, rngs, rate)
+
+        self.wte = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.wpe = nnx.Param(0.02 * jax.random.normal(rngs.params(), (SEQ, DIM)))
+        self.blocks = create_block(rngs)
+        self.ln_f = nnx.LayerNorm(DIM, rngs=rngs)
+        self.lm_head = nnx.Linear(DIM, VOCAB, use_bias=False, rngs=rngs)
+
+    def layers(self, x):
+        mask = nnx.make_causal_mask(jnp.ones(x.shape[:2]))
+
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def forward(block, x):
+            return block(x, mask)
+
+        return forward(self.blocks, x)
+
+    def __call__(self, tokens):
+        x = self.wte(tokens) + self.wpe[...]
+        x = jp.pipelined(self.layers, x)
+        return self.lm_head(self.ln_f(x))
