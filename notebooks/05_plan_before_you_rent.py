@@ -55,7 +55,7 @@ print(page(plan))
 #
 # A line such as `fsdp 64 (ZeRO-3)` reads: each of the 64 GPUs keeps its 64th of the parameters, of the gradients and of the
 # optimizer's state, and works on its own sequences; with ZeRO-1 and ZeRO-2 each gathers all parameters once a step. `pipe` cuts the model into stages, `tensor` cuts every matrix, `data`
-# copies; `remat` says what the backward pass computes again to save memory; `4 x 2 rows` are four microbatches of two sequences.
+# copies; `remat` says what the backward pass computes again to save memory; `4 microbatches of 2` are four of two sequences each.
 #
 # ## 2. Why this one
 #
@@ -122,7 +122,7 @@ def against(plan, title):
         ax.plot(seconds[which], gib[which], ".", ms=2.5, color=DOTS[name])
         ax.plot([], [], "o", ms=5, color=DOTS[name], label=f"{which.sum():,} {name}")
     front, room = plan.points.pareto, plan.question.room / 2**30
-    ax.step(seconds[front], gib[front], where="post", color="black", lw=1.3, label="front")
+    ax.step(seconds[front], gib[front], where="post", color="black", lw=1.3, label="Pareto front")
     for each, colour, name, look in (
         (plan.best[0], "#0a6b4b", "chosen", {"ms": 8}),
         (plan.fastest, "#b3261e", "fastest", {"ms": 12, "mfc": "none"}),

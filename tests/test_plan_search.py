@@ -175,7 +175,7 @@ def test_what_fits_nowhere_says_what_would_fit():
         (SMALL, 4096, 8, r"at most 3,072 devices"),
         (SMALL, 7, 8, r"more small factors"),
         (SMALL, 0, 8, r"0 devices"),
-        (SMALL, 8, 0, r"0 rows"),
+        (SMALL, 8, 0, r"0 examples"),
     ],
 )
 def test_more_devices_than_the_model_can_use_are_refused(shape, devices, rows, said):
@@ -196,7 +196,7 @@ JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 
 
 def test_few_rows_of_many_tokens_want_a_context_axis():
-    """4 rows of 32,768 tokens on 64 devices: 4 replicas and 8 heads of keys and values leave half of them idle."""
+    """4 examples of 32,768 tokens on 64 devices: 4 replicas and 8 heads of keys and values leave half of them idle."""
     long = replace(question(replace(LLAMA_8B, seq=32_768), 64, 4, choices=Choices(pipe=1)), software=UNFUSED)
     plan = search(long)
     assert all(each.candidate.context > 1 for each in plan.best)

@@ -206,14 +206,14 @@ def test_a_model_of_the_users_own_is_planned_written_and_drawn(own, model, capsy
     words = ["--write", "planned.toml", "--html", "plan.html", "--json", "plan.json", "--advise"]
     assert main(["plan", own(model=model), "--devices", "8", *words]) == 0
     said = capsys.readouterr().out
-    assert "rows per step" in said
+    assert "examples per step" in said
     assert "of 1 rows" not in said
     assert "remat all_dots, dots, full: " in said
     assert "microbatches" not in said.partition("Not among them:")[2].partition("\n\n")[0]
     best = json.loads(Path("plan.json").read_text())["best"]
     assert {each["remat"] for each in best} == {"none"}  # it places none
     page = Path("plan.html").read_text()
-    assert "rows per second" in page
+    assert "examples per second" in page
     assert "Not weighed: pipe, context and tensor" in page
     assert main(["check", "planned.toml"]) == 0
 
@@ -237,8 +237,8 @@ def test_what_fsdp_would_split_nothing_of_is_left_out_by_name(own):
     [
         ("blind", [], "keeps nothing of a row"),
         ("broken", [], "images"),
-        ("total", ["--devices", "7"], "7 devices for 64 rows"),
-        ("total", ["--devices", "128"], "128 devices for 64 rows"),
+        ("total", ["--devices", "7"], "7 devices for 64 examples"),
+        ("total", ["--devices", "128"], "128 devices for 64 examples"),
     ],
 )
 def test_what_cannot_be_planned_is_one_clear_error(own, loss, words, got, capsys):

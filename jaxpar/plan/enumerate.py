@@ -82,7 +82,7 @@ def at(candidates: Candidate, index: int) -> Candidate:
 
 def within_reach(devices: int, rows: int) -> None:
     """Refuses numbers of devices and rows that are none."""
-    for name, number in (("devices", devices), ("rows of the global batch", rows)):
+    for name, number in (("devices", devices), ("examples of the global batch", rows)):
         if type(number) is not int or not 1 <= number <= 1_000_000:
             raise refuse(f"{number!r} {name}", rule="a whole number within 1..1,000,000", fix="64")
 
@@ -143,7 +143,7 @@ def _unusable(shape: Shape, devices: int, rows: int, choices: Choices):
     ]
     return refuse(
         f"{devices:,} devices for {shape.layers} layers, {shape.heads} heads ({shape.kv_heads or shape.heads} of keys "
-        f"and values) and {rows} rows",
+        f"and values) and {rows} examples",
         rule=", ".join([*bounds, f"{replicas} divides the rows"])
         + (f": at most {all_:,} devices" if all_ < devices else ""),
         fix=f"a global batch of {rows * -(-devices // all_)}, or fewer devices" if all_ < devices

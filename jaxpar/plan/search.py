@@ -299,11 +299,11 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
 
 
 def describe(candidate: Candidate) -> str:
-    """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 x 2 rows, remat full`."""
+    """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 microbatches of 2, remat full`."""
     words = " x ".join(f"{axis} {size}" for axis, size in candidate.sizes.items() if size > 1) or "one device"
     words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
     if candidate.pipe > 1:
         words += f", {candidate.schedule}" + f" of {candidate.chunks} chunks" * (candidate.chunks > 1)
         words += ", head spread" * (candidate.head == "spread")
-    words += f", {candidate.microbatches} x {candidate.microbatch} rows" if candidate.microbatches > 1 else ""
+    words += f", {candidate.microbatches} microbatches of {candidate.microbatch}" if candidate.microbatches > 1 else ""
     return words + f", remat {candidate.remat}" * (candidate.remat != "none")

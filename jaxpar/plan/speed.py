@@ -1,6 +1,6 @@
 """The speed of a layout, in the numbers that people compare, and what would help where it is hopeless.
 
-    throughput   rows of a step x what a row has / seconds
+    throughput   examples of a step x tokens of an example / seconds
     MFU          FLOP of the model, nothing computed twice / (seconds x devices x bfloat16 peak)
     bubble       share of the step in which stages wait for others
 
@@ -25,7 +25,7 @@ class Speed:
     """The speed of a layout; modelled.
 
     Attributes:
-      rate: Tokens, or rows of a model that has none, a second on all devices.
+      rate: Tokens, or examples of a model that has none, a second on all devices.
       unit: Which.
       mfu: Share of the devices' bfloat16 peak that the model's own FLOP reach.
       bubble: Share of the step in which stages of a pipeline wait; None without a pipeline.

@@ -3,7 +3,7 @@
     matmuls       2 FLOP per multiplication of every matmul and convolution, going forward; twice that going backward
     elementwise   what the backward pass reads was written and read once going forward, and is read, and its gradient
                   written and read, going backward: 5 times its bytes; once more to and fro where it is computed again
-    activations   what `jax.vjp` keeps that grows with the rows, as the remat policy leaves it
+    activations   what `jax.vjp` keeps that grows with the batch, as the remat policy leaves it
     working       what one block computes again; with ZeRO-3, twice the largest piece that is gathered at once
 
 What XLA fuses away, or keeps although nobody asked it to, is not in it: `--verify` compiles.
@@ -87,8 +87,8 @@ class Traced:
 
     @property
     def unit(self) -> tuple[str, int]:
-        """Rows."""
-        return "rows", 1
+        """Examples."""
+        return "examples", 1
 
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of its matmuls and convolutions, three times over for forward and backward."""
@@ -112,15 +112,15 @@ class Traced:
         """Returns all layouts of data, fsdp and further axes, with the remat policies that the model can place.
 
         Raises:
-          JaxparError: If the devices do not divide the rows.
+          JaxparError: If the devices do not divide the examples.
         """
         remats = tuple(name for name in choices.remats if name in self.trace.kept)
         found = every(self, devices=devices, rows=rows, choices=replace(choices, remats=remats))
         if found is None:
             replicas = " x ".join(axis for axis in batch_axes() if axis in TECHNIQUES)
             raise refuse(
-                f"{devices:,} devices for {rows} rows",
-                rule=f"{replicas}, the devices, divides the rows of the global batch",
+                f"{devices:,} devices for {rows} examples",
+                rule=f"{replicas}, the devices, divides the examples of the global batch",
                 fix=f"--devices {max(n for n in divisors(rows) if n <= devices)}, or train.global_batch = "
                 f"{-(-rows // devices) * devices}",
             )

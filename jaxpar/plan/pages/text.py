@@ -58,9 +58,9 @@ def spare(plan: Plan) -> str:
 
 
 def batch_of(asked: Question) -> str:
-    """Returns the batch of a step in words: `128 rows of 4,096 tokens per step`."""
+    """Returns the batch of a step in words: `128 examples of 4,096 tokens per step`."""
     unit, each = asked.model.unit
-    return f"{asked.rows} rows{f' of {each:,} {unit}' * (each > 1)} per step"
+    return f"{asked.rows} examples{f' of {each:,} {unit}' * (each > 1)} per step"
 
 
 def _table(plan: Plan) -> str:
@@ -103,7 +103,7 @@ def _hopeless(plan: Plan) -> str:
         return ""
     help_ = ["What would help:", *[f"  {way}" for way in ways]]
     if not ways:
-        help_ = ["More rows of a step, fewer devices and wider context axes were tried: none helps."]
+        help_ = ["More examples a step, fewer devices and wider context axes were tried: none helps."]
     return "\n".join([f"The first choice is {said}.", *help_])
 
 
