@@ -378,12 +378,12 @@ print(f"losses on 2 × 2 × 2 and on one device differ by at most {np.abs(gap).m
 # %% [markdown]
 # ## 7. A wrong declaration
 #
-# Eight devices cannot share four heads, and `mpl` is a slip of the fingers. **Predict** which of the two you will be
+# Eight devices cannot share four heads, and `tenser` is a slip of the fingers. **Predict** which of the two you will be
 # told about.
 
 # %%
 try:
-    jp.compose(Model, jp.Parallel(tensor=8, rules={"mpl": "tensor"}))
+    jp.compose(Model, jp.Parallel(tensor=8, rules={"mlp": "tenser"}))
 except jp.JaxparError as error:
     print(error)
 

@@ -471,6 +471,11 @@ def step(batch=BATCH, loss=jp.classify, given=None, model=Net, **numerics):
     return jp.train_step(where, loss, ADAM, **numerics)(made, batch)
 
 
+def traced(**parallel):
+    one = jp.train_step(compose(**parallel), jp.classify, ADAM)
+    return one.lower(one.abstract(), BATCH)
+
+
 def twice(evaluate=False):
     made, one = jp.init_state(layout(), ADAM), jp.train_step(layout(), jp.classify, ADAM)
     one(made, BATCH)
@@ -492,7 +497,7 @@ VALUES = {
     "rules as a list": (lambda: compose(data=4, tensor=2, rules=[("mlp", "tensor")]), "rules=", '{"mlp": "tensor"}'),
     "rules as nothing": (lambda: compose(data=8, rules=None), "rules=None", "rules="),
     "a rule to a number": (lambda: compose(data=4, tensor=2, rules={"mlp": 5}), "mlp", "5"),
-    "a rule for no name": (lambda: compose(data=4, tensor=2, rules={"foo": "tensor"}), "'foo'", "one of"),
+    "a rule for no name": (lambda: traced(data=8, rules={"foo": "data"}), "'foo'", "one of"),
     "paths as a number": (lambda: compose(data=4, tensor=2, paths=5), "paths=5", "paths="),
     "a path to one name": (lambda: compose(data=4, tensor=2, paths={"a/kernel": "embed"}), "'embed'", "a/kernel"),
     "a path to nothing": (lambda: compose(data=4, tensor=2, paths={"a/kernl": ("embed",)}), "did you mean 'a/kernel'?"),

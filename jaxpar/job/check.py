@@ -24,7 +24,8 @@ from jaxpar.mesh.target import parse_target
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.asked import declared
+from jaxpar.parallel.rule_problems import check_rules
+from jaxpar.parallel.techniques.asked import Used, declared, traced
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
@@ -206,22 +207,27 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
         model = blueprint.bind(params, model_state, lambda path, value: value, Compute(remat=job.train.remat))
         return losses.as_sums(loss(model, batch), accumulate=job.train.accumulate)
 
-    with accepting(job, blueprint.name, batch):
-        jax.eval_shape(forward, jax.random.key(0), batch)
+    used, mesh = Used(), _mesh_without_devices(layout)
+    with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
+        with traced(layout, used):
+            jax.eval_shape(forward, jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
-            _trace_pipeline(job, layout, loss, batch)
+            _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, batch)
+    check_rules(layout.parallel, blueprint, used.names)
 
 
 def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Cuts the model and runs the table on shapes, on a mesh that needs no devices."""
+    """Cuts the model and runs the table on shapes."""
     numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
+    gradients = gradients_of(layout, loss, numerics)
+    optimizer = chain.build(job.optimizer, job.train.steps)
+    jax.eval_shape(
+        partial(gradients.update, optimizer, on_device=lambda held: held), state.abstract(layout, optimizer), batch
+    )
+
+
+def _mesh_without_devices(layout: Layout) -> Any:
     axes = [axis for axis in AXES if axis in layout.sizes]
-    mesh: Any = AbstractMesh(
+    return AbstractMesh(
         tuple(layout.sizes[axis] for axis in axes), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
     )
-    gradients = gradients_of(dataclasses.replace(layout, mesh=mesh), loss, numerics)
-    optimizer = chain.build(job.optimizer, job.train.steps)
-    with jax.sharding.use_abstract_mesh(mesh):  # as a step has it: ends that are spread are traced outside of islands
-        jax.eval_shape(
-            partial(gradients.update, optimizer, on_device=lambda held: held), state.abstract(layout, optimizer), batch
-        )

@@ -12,8 +12,8 @@ from jaxpar.errors import refuse
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Returns `x` split as the names of its dims say, where a training step gives them a meaning.
 
-    Names that come first among the rules win where two dims ask for one mesh axis. Outside of a
-    step this does nothing.
+    Names that come first among the rules win where two dims ask for one mesh axis. A dim whose name
+    has no rule is left to XLA; one that is None is whole. Outside of a step this does nothing.
 
     Args:
       x: An activation.
@@ -33,9 +33,9 @@ def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
     """Returns how an activation with these names of dims is cut; None outside of a step.
 
     To ask is not to name: a step notes the names that `constrain` compares with its rules, as those that its model
-    used, and refuses an axis that cuts none of them. Plain copies of the rules' names note nothing.
+    used, and refuses an axis that cuts none of them. A copy of the rules notes nothing.
     """
-    return _spec(names, tuple((str(name), axes) for name, axes in get_logical_axis_rules()))
+    return _spec(names, tuple(get_logical_axis_rules()))
 
 
 def _spec(names: tuple[str | None, ...], rules: Sequence) -> PartitionSpec | None:
@@ -44,7 +44,9 @@ def _spec(names: tuple[str | None, ...], rules: Sequence) -> PartitionSpec | Non
     dims: list = [None] * len(names)
     taken: set[str] = set()
     for name, axes in rules:
-        if name in names and axes is not None and dims[names.index(name)] is None:
+        if axes is PartitionSpec.UNCONSTRAINED:
+            dims = [axes if each == name else dim for each, dim in zip(names, dims, strict=True)]
+        elif name in names and axes is not None and dims[names.index(name)] is None:
             wanted = (axes,) if isinstance(axes, str) else tuple(axes)
             if not taken.intersection(wanted):
                 dims[names.index(name)] = axes

@@ -1,6 +1,5 @@
 """Model, declaration and devices become a `Layout`, or every problem at once."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,21 +8,20 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
+from jaxpar.parallel.rule_problems import REGULAR, rule_problems
 from jaxpar.parallel.techniques.asked import declared, idle, names_of, settled
 from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
-from jaxpar.sharding.rules import name_stacks, names_of_dims, resolve, spec_of
+from jaxpar.sharding.rules import name_stacks, resolve, spec_of
 from jaxpar.sharding.stacks import bare_stack, of_all_layers, one_layer
 from jaxpar.units import show_bytes
-
-REGULAR = "a path rule is a regular expression"
 
 
 def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
@@ -108,7 +106,7 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
 
     Raises:
       JaxparError: With every problem at once: sizes that do not multiply to the devices, dims
-        that do not divide, rules that match nothing, axes that nothing uses, parameters left whole.
+        that do not divide, paths that match nothing, axes that nothing uses, parameters left whole.
     """
     if not isinstance(parallel, Parallel):
         raise JaxparError(Problem(f"parallel={parallel!r}", "the declaration is a Parallel", "jp.Parallel(data=8)"))
@@ -130,7 +128,7 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
         raise JaxparError(*problems, *error.problems) from error
     if problems:  # what follows reads the sizes and the rules
         raise JaxparError(*problems)
-    problems += _leaf_problems(blueprint) + _rule_problems(parallel, blueprint)
+    problems += _leaf_problems(blueprint) + rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
         raise JaxparError(*problems)
     layout, wrong = _placed(parallel, blueprint, mesh)
@@ -231,66 +229,3 @@ def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
     if parallel.stage == 0:
         return ""
     return "; fsdp divides no dim" if used == sharded else "; fsdp on the largest dim"
-
-
-def _rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
-    """Returns rules for axes that do not exist, and rules that match nothing."""
-    leaves = {**blueprint.others, **blueprint.leaves}
-    known = {name for leaf in leaves.values() for name in leaf.names or () if isinstance(name, str)}
-    known |= {name for names in parallel.paths.values() for name in names if name}
-    usual = {*names_of_dims(parallel.sizes)}
-    problems = []
-    for name, axes in parallel.rules.items():
-        each = (axes,) if isinstance(axes, str) else tuple(axes or ())
-        for axis in each:
-            if axis not in parallel.sizes:
-                problems.append(
-                    Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", nearest(axis, parallel.sizes))
-                )
-        if "pipe" in each and name != "layers":
-            problems.append(
-                Problem(
-                    f"rule {name} -> 'pipe'",
-                    "the axis `pipe` splits layers and nothing else",
-                    f"one of: {', '.join(axis for axis in parallel.sizes if axis != 'pipe')}",
-                )
-            )
-        if len(set(each)) < len(each):
-            problems.append(
-                Problem(
-                    f"rule {name} -> {each}",
-                    "a dim is split over an axis once",
-                    f"{name} -> {tuple(dict.fromkeys(each))}",
-                )
-            )
-        if name not in known and name not in usual:
-            problems.append(
-                Problem(
-                    f"rule {name!r} matches nothing: no dim of {blueprint.name} has that name",
-                    "every rule matches at least one dim",
-                    nearest(name, known | usual),
-                )
-            )
-    for pattern in parallel.paths:
-        try:
-            hit = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
-        except re.error as error:
-            problems.append(
-                Problem(
-                    f"path rule {pattern!r}: {error}",
-                    REGULAR,
-                    f"{re.sub(r'(?<![.)])[*]', '.*', pattern)!r}" if "*" in pattern else repr(re.escape(pattern)),
-                )
-            )
-            continue
-        if not hit:
-            problems.append(
-                Problem(
-                    f"path rule {pattern!r} matches no parameter of {blueprint.name}",
-                    "every rule matches the end of at least one path",
-                    nearest(pattern, blueprint.leaves)
-                    if len(blueprint.leaves) < 20
-                    else "see `jaxpar check --explain`",
-                )
-            )
-    return problems

@@ -43,7 +43,8 @@ class Parallel:
       how: Axis to the way in which its technique runs, where it has several: {"context": "gather"}.
       exchange: How the replicas over `data` agree.
       axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
-      rules: Name of a dim to mesh axis (or axes, or None), before jaxpar's own names.
+      rules: Name of a dim, of parameters or activations, to mesh axis (or axes, or None), before jaxpar's own names. A
+        name that the model does not use is refused once its step is traced.
       paths: End of a parameter's path (regular expression) to the names of its trailing dims.
       replicate_above: Bytes up to which a parameter, or another array of the model's state, may be whole on every
         device of the axis that should shard it; a larger one is refused.

@@ -3,11 +3,12 @@
     NNX factory or Linen module ──► Blueprint: leaves with names of dims, init, bind, collect
     names of a parameter's dims ──► mesh axes, each with the rule that chose it              rules.py
     names of an activation's dims ─► mesh axes, while a step is traced                       constrain.py
+    names that other code bases give to dims ─► jaxpar's own                                 vocabularies.py
 
 Nouns: a `Blueprint` (a model as jaxpar sees it), a `Leaf` (shape, dtype and names of one parameter), a `Choice` of mesh
 axes for its dims, rules from names to mesh axes.
 
 To add a Flax API: a file beside `nnx_model.py` and `linen_model.py` that returns a `Blueprint`. To let a new name of a
-dim mean something: `splits` of an `Axis` in `mesh/axes.py`. To name the dims of layers that name none: a row of
-`rules.PATHS`.
+dim mean something: `splits` of an `Axis` in `mesh/axes.py`, or a row of `vocabularies.MEANINGS` for a name of others
+that means the same as one of jaxpar's. To name the dims of layers that name none: a row of `rules.PATHS`.
 """

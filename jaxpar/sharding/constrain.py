@@ -2,33 +2,56 @@
 
 A model calls Flax's own `nn.with_logical_constraint(x, ("batch", "seq", "embed"))`, or
 `jaxpar.constrain(x, "batch", "seq", "embed")`, and knows no mesh; outside of a step both
-do nothing.
+do nothing. A name without a rule says nothing of its dim: XLA splits that as it splits what
+the activation was made of.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from flax.core import spmd
+from jax.sharding import PartitionSpec
 
 from jaxpar.sharding.rules import Axes
 
 
-class _Noted(str):
-    """A name that remembers being found among the names of an activation.
+class _Asked:
+    """Stands where the first rule has its name, equals nothing, and keeps the names that it is compared with."""
 
-    Rules are looked up by `name in names`, in Flax's own constraints as in `jp.constrain`: equality is the one place
-    that sees both, without a hook in Flax.
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            self.names.append(str(other))
+        return False
+
+    __hash__ = object.__hash__
+
+
+class Rules(tuple):
+    """Rules of Flax's, (name, axes) each, that end with one for every other name of the activation at hand.
+
+    Flax takes a name without a rule for a dim that is whole on every device: a constraint on ("activation_batch", ...)
+    would gather the batch. Its only hook is that it reads all rules, in order, and asks of each whether its name is
+    among the activation's. So the first one is a name that learns in this way what the others are, and the last ones
+    leave the dims to XLA that no rule was found for.
+
+    Attributes:
+      seen: The names of all activations so far.
     """
 
     seen: set[str]
 
-    def __eq__(self, other: object) -> bool:
-        same = str.__eq__(self, other)
-        if same is True:
-            self.seen.add(str(self))
-        return same
-
-    __hash__ = str.__hash__
+    def __iter__(self) -> Iterator:
+        asked = _Asked()
+        yield asked, None
+        known = set()
+        for name, axes in super().__iter__():
+            known.add(name)
+            yield name, axes
+        self.seen.update(asked.names)
+        yield from ((name, PartitionSpec.UNCONSTRAINED) for name in dict.fromkeys(asked.names) if name not in known)
 
 
 @contextmanager
@@ -45,18 +68,17 @@ def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Ite
         kept = tuple(a for a in ((axes,) if isinstance(axes, str) else axes or ()) if sizes.get(a, 1) > 1)
         return None if not kept else kept[0] if len(kept) == 1 else kept
 
-    # a pipeline opens this context again inside of a step's, with other sizes: what is named there is named in the step
-    around = (name.seen for name, _ in spmd.get_logical_axis_rules() if isinstance(name, _Noted))
-    seen: set[str] = next(around, set())
     rules = []
     for name, axes in names.items():
-        noted = _Noted(name)
-        noted.seen = seen
         kept = present(axes)
-        rules.append((noted, kept))
+        rules.append((name, kept))
         if isinstance(kept, tuple):
             # A rule is skipped as soon as one of its axes is taken. So the name comes again with its first axis alone:
             # under sequence parallelism `seq` is (context, tensor) on the stream, and context where heads have tensor
-            rules.append((noted, kept[0]))
-    with spmd.logical_axis_rules(tuple(rules)):
-        yield seen
+            rules.append((name, kept[0]))
+    # a pipeline opens this context again inside of a step's, with other sizes: what is named there is named in the step
+    around = spmd.get_logical_axis_rules()
+    resolved = Rules(rules)
+    resolved.seen = around.seen if isinstance(around, Rules) else set()
+    with spmd.logical_axis_rules(resolved):
+        yield resolved.seen

@@ -23,6 +23,7 @@ from jaxpar.hlo.branches import check_branches
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.tracing import uncollected
@@ -190,6 +191,7 @@ class Step:
         with self._users_code(batch), self._traced():
             train = self._train["exchange" if exchanges or self.gradients.every == 1 else "train"]
             lowered = train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
+        check_rules(self.layout.parallel, self.layout.blueprint, self._used.names)
         asked.check(self.layout, self._used, lowered)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())

@@ -14,6 +14,7 @@ from jaxpar.parallel.techniques.base import Compose
 from jaxpar.parallel.techniques.table import TECHNIQUES
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.rules import names_of_dims
+from jaxpar.sharding.vocabularies import meant, with_vocabularies
 
 
 def declared(parallel: Parallel) -> list[Problem]:
@@ -23,12 +24,12 @@ def declared(parallel: Parallel) -> list[Problem]:
 
 
 def names_of(parallel: Parallel) -> dict[str, Axes]:
-    """Returns names of dims to mesh axes, those of the user first."""
+    """Returns names of dims to mesh axes, those of the user first, and after each what others call the same."""
     names = names_of_dims(parallel.sizes)
     for each in TECHNIQUES.values():
         names |= each.names(parallel)
     user = dict(parallel.rules)
-    return {**user, **{name: axes for name, axes in names.items() if name not in user}}
+    return with_vocabularies({**user, **{name: axes for name, axes in names.items() if name not in user}})
 
 
 def idle(layout: Layout) -> list[Problem]:
@@ -73,7 +74,7 @@ class Used:
     """The use that a model made of jaxpar in all traces of a step. JAX traces once what is lowered twice: it is kept.
 
     Attributes:
-      names: Names of dims of activations.
+      names: Names of dims of activations, in the model's words and in jaxpar's.
       islands: Names of islands that were called.
     """
 
@@ -87,7 +88,7 @@ def traced(layout: Layout, used: Used) -> Iterator[None]:
     names = activation_names(layout.names, layout.sizes)
     with names as named, implemented(islands(layout.parallel)) as called:
         yield
-    used.names |= named
+    used.names |= meant(named)
     used.islands |= called
 
 

@@ -1,0 +1,93 @@
+"""What is wrong with a user's rules: of the declaration alone, and once it is known what the model calls its dims.
+
+A rule may be for a dim of a parameter, which a blueprint names, or of an activation, which is named while a step is
+traced.
+"""
+
+import re
+
+from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.parallel.declare import Parallel
+from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.rules import names_of_dims
+
+REGULAR = "a path rule is a regular expression"
+
+
+def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
+    """Returns rules for axes that do not exist, and path rules that match nothing."""
+    leaves, problems = {**blueprint.others, **blueprint.leaves}, []
+    for name, axes in parallel.rules.items():
+        each = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        for axis in each:
+            if axis not in parallel.sizes:
+                problems.append(
+                    Problem(f"rule {name} -> {axis!r}", "a rule names mesh axes", nearest(axis, parallel.sizes))
+                )
+        if "pipe" in each and name != "layers":
+            problems.append(
+                Problem(
+                    f"rule {name} -> 'pipe'",
+                    "the axis `pipe` splits layers and nothing else",
+                    f"one of: {', '.join(axis for axis in parallel.sizes if axis != 'pipe')}",
+                )
+            )
+        if len(set(each)) < len(each):
+            problems.append(
+                Problem(
+                    f"rule {name} -> {each}",
+                    "a dim is split over an axis once",
+                    f"{name} -> {tuple(dict.fromkeys(each))}",
+                )
+            )
+    for pattern in parallel.paths:
+        try:
+            hit = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
+        except re.error as error:
+            problems.append(
+                Problem(
+                    f"path rule {pattern!r}: {error}",
+                    REGULAR,
+                    f"{re.sub(r'(?<![.)])[*]', '.*', pattern)!r}" if "*" in pattern else repr(re.escape(pattern)),
+                )
+            )
+            continue
+        if not hit:
+            problems.append(
+                Problem(
+                    f"path rule {pattern!r} matches no parameter of {blueprint.name}",
+                    "every rule matches the end of at least one path",
+                    nearest(pattern, blueprint.leaves)
+                    if len(blueprint.leaves) < 20
+                    else "see `jaxpar check --explain`",
+                )
+            )
+    return problems
+
+
+def check_rules(parallel: Parallel, blueprint: Blueprint, met: set[str]) -> None:
+    """Refuses rules for names that neither a parameter nor an activation has.
+
+    Args:
+      parallel: The declaration, its sizes inferred.
+      blueprint: The model.
+      met: Names of dims of activations, met while a step was traced.
+
+    Raises:
+      JaxparError: With every such rule, and the name that is nearest to its own.
+    """
+    leaves = [*blueprint.others.values(), *blueprint.leaves.values()]
+    known = {name for leaf in leaves for name in leaf.names or () if isinstance(name, str)}
+    known |= {name for names in parallel.paths.values() for name in names if name}
+    known |= met | names_of_dims(parallel.sizes).keys()
+    problems = [
+        Problem(
+            f"rule {name!r} matches nothing: no dim of {blueprint.name} has that name, of a parameter or an activation",
+            "every rule matches at least one dim",
+            nearest(name, known),
+        )
+        for name in parallel.rules
+        if name not in known
+    ]
+    if problems:
+        raise JaxparError(*problems)

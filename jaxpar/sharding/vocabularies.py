@@ -1,0 +1,86 @@
+"""The names that other code bases give to dims, each with jaxpar's own name for what it means.
+
+A name of theirs is split as jaxpar's own is, also where a user's rule says how; but a rule for the name itself comes
+first. A name is here only if jaxpar has one that means the same. Any other has no rule: the dim of a parameter stays
+whole, that of an activation is left to XLA.
+
+To add one: a row under its code base.
+"""
+
+from collections.abc import Mapping
+
+from jaxpar.sharding.rules import Axes
+
+# MaxText       src/maxtext/configs/base.yml and common_types.py, github.com/AI-Hypercomputer/maxtext
+# T5X           t5x/partitioning.py, `standard_logical_axis_rules`, github.com/google-research/t5x
+# big_vision    big_vision/models/vit.py and models/ppp/gemma.py, github.com/google-research/big_vision
+# maxdiffusion  src/maxdiffusion/common_types.py and configs/*.yml, github.com/AI-Hypercomputer/maxdiffusion
+# haliax        as Levanter names its axes, src/levanter/models, github.com/stanford-crfm/levanter
+MEANINGS: dict[str, str] = {
+    # MaxText; maxdiffusion has the names without a part of the model at their end
+    "activation_batch": "batch",
+    "activation_batch_attn": "batch",
+    "activation_batch_moe": "batch",
+    "activation_embed_and_logits_batch": "batch",
+    "activation_kv_batch": "batch",
+    "activation_length": "seq",
+    "activation_length_attn": "seq",
+    "activation_input_length_attn": "seq",
+    "activation_length_moe": "seq",
+    "activation_norm_length": "seq",
+    "activation_norm_length_moe": "seq",
+    "activation_q_length": "seq",
+    "activation_kv_length": "keys",
+    "activation_heads": "heads",
+    "activation_kv_heads": "kv_heads",
+    "activation_kv": "head_dim",
+    "activation_kv_head_dim": "head_dim",
+    "activation_mlp": "mlp",
+    "activation_mlp_moe": "mlp",
+    "activation_embed": "embed",
+    "activation_embed_attn": "embed",
+    "activation_embed_moe": "embed",
+    "activation_vocab": "vocab",
+    "q_heads": "heads",
+    "kv_head_dim": "head_dim",
+    "mlp_moe": "mlp",
+    "mlp_no_fsdp": "mlp",
+    "embed_moe": "embed",
+    "embed_vocab": "embed",
+    # T5X
+    "length": "seq",
+    "kv": "head_dim",
+    "joined_kv": "heads",  # heads and head_dim as one dim, the heads outermost
+    # big_vision
+    "act_batch": "batch",
+    "act_len": "seq",
+    "act_emb": "embed",
+    # maxdiffusion
+    "conv_batch": "batch",
+    "activation_self_attn_heads": "heads",
+    "activation_self_attn_q_length": "seq",
+    "activation_self_attn_kv_length": "keys",
+    "activation_cross_attn_heads": "heads",
+    "activation_cross_attn_q_length": "seq",
+    "activation_cross_attn_kv_length": "keys",
+    "out_channels": "hidden",  # of a convolution's activation
+    # haliax
+    "position": "seq",
+    "key_position": "keys",
+    "kv_head": "kv_heads",
+    "head_size": "head_dim",
+}
+
+
+def with_vocabularies(names: Mapping[str, Axes]) -> dict[str, Axes]:
+    """Returns names of dims to mesh axes, each name followed by the names of others that mean the same."""
+    found: dict[str, Axes] = {}
+    for name, axes in names.items():
+        found[name] = axes
+        found |= {other: axes for other, meaning in MEANINGS.items() if meaning == name and other not in names}
+    return found
+
+
+def meant(names: set[str]) -> set[str]:
+    """Returns names of dims, and what jaxpar calls those that are not its own."""
+    return names | {MEANINGS[name] for name in names if name in MEANINGS}
