@@ -15,7 +15,7 @@ from jaxpar.models.named import spec_of
 from jaxpar.models.remat import POLICIES
 from jaxpar.parallel.techniques.asked import names_of
 from jaxpar.sharding.constrain import activation_names
-from jaxpar.step.check_precision import products
+from jaxpar.step.checks.precision import products
 
 
 class Small(nnx.Module):

@@ -5,6 +5,8 @@
     whole        gradients of a step whose layers are all on every device
     apart        gradients of replicas that step apart, and agree by an exchange
     pipelined/   gradients of a step whose layers are spread over `pipe`
+    frozen       parameters that have no gradients, because nobody reads them
+    checks/      what a step looks at before it runs
     guard        a step that changes nothing where its numbers are not finite
     state        parameters, optimizer and model state, and that of the exchange, born sharded
 

@@ -12,13 +12,16 @@ from jaxpar.step.pipelined.unflushed import Unflushed
 from jaxpar.step.whole import Whole
 
 
-def gradients_of(layout: Layout, loss: Callable, numerics: Numerics) -> Gradients:
+def gradients_of(
+    layout: Layout, loss: Callable, numerics: Numerics, *, frozen: frozenset[str] = frozenset()
+) -> Gradients:
     """Returns what makes the gradients of a layout's steps.
 
     Args:
       layout: Where arrays live.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: How it computes.
+      frozen: Paths of parameters whose gradients the optimizer does not read.
 
     Raises:
       JaxparError: If such a layout cannot compute so.
@@ -30,9 +33,9 @@ def gradients_of(layout: Layout, loss: Callable, numerics: Numerics) -> Gradient
                 rule="replicas that step apart keep their optimizer states on their devices",
                 fix="offload = false, or zero=1 with a larger fsdp",
             )
-        return Apart(layout, Whole(of_one(layout), loss, numerics))
+        return Apart(layout, Whole(of_one(layout), loss, numerics, frozen))
     if layout.sizes["pipe"] == 1:
-        return Whole(layout, loss, numerics)
+        return Whole(layout, loss, numerics, frozen)
     if numerics.accumulate > 1:
         raise refuse(
             f"accumulate={numerics.accumulate} with pipe={layout.sizes['pipe']}",
@@ -40,5 +43,5 @@ def gradients_of(layout: Layout, loss: Callable, numerics: Numerics) -> Gradient
             fix=f"accumulate=1 and microbatches={numerics.accumulate * layout.microbatches}",
         )
     if layout.parallel.pipeline.weights == "flush":
-        return Pipelined(layout, loss, numerics)
+        return Pipelined(layout, loss, numerics, frozen)
     return Unflushed(layout, loss, numerics)

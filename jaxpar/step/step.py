@@ -27,9 +27,10 @@ from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.tracing import uncollected
-from jaxpar.step import check_precision as check
 from jaxpar.step import state as states
-from jaxpar.step.check_state import check_same, check_there
+from jaxpar.step.checks import precision as check
+from jaxpar.step.checks.given_state import check_same, check_there
+from jaxpar.step.frozen import frozen
 from jaxpar.step.guard import guarded
 from jaxpar.step.inspectable import subject
 from jaxpar.step.kinds import gradients_of
@@ -69,7 +70,7 @@ class Step:
         self.agree: Callable[[str, str], None] | None = None
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
-        self.gradients = gradients_of(layout, loss, numerics)
+        self.gradients = gradients_of(layout, loss, numerics, frozen=frozen(layout, optimizer))
         self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self._compiled: dict[Any, Any] = {}
         self._used = asked.Used()
@@ -97,8 +98,8 @@ class Step:
 
         Returns:
           The new state, and scalars: each entry of the loss function divided by its count,
-          `tokens` (the count of `loss`) and `grad_norm` (global, before clipping); `skipped`
-          where the step guards.
+          `tokens` (the count of `loss`) and `grad_norm` (global, before clipping, of the parameters
+          whose gradients the optimizer reads); `skipped` where the step guards.
         """
         check_there(state)
         batch = self.put(batch)

@@ -18,6 +18,7 @@ import optax
 from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree
+from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gathering import gathered
 from jaxpar.step.gradients import Gradients, constrained, one_update
 from jaxpar.step.losses import Sums, as_sums
@@ -33,19 +34,28 @@ class Whole(Gradients):
       layout: Where arrays live.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: How it computes.
+      frozen: Paths of parameters whose gradients nobody reads: they are zero.
     """
 
     layout: Layout
     loss: Callable
     numerics: Numerics
+    frozen: frozenset[str] = frozenset()
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest afterwards."""
+        gradients, sums, after = self._trained(params, model_state, batch)
+        return zeroed(self.frozen, self.layout, gradients), sums, after
+
+    def _trained(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
+        """Returns what `gradients` does, with None for those of frozen parameters."""
+        specs = without(self.frozen, self.layout.gradients)
         count = self.numerics.accumulate
         if count == 1:
             params = self._gathered(params, model_state, batch, train=True)
             # no accumulator to keep whole, so stage 1 too can take a reduce-scatter for an all-reduce
-            return self._gradients(params, model_state, batch, self.layout.updated, mean=True)
+            updated = without(self.frozen, self.layout.updated)
+            return self._gradients(params, model_state, batch, updated, mean=True)
         # rows i, i + count, ... make microbatch i: each device splits its own rows, nothing moves
         micro = {
             name: jnp.moveaxis(value.reshape(value.shape[0] // count, count, *value.shape[1:]), 1, 0)
@@ -56,18 +66,16 @@ class Whole(Gradients):
 
         def body(carry, batch):
             gradients, sums, model_state = carry
-            more, new, model_state = self._gradients(params, model_state, batch, self.layout.gradients, mean=False)
-            gradients = constrained(self.layout, jax.tree.map(jnp.add, gradients, more), self.layout.gradients)
+            more, new, model_state = self._gradients(params, model_state, batch, specs, mean=False)
+            gradients = constrained(self.layout, jax.tree.map(jnp.add, gradients, more), specs)
             return (gradients, jax.tree.map(jnp.add, sums, new), model_state), None
 
-        shapes = jax.eval_shape(
-            partial(self._gradients, specs=self.layout.gradients, mean=False), params, model_state, first
-        )
+        shapes = jax.eval_shape(partial(self._gradients, specs=specs, mean=False), params, model_state, first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
-        zeros = (constrained(self.layout, zeros[0], self.layout.gradients), zeros[1])
+        zeros = (constrained(self.layout, zeros[0], specs), zeros[1])
         (gradients, sums, model_state), _ = jax.lax.scan(body, (*zeros, model_state), micro)
         # in stage 1 the update takes shards: without this they reach into the loop, which gathers every time
-        gradients = constrained(self.layout, gradients, self.layout.gradients)
+        gradients = constrained(self.layout, gradients, specs)
         tokens = sums["loss"][1]
         return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, model_state
 
@@ -101,13 +109,14 @@ class Whole(Gradients):
     def _gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], specs: Tree, *, mean: bool):
         """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch, gradients placed by `specs`."""
 
-        def objective(params):
-            sums, after = self._forward(params, model_state, batch, train=True)
+        def objective(trained):
+            sums, after = self._forward(joined(trained, params), model_state, batch, train=True)
             total, count = sums["loss"]
             return (total / jax.lax.stop_gradient(count) if mean else total), (sums, after)
 
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, self.numerics.remat)
-        gradients, (sums, after) = jax.grad(objective, has_aux=True)(params)
-        gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, self.layout.params)
+        gradients, (sums, after) = jax.grad(objective, has_aux=True)(without(self.frozen, params))
+        stored = without(self.frozen, self.layout.params)
+        gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
         return constrained(self.layout, gradients, specs), sums, after

@@ -27,6 +27,7 @@ from jaxpar.pipeline.run.spread_head import Around, Spread
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
+from jaxpar.step.frozen import zeroed
 from jaxpar.step.gradients import Gradients, one_update
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import PRECISIONS, Numerics
@@ -43,10 +44,11 @@ class Pipelined(Gradients):
       shardings: Where its arrays live.
       cut_model: The model in pieces.
       model_states: What the model keeps beside its parameters.
+      frozen: Paths of parameters whose gradients nobody reads: they are zero.
     """
 
-    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics):
-        self.layout, self.schedule = layout, layout.schedule
+    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
+        self.layout, self.schedule, self.frozen = layout, layout.schedule, frozen
         self.shardings = Shardings(layout, PRECISIONS[numerics.precision])
         self.cut_model = CutModel(self.shardings, loss, numerics)
         self.model_states = ModelStates(self.shardings, loss, numerics)
@@ -63,7 +65,8 @@ class Pipelined(Gradients):
             {self.shardings.shared[path]: value for path, value in shared.items()}
             | {self.shardings.stacked[path]: value for path, value in layers.items()}
         )
-        return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, after
+        gradients = jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients)
+        return zeroed(self.frozen, self.layout, gradients), sums, after
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, jax.Array], on_device: Callable

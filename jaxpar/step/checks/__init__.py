@@ -1,0 +1,4 @@
+"""What a step looks at before it runs: the state that it is given, and the dtypes of the program that it lowered.
+
+To add a check: a file here, which `Step` calls where it has what is to be looked at.
+"""
