@@ -1,10 +1,12 @@
 """Deep models as their authors write them, with the one line that lets a pipeline cut them. None names a dim.
 
 Stacked   nnx      blocks made by `nnx.vmap` and run by `nnx.scan`, with biases and LayerNorms
+ViT       linen    an encoder whose blocks are run by `nn.scan` with a length, and remat
 """
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
@@ -50,3 +52,44 @@ class Stacked(nnx.Module):
         x = self.wte(tokens) + self.wpe[...]
         x = jp.pipelined(self.layers, x)
         return self.lm_head(self.ln_f(x))
+
+
+class EncoderBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        y = nn.MultiHeadDotProductAttention(num_heads=HEADS, deterministic=deterministic)(nn.LayerNorm()(x))
+        x = x + nn.Dropout(0.0)(y, deterministic)
+        y = nn.Dense(HIDDEN)(nn.LayerNorm()(x))
+        return x + nn.Dense(DIM)(nn.gelu(y)), None
+
+
+class Encoder(nn.Module):
+    depth: int
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        block = nn.remat(EncoderBlock, prevent_cse=False, static_argnums=(2,)) if self.remat else EncoderBlock
+        layers = nn.scan(
+            block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
+            length=self.depth,
+        )(name="encoderblock")
+        x = jp.pipelined(lambda x: layers(x, deterministic)[0], x)
+        return nn.LayerNorm(name="encoder_norm")(x)
+
+
+class ViT(nn.Module):
+    classes: int = 10
+    patch: int = 4
+    depth: int = 4
+
+    @nn.compact
+    def __call__(self, image, train=True):
+        x = nn.Conv(DIM, (self.patch, self.patch), strides=self.patch, padding="VALID", name="embedding")(image)
+        x = x.reshape(x.shape[0], -1, DIM)
+        x = x + self.param("pos_embedding", nn.initializers.normal(0.02), (1, x.shape[1], DIM))
+        x = Encoder(self.depth, remat=True, name="Transformer")(x, not train)
+        return nn.Dense(self.classes, name="head")(x.mean(1))

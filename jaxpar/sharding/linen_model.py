@@ -192,7 +192,14 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}
 
     return Blueprint(
-        name=name, leaves=leaves, init=init, bind=bind, collect=collect, takes_remat="remat" in fields, others=held
+        name=name,
+        leaves=leaves,
+        init=init,
+        bind=bind,
+        collect=collect,
+        takes_remat="remat" in fields,
+        others=held,
+        counts_layers=True,
     )
 
 

@@ -94,6 +94,7 @@ class Blueprint:
       collect: A bound model to its `model_state` after the call.
       takes_remat: Whether the model places rematerialization itself.
       others: Every array of the rest by its path: state that is no parameter.
+      counts_layers: Whether its scans say how many layers they run, as Linen's `nn.scan(Block, length=12)` does.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Blueprint:
     collect: Callable[[Any], Tree]
     takes_remat: bool = False
     others: Mapping[str, Leaf] = field(default_factory=dict)
+    counts_layers: bool = False
 
 
 def path_of(keys) -> str:

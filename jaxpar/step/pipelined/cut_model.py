@@ -19,6 +19,7 @@ from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.techniques.context import tables_in_pieces
 from jaxpar.pipeline.jaxprs.lookups import whole_lookups
+from jaxpar.pipeline.jaxprs.shorten import shortened
 from jaxpar.pipeline.run.gathers import gathered_again
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
@@ -105,7 +106,11 @@ class CutModel:
             def whole(layers, x):
                 return reached(called(layers, known), lambda inner, _, __: take(inner, x))
 
-            run = gathered_again(whole) if shardings.per_tick else whole
+            run = whole
+            if blueprint.counts_layers and not per_layer:
+                count = layout.placements[next(iter(layout.stacked))].leaf.shape[0]
+                run = shortened(whole, count, blueprint.name)
+            run = gathered_again(run) if shardings.per_tick else run
             return (run if blueprint.takes_remat else remat(run, self.numerics.remat))(layers, x)
 
         def head(shared, known, y):

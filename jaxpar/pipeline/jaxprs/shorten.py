@@ -1,0 +1,111 @@
+"""Layers that count themselves, run with as many as a stage has.
+
+    traced for all layers   scan, length 12, over parameters [12, ...] and dropout keys [12]
+    run on a stage          scan, length 3,  over parameters [3, ...]  and the first three keys
+
+Linen's `nn.scan(Block, length=12)` fixes the number of layers where the model is written. So its layers are traced as
+one device runs them, and the scan over the stack is then run with fewer.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jaxpar.errors import refuse
+from jaxpar.pipeline.jaxprs.dataflow import Env, Scan, Traced, consts_of, jaxpr_of, needed
+
+CALLS = ("jit", "pjit", "closed_call")
+KEEP_LAYERS = ("convert_element_type", "sharding_constraint", "copy")  # what leaves dim 0 as it is
+
+
+def shortened(layers: Callable, count: int, name: str) -> Callable:
+    """Returns layers that run as many of themselves as their parameters have.
+
+    Args:
+      layers: (params, x) to y. Runs all layers of a stack, in one scan.
+      count: Its layers, the length of the scan.
+      name: The model's, for messages.
+
+    Raises:
+      JaxparError: At a call, where the stack is read by something else than one scan over all layers.
+    """
+
+    def run(params: Any, x: Any) -> Any:
+        whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), params)
+        traced = Traced(layers, whole, x)
+        leaves = jax.tree.leaves((params, x))
+        short = set(traced.closed.jaxpr.invars[: len(jax.tree.leaves(params))])
+        evaluation = _Evaluation(count, leaves[0].shape[0], name)
+        out, _ = evaluation.run(traced.closed.jaxpr, traced.closed.consts, leaves, short)
+        if evaluation.scans != 1:
+            raise _refused(name, f"runs {evaluation.scans} scans over them")
+        return jax.tree.unflatten(traced.outputs, out)
+
+    return run
+
+
+class _Evaluation:
+    """Runs a jaxpr in which some arrays have fewer entries in dim 0 than they were traced for."""
+
+    def __init__(self, count: int, depth: int, name: str):
+        self.count, self.depth, self.name, self.scans = count, depth, name, 0
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence, args: Sequence, short: set[Var]) -> tuple[list, list[bool]]:
+        """Returns the results, and which of them are short."""
+        env = Env(jaxpr, consts, zip(jaxpr.invars, args, strict=True))
+        eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)  # what is left of the embedding stays behind
+        for eqn in eqns:
+            which = [not isinstance(var, Literal) and var in short for var in eqn.invars]
+            kind = eqn.primitive.name
+            if not any(which):
+                env.run(eqn)
+            elif kind == "scan":
+                short |= self._scan(env, eqn, which)
+            elif kind in CALLS:
+                inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+                own = {var for var, yes in zip(jaxpr_of(inner).invars, which, strict=True) if yes}
+                out, fewer = self.run(jaxpr_of(inner), consts_of(inner), [env[var] for var in eqn.invars], own)
+                env.update(zip(eqn.outvars, out, strict=True))
+                short |= {var for var, yes in zip(eqn.outvars, fewer, strict=True) if yes}
+            elif kind in KEEP_LAYERS:
+                env.run(eqn)
+                short |= set(eqn.outvars)
+            else:
+                raise _refused(self.name, f"reads them in `{kind}`")
+        return [env[var] for var in jaxpr.outvars], [
+            not isinstance(var, Literal) and var in short for var in jaxpr.outvars
+        ]
+
+    def _scan(self, env: Env, eqn: JaxprEqn, which: list[bool]) -> set[Var]:
+        """Runs a scan over the stack, and returns its stacked outputs."""
+        scan = Scan(eqn)
+        first = scan.consts + scan.carry
+        if scan.length != self.count or any(which[:first]):
+            raise _refused(self.name, f"reads them in a scan of length {scan.length}")
+        self.scans += 1
+        for var, short in zip(eqn.invars[first:], which[first:], strict=True):
+            if not short:
+                env[var] = self._keys(env[var])
+        env.run(eqn.replace(params={**eqn.params, "length": self.depth}))
+        return set(eqn.outvars[scan.carry :])
+
+    def _keys(self, value: jax.Array) -> jax.Array:
+        """Returns as many random keys as there are layers: a stage draws from keys of its own, so any are right."""
+        if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            raise refuse(
+                f"the layers of {self.name} scan over {value.dtype}{list(value.shape)}, which is no parameter",
+                rule="what each layer has of its own goes through jp.pipelined, which gives each stage its share",
+                fix="x = jp.pipelined(lambda x, each: layers(x, each), x, each)",
+            )
+        return value[: self.depth]
+
+
+def _refused(name: str, what: str):
+    return refuse(
+        f"{name} {what}, inside of jp.pipelined",
+        rule="the layers of a pipeline are one scan over the parameters stacked for them",
+        fix="jp.pipelined(layers, x) around that scan alone",
+    )
