@@ -6,22 +6,17 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.placement import Placement
+from jaxpar.parallel.placing import placed
 from jaxpar.parallel.rule_problems import REGULAR, rule_problems
-from jaxpar.parallel.techniques.asked import declared, idle, names_of, settled
-from jaxpar.parallel.zero import add_axis, without_axis
+from jaxpar.parallel.techniques.asked import declared, settled
 from jaxpar.sharding import linen_model, nnx_model
-from jaxpar.sharding.names import LARGE, Blueprint, Leaf
-from jaxpar.sharding.rules import name_stacks, resolve, spec_of
-from jaxpar.sharding.stacks import bare_stack, of_all_layers, one_layer
-from jaxpar.units import show_bytes
+from jaxpar.sharding.names import Blueprint
 
 
 def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
@@ -131,60 +126,15 @@ def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[A
     problems += _leaf_problems(blueprint) + rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
         raise JaxparError(*problems)
-    layout, wrong = _placed(parallel, blueprint, mesh)
+    layout, wrong = placed(parallel, blueprint, mesh)
     if problems + wrong:
         raise JaxparError(*_grouped(problems + wrong))
 
     def again(other: Parallel) -> tuple[Layout | None, list[Problem]]:
         wrong = declared(other)
-        return (None, wrong) if wrong else _placed(other, blueprint, mesh)
+        return (None, wrong) if wrong else placed(other, blueprint, mesh)
 
     return settled(layout, again)
-
-
-def _placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
-    """Returns where every array lives, and what is wrong with that."""
-    sizes, names = parallel.sizes, names_of(parallel)
-    problems: list[Problem] = []
-    placements, others = {}, {}
-    leaves = name_stacks({**blueprint.leaves, **blueprint.others})
-    parts = sum(parallel.pipeline.layers) or parallel.pipe
-    stack = bare_stack(name_stacks(blueprint.leaves), parts, parallel.paths) if parallel.pipe > 1 else ()
-    for path, leaf in leaves.items():
-        trained = path in blueprint.leaves
-        if not trained and leaf.names is None and not leaf.large:
-            others[path] = _whole(leaf)
-            continue
-        own = one_layer(leaf) if path in stack else leaf
-        choice, wrong = resolve(path, own, sizes, names=names, paths=parallel.paths)
-        choice = of_all_layers(choice, names["layers"]) if path in stack else choice
-        problems += wrong
-        if trained and parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",):
-            # so many layers cannot be stored as equal pieces, so another dim is
-            choice = replace(choice, axes=add_axis(path, choice, leaf, sizes, axis="pipe"))
-        if not trained:  # every stage keeps what the model may read or write anywhere
-            choice = replace(choice, axes=without_axis(choice, "pipe"))
-        used = spec_of(without_axis(choice))
-        sharded = spec_of(add_axis(path, choice, leaf, sizes)) if trained or leaf.large else used
-        (placements if trained else others)[path] = Placement(
-            leaf=leaf,
-            names=choice.names,
-            stored=sharded if parallel.stage else used,
-            used=used,
-            sharded=sharded,
-            why=("" if trained else "other state; ") + choice.why + _fsdp_reason(parallel, used, sharded),
-        )
-    layout = Layout(
-        parallel=parallel, blueprint=blueprint, placements=placements, others=others, names=names, mesh=mesh
-    )
-    return layout, problems + idle(layout)
-
-
-def _whole(leaf: Leaf) -> Placement:
-    """Returns the place of a small array of other state: a random key, the statistics of a norm."""
-    everywhere, why = PartitionSpec(), f"other state below {show_bytes(LARGE)} is whole"
-    none = (None,) * len(leaf.shape)
-    return Placement(leaf=leaf, names=none, stored=everywhere, used=everywhere, sharded=everywhere, why=why)
 
 
 def _grouped(problems: list[Problem]) -> list[Problem]:
@@ -223,9 +173,3 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
                 Problem(f"{path} of {list(leaf.shape)} is empty", "a parameter has entries", "a width of at least 1")
             )
     return problems
-
-
-def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
-    if parallel.stage == 0:
-        return ""
-    return "; fsdp divides no dim" if used == sharded else "; fsdp on the largest dim"
