@@ -73,10 +73,25 @@ class EmptyParameter(Net):
         self.empty = nnx.Param(jnp.zeros((0, 4)))
 
 
-class HalfAnnotated(Net):
+class OverAnnotated(Net):
     def __init__(self, *, rngs):
         super().__init__(rngs=rngs)
-        self.w = nnx.Param(jnp.ones((64, 10)), out_sharding=("embed",))
+        self.w = nnx.Param(jnp.ones((64, 10)), out_sharding=("embed", "mlp", "heads"))
+
+
+class OptimizerSplit(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.w = nnx.Param(jnp.ones((64, 10)), out_sharding=("embed", "mlp"), optimizer_sharding=("mlp", "embed"))
+
+
+class GroupedNorm(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.norm = nnx.BatchNorm(64, axis_name="batch", axis_index_groups=[[0, 1]], rngs=rngs)
+
+    def __call__(self, x):
+        return super().__call__(self.norm(x))
 
 
 class ArrayAttribute(Net):

@@ -4,7 +4,7 @@ MnistCNN   nnx     convolutions, BatchNorm, dropout, a flattened head
 Gemma      nnx     grouped-query attention, rotary positions, gated MLP, tied embedding
 VAE        linen   draws its own noise; loss of two terms
 Seq2seq    linen   LSTM encoder and decoder, scanned; masked tokens
-ResNet     linen   layers handed down as partials; `train` as an argument
+ResNet     linen   layers handed down as partials; `train` as an argument; BatchNorm over the devices of a pmap
 """
 
 from functools import partial
@@ -194,7 +194,9 @@ class ResNet(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool = True):
         conv = partial(nn.Conv, use_bias=False, dtype=self.dtype)
-        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9, dtype=self.dtype)
+        norm = partial(
+            nn.BatchNorm, use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=self.dtype, axis_name="batch"
+        )
         x = nn.relu(norm(name="norm_init")(conv(self.filters, (3, 3), name="conv_init")(x)))
         x = nn.max_pool(x, (2, 2), strides=(2, 2))
         for i, blocks in enumerate(self.stages):

@@ -6,14 +6,17 @@ import jax
 import numpy as np
 import optax
 import published
+import published_variables as variables
 import pytest
 
 import jaxpar as jp
 
 jp.simulate(8)
 
-NAMES = "mnist", "gemma", "vae", "seq2seq", "resnet"
-SHARDED, MIXED = {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}
+NAMES = "mnist", "gemma", "vae", "seq2seq", "resnet", "normed", "tied", "lm1b", "bridged", "back"
+QUICK = "gemma", "resnet", "normed", "tied"
+MIXED = {"data": 2, "fsdp": 2, "tensor": 2}
+SHARDED = [{"fsdp": 8, "zero": stage} for stage in (1, 2, 3)]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
@@ -35,6 +38,18 @@ def example(name):
         case "resnet":
             model = jp.linen(published.ResNet(), np.zeros([1, 8, 8, 1], np.float32))
             return model, published.image_loss, optax.sgd(0.1, 0.9, nesterov=True)
+        case "normed":
+            model = jp.linen(variables.Normed(), np.zeros([1, 8, 8, 1], np.float32))
+            return model, published.image_loss, optax.sgd(0.1, 0.9)
+        case "tied":
+            return jp.linen(variables.Tied(), np.zeros([1, 8], np.int32)), published.language_loss, optax.adam(5e-3)
+        case "lm1b":
+            return jp.linen(variables.Lm1b(), np.zeros([1, 8], np.int32)), published.language_loss, optax.adam(5e-3)
+        case "bridged":
+            model = jp.linen(variables.Bridged(), np.zeros([1, 8, 8, 1], np.float32))
+            return model, published.digit_loss, optax.sgd(0.1, 0.9)
+        case "back":
+            return variables.Back, published.digit_loss, optax.sgd(0.1, 0.9)
 
 
 def make_batch(size=16):
@@ -80,13 +95,10 @@ def assert_same(found, reference):
 
 
 # a model stays in one worker of pytest-xdist, which trains it on one device once
-@pytest.mark.parametrize("sizes", [pytest.param(SHARDED, marks=pytest.mark.slow), MIXED], ids=str)
+@pytest.mark.parametrize("sizes", [*(pytest.param(s, marks=pytest.mark.slow) for s in SHARDED), MIXED], ids=str)
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[pytest.mark.xdist_group(n)] + [pytest.mark.slow] * (n not in ("gemma", "resnet")))
-        for n in NAMES
-    ],
+    [pytest.param(n, marks=[pytest.mark.xdist_group(n)] + [pytest.mark.slow] * (n not in QUICK)) for n in NAMES],
 )
 def test_a_published_model_trains_as_on_one_device(name, sizes):
     losses, state = train(name, sizes)
@@ -94,7 +106,8 @@ def test_a_published_model_trains_as_on_one_device(name, sizes):
     np.testing.assert_allclose(losses, expected, **CLOSE)
     assert_same((state.params, state.model_state), (reference.params, reference.model_state))
     assert losses[-1] < losses[0]
-    assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(state.params))
+    held = state.params if sizes.get("zero", 3) == 3 else state.optimizer
+    assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(held))
 
 
 @pytest.mark.slow

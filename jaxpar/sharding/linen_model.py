@@ -1,49 +1,28 @@
 """Flax Linen at the edge: a module and a way to call it become a `Blueprint`.
 
-Parameters travel into the module in boxes whose `unbox`, which Linen calls where a
-module reads a parameter, gathers and casts: also inside `nn.scan` and `nn.remat`. So do
-large arrays of other collections, which are not cast.
+A parameter is gathered and cast where the module reads it, also inside `nn.scan` and `nn.remat`: `Parameters`. So is
+a large array of another collection, which is not cast.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from flax import linen as nn
-from flax import struct
+from flax import nnx
 from flax.core import meta
 from flax.errors import InvalidRngError
 
 from jaxpar.errors import refuse, users_code
-from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, path_of
+from jaxpar.sharding.flat_names import fitted, flat_dims
+from jaxpar.sharding.linen_parameters import Parameters, as_stored
+from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, path_of, pick
+from jaxpar.sharding.nnx_model import names_in
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
-
-
-class AtUse(struct.PyTreeNode, meta.AxisMetadata):
-    """A parameter, or a large array of another collection, with what happens to it where the module reads it."""
-
-    value: Any
-    use: Callable[[jax.Array], jax.Array] = struct.field(pytree_node=False)
-
-    def unbox(self):
-        """Returns the gathered and cast value."""
-        return self.use(self.value)
-
-    def replace_boxed(self, val):
-        """Returns the same box around another value."""
-        return self.replace(value=val)
-
-    # nn.scan and nn.vmap tell boxes when they stack or slice a parameter, so that names of dims follow
-    def add_axis(self, index, params):
-        """Returns itself: `use` tells a stacked parameter by its shape."""
-        return self
-
-    def remove_axis(self, index, params):
-        """Returns itself: `use` tells a sliced parameter by its shape."""
-        return self
 
 
 class LinenModel:
@@ -66,20 +45,21 @@ class LinenModel:
         compute: Compute,
         streams: tuple[str, ...],
         sown: tuple[str, ...],
-        boxed: Callable[[Tree], Tree],
+        read: Mapping[str, Use],
     ):
         self.module, self.params, self.state, self.key = module, params, state, key
         self.training = compute.train
         self.sown: dict[str, Any] = dict.fromkeys(sown)
-        self._dtype, self._streams, self._calls, self._boxed = compute.dtype, streams, 0, boxed
+        self._dtype, self._streams, self._calls, self._read = compute.dtype, streams, 0, read
 
     def __call__(self, *args, method: Any = None, **kwargs):
         """Applies the module (or one method of it) and keeps what it wrote to its collections."""
         key = jax.random.fold_in(self.key, self._calls)
         self._calls += 1
-        with nn.intercept_methods(partial(_computing_in, self._dtype)):
+        large = {name: Parameters(self.state[name], use, f"collections/{name}/") for name, use in self._read.items()}
+        with nn.intercept_methods(partial(_computing_in, self._dtype)), nnx.use_eager_sharding(False):
             out, written = self.module.apply(
-                {"params": self.params, **self._boxed(self.state)},
+                {"params": self.params, **self.state, **large},
                 *args,
                 method=method,
                 mutable=[*self.state, *self.sown],
@@ -87,18 +67,25 @@ class LinenModel:
                 rngs={name: jax.random.fold_in(key, index) for index, name in enumerate(self._streams)},
                 **kwargs,
             )
-        written = _unboxed(dict(written))
+        written = {name: _unboxed(as_stored(tree)) for name, tree in written.items()}
         self.state = {name: written.get(name, value) for name, value in self.state.items()}
         self.sown = {name: written.get(name) for name in self.sown}
         return out
 
 
 def _computing_in(dtype, call, args, kwargs, context):
-    """Gives every submodule that names no dtype the one that this step computes in."""
-    module = context.module
+    """Sets on every submodule what belongs to the computation: a dtype where it names none, statistics of all rows."""
+    module = context.module  # Linen modules are frozen; this one lives for one call
     if dtype is not None and "dtype" in module.__dataclass_fields__ and module.dtype is None:
-        object.__setattr__(module, "dtype", dtype)  # Linen modules are frozen; this one lives for one call
+        object.__setattr__(module, "dtype", dtype)
+    if averages_over_devices(module):
+        object.__setattr__(module, "axis_name", None)
     return call(*args, **kwargs)
+
+
+def _names(path: str, box: Any) -> tuple | None:
+    """Returns the names that a box gives to dims: Linen's own, or that of an NNX variable inside of Linen."""
+    return getattr(box, "names", None) or names_in(path, getattr(box, "metadata", {}))
 
 
 def _unboxed(tree):
@@ -118,11 +105,23 @@ class _Initializer:
     def __init__(self, module: nn.Module, key):
         self.module, self.key = module, key
         self.variables: Any = {}
+        self.flat: dict[str, tuple[int, ...]] = {}  # of parameters with flat dims: see `flat_names`
 
     def __call__(self, *args, method: Any = None, **kwargs):
         rngs = {"params": self.key, "dropout": jax.random.fold_in(self.key, 1)}
-        out, self.variables = self.module.init_with_output(rngs, *args, method=method, **kwargs)
+        # eager sharding of NNX modules inside: names stay metadata, as those of Linen do
+        with nn.intercept_methods(self._noting), nnx.use_eager_sharding(False):
+            out, self.variables = self.module.init_with_output(rngs, *args, method=method, **kwargs)
         return out
+
+    def _noting(self, call, args, kwargs, context):
+        """Notes the parameters whose initializers are called with flat dims."""
+        module = context.module
+        if isinstance(module, nn.DenseGeneral):
+            count = lambda dims: len(dims) if isinstance(dims, Sequence) else 1  # noqa: E731
+            dims = flat_dims(count(module.axis), count(module.features), count(module.batch_dims))
+            self.flat |= {"/".join((*module.path, name)): flat for name, flat in dims.items()}
+        return call(*args, **kwargs)
 
 
 def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Blueprint:
@@ -133,17 +132,21 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
       call: A function of the model that calls it once as training will, on real or zero inputs.
       name: What the user calls it.
     """
+    flat_of: dict[str, tuple[int, ...]] = {}
 
     def variables(key) -> dict[str, Any]:
         model = _Initializer(module, key)
         call(model)
+        flat_of.update(model.flat)
         return dict(model.variables)
 
-    with users_code(
+    called = partial(
+        users_code,
         name,
         rule="a Linen module can be called with its example of inputs",
         fix=f"jp.linen({type(module).__name__}(...), what its __call__ takes)",
-    ):
+    )
+    with called():
         boxed = jax.eval_shape(variables, jax.random.key(0))
     if not boxed:
         raise refuse(
@@ -151,16 +154,20 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
             rule="a model is called by its loss, and has parameters",
             fix='model(batch["inputs"]) in the loss',
         )
+    own = jax.tree.structure(boxed.get("params", {}), is_leaf=meta.is_axis_metadata)
+    leaves = _leaves(boxed.get("params", {}), name, flat_of)
+    # names in Linen's own tree may have a "/" (`nn.WeightNorm`); in jaxpar's that leads to one more dict
+    words = [tuple(path.split("/")) for path in leaves]
     others = [name for name in boxed if name not in HIDDEN]
     sown = tuple(name for name in others if _has_tuple(boxed[name]))
     lasting = tuple(name for name in others if name not in sown)
-    leaves = _leaves(boxed.get("params", {}))
     rest = {"collections": {name: boxed[name] for name in lasting}, "key": jax.eval_shape(lambda: jax.random.key(0))}
-    held = _leaves(rest)
+    held = _leaves(rest, name)
+    in_pieces = sorted({path.split("/")[1] for path, leaf in held.items() if leaf.large})
 
     def init(key) -> tuple[Tree, Tree]:
         made = _unboxed(variables(key))
-        return made["params"], {
+        return nest(dict(zip(words, own.flatten_up_to(made.get("params", {})), strict=True))), {
             "collections": {name: made[name] for name in lasting},
             "key": jax.random.fold_in(key, 2),
         }
@@ -168,24 +175,25 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
     fields = getattr(module, "__dataclass_fields__", {})
 
     def bound(values: Tree, state: Tree, use: Use, compute: Compute, streams: tuple[str, ...]) -> LinenModel:
-        def large(keys, value):
-            path = f"collections/{path_of(keys)}"
-            return AtUse(value, partial(use, path)) if path in held and held[path].large else value
+        def reads(path: str, value: jax.Array) -> jax.Array:
+            return use(path, value) if held[path].large else value
 
         placed = module.clone(remat=compute.remat) if "remat" in fields else module
+        params = Parameters(jax.tree.unflatten(own, [pick(values, each) for each in words]), use)
         return LinenModel(
-            placed, values, state["collections"], state["key"], compute=compute, streams=streams, sown=sown,
-            boxed=partial(jax.tree_util.tree_map_with_path, large),
+            placed, params, state["collections"], state["key"], compute=compute, streams=streams, sown=sown,
+            read=dict.fromkeys(in_pieces, reads),
         )  # fmt: skip
 
-    def as_stored(_: str, value: jax.Array) -> jax.Array:
-        return value
+    def drawing(streams: tuple[str, ...]) -> None:
+        values, state = init(jax.random.key(0))
+        call(bound(values, state, lambda path, value: value, Compute(), streams))
 
-    streams = _streams(lambda names: call(bound(*init(jax.random.key(0)), as_stored, Compute(), names)), name)
+    with called():
+        streams = _streams(drawing, name)
 
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> LinenModel:
-        boxes = jax.tree_util.tree_map_with_path(lambda keys, value: AtUse(value, partial(use, path_of(keys))), values)
-        return bound(boxes, state, use, compute, streams)
+        return bound(values, state, use, compute, streams)
 
     def collect(model: LinenModel) -> Tree:
         # calls fold 0, 1, ... into the key of a step: the next step's key is none of those
@@ -203,11 +211,17 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
     )
 
 
-def _leaves(boxed: Tree) -> dict[str, Leaf]:
-    """Returns every array of a tree, which may be in a box with names of its dims."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)
-    each = ((path_of(keys), _unboxed(box), getattr(box, "names", None)) for keys, box in flat)
-    return {path: Leaf(tuple(value.shape), value.dtype, names) for path, value, names in each}
+def _leaves(boxed: Tree, name: str, flat: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> dict[str, Leaf]:
+    """Returns every array of a tree, which may be in a box with names of its dims, or of its flat dims."""
+    leaves = {}
+    for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)[0]:
+        value, path = _unboxed(box), path_of(keys)
+        names = _names(path, box)
+        names = names and fitted(names, len(value.shape), flat.get(path, ()))
+        if path in leaves:
+            raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
+        leaves[path] = Leaf(tuple(value.shape), value.dtype, names)
+    return leaves
 
 
 def _streams(call: Callable[[tuple[str, ...]], Any], name: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.errors import refuse
 from jaxpar.sharding.shard_bytes import itemsize
 
 Tree = Any  # a nested dict of arrays, or of what stands for them
@@ -105,6 +106,26 @@ class Blueprint:
     takes_remat: bool = False
     others: Mapping[str, Leaf] = field(default_factory=dict)
     counts_layers: bool = False
+
+
+def averages_over_devices(module: Any) -> bool:
+    """Returns whether a normalization layer, by `axis_name`, averages its statistics over the devices of a `pmap`.
+
+    Those of a step are over all rows of the batch anyway, so that there the layer needs no name of an axis.
+
+    Raises:
+      JaxparError: If it averages over groups of devices.
+    """
+    own = vars(module)  # not getattr, which a module may have an answer of its own to
+    if own.get("axis_name") is None or "axis_index_groups" not in own:
+        return False
+    if own["axis_index_groups"] is not None:
+        raise refuse(
+            f"{type(module).__name__}(axis_name={own['axis_name']!r}, axis_index_groups={own['axis_index_groups']})",
+            rule="statistics of a normalization are over the whole batch, which no group of devices has apart",
+            fix="axis_index_groups=None",
+        )
+    return True
 
 
 def path_of(keys) -> str:

@@ -15,7 +15,8 @@ import jax.core
 from flax import nnx
 
 from jaxpar.errors import refuse, users_code
-from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, nest, pick
+from jaxpar.sharding.flat_names import fitted, flat_dims
+from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, pick
 
 
 def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
@@ -54,7 +55,13 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
                     fix=f"self.{key} = nnx.Variable(...), or nnx.Param(...) if it is trained",
                 )
     graph, params, model_state = nnx.split(abstract, nnx.Param, ...)
-    others = {"/".join(_words(path)): _leaf(path, variable) for path, variable in nnx.to_flat_state(model_state)}
+    flat = _flat_dims(abstract)
+    leaf = lambda path, variable: _leaf(path, variable, flat.get(path, ()))  # noqa: E731
+    leaves, others = (
+        {"/".join(_words(path)): leaf(path, v) for path, v in nnx.to_flat_state(of)} for of in (params, model_state)
+    )
+    # a Linen module inside hands its variables on by their exact type, all at once: they are gathered before its call
+    bridges = [_words(path) for path, module in nnx.iter_modules(abstract) if isinstance(module, nnx.bridge.ToNNX)]
 
     def init(key) -> tuple[Tree, Tree]:
         _, made, other = nnx.split(build(key), nnx.Param, ...)
@@ -62,9 +69,12 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
 
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
         def hooked(path, variable, held):
-            at_use = partial(use, "/".join(_words(path)))
+            words = _words(path)
+            at_use = partial(use, "/".join(words))
+            if any(words[: len(bridge)] == bridge for bridge in bridges):
+                return variable.replace(at_use(pick(held, words)))
             metadata = {**variable.get_metadata(), "at_use": at_use}
-            return _used(type(variable)).from_metadata(pick(held, _words(path)), metadata)
+            return _used(type(variable)).from_metadata(pick(held, words), metadata)
 
         # what is small and no parameter is whole: BatchNorm's statistics, keys. What is written is as it was written
         def refilled(path, variable):
@@ -82,13 +92,23 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
 
     return Blueprint(
         name=type(abstract).__name__,
-        leaves={"/".join(_words(path)): _leaf(path, variable) for path, variable in nnx.to_flat_state(params)},
+        leaves=leaves,
         init=init,
         bind=bind,
         collect=partial(_collect, {_words(path) for path, _ in nnx.to_flat_state(model_state)}, name),
         takes_remat=any(hasattr(module, "remat") for _, module in nnx.iter_modules(abstract)),
         others=others,
     )
+
+
+def _flat_dims(model: nnx.Module) -> dict[tuple, tuple[int, ...]]:
+    """Returns the parameters whose initializers are called with flat dims: see `flat_names`."""
+    found: dict[tuple, tuple[int, ...]] = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, nnx.LinearGeneral):
+            dims = flat_dims(len(module.in_features), len(module.out_features), len(module.batch_axis))
+            found |= {(*path, name): each for name, each in dims.items()}
+    return found
 
 
 @cache
@@ -175,6 +195,8 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
     for _, module in nnx.iter_modules(model):
         if hasattr(module, "remat"):
             module.remat = compute.remat
+        if averages_over_devices(module):
+            module.axis_name = None
         # nnx.Embed freezes dtype to that of its float32 table, which would keep every later matmul in float32
         frozen = isinstance(module, nnx.Embed) and module.dtype == module.param_dtype
         if compute.dtype is not None and hasattr(module, "dtype") and (module.dtype is None or frozen):
@@ -201,10 +223,28 @@ def _array(path, variable):
     return value
 
 
-def _leaf(path, variable) -> Leaf:
+def _leaf(path, variable, flat: tuple[int, ...]) -> Leaf:
     value = _array(path, variable)
-    metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
-    names = metadata.get("out_sharding") or None
-    if names is not None:
-        names = tuple(getattr(names, "spec", names))  # a NamedSharding, a PartitionSpec or a plain tuple
-    return Leaf(tuple(value.shape), value.dtype, names)
+    names = names_in("/".join(_words(path)), variable.get_metadata() if isinstance(variable, nnx.Variable) else {})
+    return Leaf(tuple(value.shape), value.dtype, names and fitted(names, len(value.shape), flat))
+
+
+def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
+    """Returns the names of a parameter's dims in the metadata of an NNX variable; None where it has none.
+
+    Raises:
+      JaxparError: If its optimizer state is to be split otherwise.
+    """
+    found = {key: tuple(getattr(names, "spec", names)) for key in _NAMES if (names := metadata.get(key))}
+    own = found.get("out_sharding")
+    for key in _NAMES[1:]:
+        if found.get(key, own) != own:
+            raise refuse(
+                f"{path} has {key}={found[key]}, and out_sharding={own}",
+                rule="what an optimizer keeps of a parameter is split as that is, and over `fsdp` from zero=1 on",
+                fix=f"leave {key} out, and zero=1 or 2 where the optimizer alone is to be split",
+            )
+    return own
+
+
+_NAMES = ("out_sharding", "optimizer_sharding", "opt_sharding")  # a NamedSharding, a PartitionSpec or a plain tuple

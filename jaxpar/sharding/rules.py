@@ -154,10 +154,10 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
                 ), "your path rule"
             return (None,) * (rank - len(names)) + tuple(name or None for name in names), f"your path rule {pattern!r}"
     if leaf.names is not None:
-        if len(leaf.names) != rank:
+        if len(leaf.names) > rank:
             return Problem(
                 f"{path} of shape {list(leaf.shape)} is annotated with {len(leaf.names)} names: {leaf.names}",
-                rule="an annotation names every dim",
+                rule="an annotation has one name for a dim",
                 fix="one name (or None) per dim",
             ), "annotation"
         return leaf.names, "annotation"
