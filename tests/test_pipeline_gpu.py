@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from tiny import Staged
+from flax import nnx
+from tiny import Lean, Staged
 
 import jaxpar as jp
 from jaxpar.hlo.text import parse
@@ -204,3 +205,23 @@ def test_gpipe_keeps_every_microbatch():
     """The contrast: one more input of a stage, and its slot, with every microbatch."""
     small, large = (temporary("gpipe", {"pipe": 4, "data": 2}, count) for count in (8, 64))
     assert large - small >= (64 - 8) * MESSAGE
+
+
+class Listed(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.blocks = nnx.List([Lean(rngs, DIM, HIDDEN) for _ in range(LAYERS)])
+
+    def __call__(self, tokens):
+        return self.embed.attend(jp.pipelined(self.blocks, self.embed(tokens)))
+
+
+@pytest.mark.slow
+def test_a_list_of_layers_goes_to_its_stages_and_back_once_per_step():
+    """Each device sends and receives no more than the share of its stage's weights, and of its gradients."""
+    parallel = jp.Parallel(**ALONE, pipeline=jp.Pipeline(microbatches=8))
+    layout = jp.compose(Listed, parallel, jp.target_devices("h100:1x8"))
+    shape = jax.ShapeDtypeStruct((2 * 8 * layout.replicas, SEQ), jnp.int32)
+    report, _ = inspected(jp.train_step(layout, jp.next_token, optax.adamw(1e-3)), {"inputs": shape, "targets": shape})
+    assert payload(report, "pipe", "all-to-all") == pytest.approx(2 * LAYER_BYTES / 8, **EXACT)
+    assert payload(report, "pipe", "all-gather") == 0

@@ -1,5 +1,6 @@
 """Deep models as their authors write them, in a pipeline: no dim is named, and one line says where the layers are."""
 
+import itertools
 import re
 from functools import cache, partial
 
@@ -10,12 +11,13 @@ import optax
 import pytest
 from flax import nnx
 from tiny import assert_same_arrays, on_one_device, train
-from written import DIM, Stacked, ViT
+from written import DIM, GPT2, SEQ, Block, DenseFirst, Listed, Seq2seq, Stacked, ViT
 
 import jaxpar as jp
 from jaxpar.pipeline.jaxprs.shorten import shortened
+from jaxpar.sharding.lists import longest_list
 from jaxpar.sharding.names import Leaf
-from jaxpar.sharding.stacks import bare_stack
+from jaxpar.sharding.stacks import bare_stack, unnamed_layers
 
 
 def images(count):
@@ -42,6 +44,10 @@ MODELS = {
     "nn.scan with a length": (
         jp.linen(ViT(), jax.ShapeDtypeStruct((2, 8, 8, 1), jnp.float32)), {"loss": image_loss, "data": images}
     ),
+    "nnx.List": (Listed, {}),
+    "a list of setup": (jp.linen(GPT2(), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)), {}),
+    "two stacks": (partial(Seq2seq, layers=4), {}),
+    "a first layer of another kind": (DenseFirst, {}),
 }  # fmt: skip
 
 
@@ -55,24 +61,52 @@ def assert_equals(got, want):
     assert_same_arrays((got[0], got[1].params), (want[0], want[1].params))
 
 
-def cases(kind):
-    """Each layout once with one schedule, and the other way round in slow runs."""
-    for name, often in zip(LAYOUTS, ("1f1b_phased", "1f1b"), strict=True):
-        for schedule in ("1f1b_phased", "1f1b"):
-            marks = [] if schedule == often else [pytest.mark.slow]
-            yield pytest.param(kind, name, schedule, id=f"{kind}, {name}, {schedule}", marks=marks)
+OFTEN = {  # in every run; all others in slow ones
+    ("nnx.vmap", "pipe 2 x fsdp 2 x tensor 2", "1f1b_phased"),
+    ("nn.scan with a length", "pipe 4 x data 2", "1f1b"),
+    ("nnx.List", "pipe 2 x fsdp 2 x tensor 2", "1f1b"),
+    ("a list of setup", "pipe 4 x data 2", "1f1b_phased"),
+    ("two stacks", "pipe 2 x fsdp 2 x tensor 2", "1f1b_phased"),
+}
+CASES = itertools.product(MODELS, LAYOUTS, ("1f1b_phased", "1f1b"))
 
 
-@pytest.mark.parametrize(("kind", "layout", "schedule"), [case for kind in MODELS for case in cases(kind)])
+@pytest.mark.parametrize(
+    ("kind", "layout", "schedule"),
+    [pytest.param(*case, id=", ".join(case), marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES],
+)
 def test_losses_and_parameters_equal_one_device(kind, layout, schedule):
     parallel = jp.Parallel(**LAYOUTS[layout], pipeline=jp.Pipeline(schedule=schedule))
     model, settings = MODELS[kind]
     assert_equals(train(model, parallel, steps=3, **settings), alone(kind))
 
 
-def test_dropout_inside_of_the_layers_equals_one_device():
+SETTINGS = {
+    "gathered per tick": ({"fsdp": 4, "zero": 3}, {"gather": "tick", "keep": "residuals"}),
+    "summed per tick": ({"fsdp": 4, "zero": 2}, {"keep": "residuals"}),
+    "uneven": ({"data": 4}, {"layers": (3, 1)}),
+    "interleaved": ({"fsdp": 2, "tensor": 2, "zero": 1}, {"schedule": "interleaved_phased"}),
+    "spread": ({"data": 4}, {"head": "spread"}),
+    "zero bubble": ({"data": 2, "tensor": 2}, {"schedule": "zb_h1"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", ["nnx.vmap", "nn.scan with a length", "nnx.List", "a list of setup"])
+def test_settings_of_the_pipeline_equal_one_device(kind, setting):
+    sizes, pipeline = SETTINGS[setting]
+    if setting == "spread" and kind == "nn.scan with a length":
+        pytest.skip("no vocabulary to spread")
+    model, settings = MODELS[kind]
+    parallel = jp.Parallel(pipe=2, **sizes, pipeline=jp.Pipeline(microbatches=4, **pipeline))
+    assert_equals(train(model, parallel, steps=3, **settings), alone(kind))
+
+
+@pytest.mark.parametrize("model", [Stacked, Listed])
+def test_dropout_inside_of_the_layers_equals_one_device(model):
     """Each layer keeps a key and a count of its own, also where another stage runs it."""
-    made = partial(Stacked, layers=2, rate=0.2)
+    made = partial(model, layers=2, rate=0.2)
     got, want = train(made, jp.Parallel(pipe=2), jax.devices()[:2], steps=3), on_one_device(made, accumulate=4, steps=3)
     assert_equals(got, want)
     assert_same_arrays(got[1].model_state, want[1].model_state)
@@ -108,7 +142,7 @@ def test_the_largest_stack_is_found():
     ],
 )
 def test_what_is_no_stack_is_not_taken_for_one(found, parts, patterns):
-    assert not bare_stack(found, parts, patterns)
+    assert unnamed_layers(found, parts, patterns) == (frozenset(), {})
 
 
 def twelve(each, params, x):
@@ -137,3 +171,81 @@ def test_layers_that_count_themselves_run_with_a_stage_s_own():
 def test_layers_that_cannot_be_shortened_are_refused(layers, words):
     with pytest.raises(jp.JaxparError, match=re.escape(words)):
         shortened(layers, 12, "Net")(jnp.zeros((3, 2, 2)), jnp.ones((3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("model", "stack"),
+    [(Listed, "h/*/ln_1/scale"), (jp.linen(GPT2(), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)), "h_*/ln_1/scale")],
+)
+def test_a_list_of_layers_keeps_its_names(model, stack):
+    """So a checkpoint of one device is one of a pipeline; a device has its share of the bytes."""
+    layout, one = jp.compose(model, jp.Parallel(pipe=4), 4), jp.compose(model, jp.Parallel(), 1)
+    assert {path: place.leaf for path, place in layout.placements.items()} == {
+        path: place.leaf for path, place in one.placements.items()
+    }
+    assert layout.lists[stack] == tuple(stack.replace("*", str(i)) for i in range(4))
+    assert layout.describe(layout.lists[stack][0]) == f"f32[{DIM}/pipe]"
+
+
+FIRST = leaves(
+    wte=(8, 4), h__0__w=(4, 8), h__1__w=(4, 4), h__1__b=(4,), h__2__w=(4, 4), h__2__b=(4,), a_0__w=(2, 2), a_1__w=(2, 2)
+)
+
+
+def test_the_largest_list_of_equal_layers_is_found():
+    """Not from the first layer on, if that is of another kind."""
+    assert longest_list(FIRST, 2) == {"h/*/w": ("h/1/w", "h/2/w"), "h/*/b": ("h/1/b", "h/2/b")}
+    assert not longest_list(FIRST, 3)
+
+
+class Looped(Listed):
+    def __call__(self, tokens):
+        def layers(x):
+            for block in self.h:
+                x = block(x)
+            return x
+
+        return self.wte.attend(jp.pipelined(layers, self.wte(tokens)))
+
+
+class Some(Listed):
+    def __call__(self, tokens):
+        return self.wte.attend(jp.pipelined(self.h[:2], self.wte(tokens)))
+
+
+class Scaled(Listed):
+    def __call__(self, tokens):
+        layers = [lambda x, block=block, i=i: block(x) / (i // 2 + 1) for i, block in enumerate(self.h)]
+        return self.wte.attend(jp.pipelined(layers, self.wte(tokens)))
+
+
+class Crossed(Listed):
+    def __call__(self, tokens):
+        layers = [self.h[1], self.h[0], self.h[2], self.h[3]]
+        return self.wte.attend(jp.pipelined(layers, self.wte(tokens)))
+
+
+class Encoded(Seq2seq):
+    def __call__(self, tokens):
+        return self.wte.attend(jp.pipelined(self.encoded, self.wte(tokens)))
+
+
+class StackInTurn(Stacked):
+    def __call__(self, tokens):
+        return self.lm_head(jp.pipelined([Block(DIM, 2 * DIM, nnx.Rngs(0))], self.wte(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Looped, "gives jp.pipelined a function, and its largest list of equal layers is h/0 ... h/3, 4 of them"),
+        (Some, "gives jp.pipelined 2 layers, and its largest list"),
+        (Scaled, "layer 2 of h/0 ... h/3 is another program than layer 0"),
+        (Crossed, "layer 1 of h/0 ... h/3 is another program than layer 0"),
+        (Encoded, "and its largest stack of layers is decoder"),
+        (StackInTurn, "gives jp.pipelined 1 layers, and its largest is a stack"),
+    ],
+)
+def test_layers_that_are_not_the_largest_that_are_equal_are_refused(model, words):
+    with pytest.raises(jp.JaxparError, match=re.escape(words)):
+        train(model, jp.Parallel(pipe=2), jax.devices()[:2], steps=1)

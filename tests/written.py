@@ -1,8 +1,13 @@
 """Deep models as their authors write them, with the one line that lets a pipeline cut them. None names a dim.
 
 Stacked   nnx      blocks made by `nnx.vmap` and run by `nnx.scan`, with biases and LayerNorms
+Listed    nnx      GPT-2 with a list of blocks and a mask that all of them are given
+Seq2seq   nnx      two stacks, of an encoder and of a decoder that attends to what the first made
 ViT       linen    an encoder whose blocks are run by `nn.scan` with a length, and remat
+GPT2      linen    blocks in a list of `setup`
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +59,71 @@ class Stacked(nnx.Module):
         return self.lm_head(self.ln_f(x))
 
 
+class Listed(nnx.Module):
+    def __init__(self, layers=4, rate=0.0, *, rngs: nnx.Rngs):
+        self.wte = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.wpe = nnx.Embed(SEQ, DIM, rngs=rngs)
+        self.h = nnx.List([Block(DIM, HIDDEN, rngs, rate) for _ in range(layers)])
+        self.ln_f = nnx.LayerNorm(DIM, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1]))
+        mask = nnx.make_causal_mask(tokens)
+        x = jp.pipelined([partial(block, mask=mask) for block in self.h], x)
+        return self.wte.attend(self.ln_f(x))
+
+
+class DecoderBlock(Block):
+    def __init__(self, dim, hidden, rngs):
+        super().__init__(dim, hidden, rngs)
+        self.cross = nnx.MultiHeadAttention(HEADS, dim, decode=False, rngs=rngs)
+
+    def __call__(self, x, memory):
+        return super().__call__(x + self.cross(x, memory))
+
+
+def stacked(block, layers, rngs):
+    return nnx.vmap(lambda rngs: block(DIM, HIDDEN, rngs))(rngs.fork(split=layers))
+
+
+class Seq2seq(nnx.Module):
+    def __init__(self, layers=2, *, rngs: nnx.Rngs):
+        self.wte = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.encoder, self.decoder = stacked(Block, layers, rngs), stacked(DecoderBlock, layers, rngs)
+
+    def encoded(self, x):
+        return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.encoder)
+
+    def decoded(self, given):
+        def layer(x, block):
+            return block(x, given[1])
+
+        return nnx.scan(layer, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(given[0], self.decoder), given[1]
+
+    def __call__(self, tokens):
+        memory = self.encoded(self.wte(tokens[:, ::-1]))
+        x, _ = jp.pipelined(self.decoded, (self.wte(tokens), memory))
+        return self.wte.attend(x)
+
+
+class Dense(nnx.Module):
+    def __init__(self, dim, hidden, rngs):
+        self.up, self.down = nnx.Linear(dim, hidden, rngs=rngs), nnx.Linear(hidden, dim, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class DenseFirst(nnx.Module):
+    def __init__(self, layers=5, *, rngs: nnx.Rngs):
+        self.wte = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.h = nnx.List([Dense(DIM, 3 * DIM if i == 0 else DIM, rngs) for i in range(layers)])
+
+    def __call__(self, tokens):
+        first, *others = self.h
+        return self.wte.attend(jp.pipelined(others, first(self.wte(tokens))))
+
+
 class EncoderBlock(nn.Module):
     @nn.compact
     def __call__(self, x, deterministic=True):
@@ -93,3 +163,26 @@ class ViT(nn.Module):
         x = x + self.param("pos_embedding", nn.initializers.normal(0.02), (1, x.shape[1], DIM))
         x = Encoder(self.depth, remat=True, name="Transformer")(x, not train)
         return nn.Dense(self.classes, name="head")(x.mean(1))
+
+
+class GPT2Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        mask = nn.make_causal_mask(x[..., 0])
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS, name="attn")(nn.LayerNorm(name="ln_1")(x), mask=mask)
+        y = nn.gelu(nn.Dense(HIDDEN, name="c_fc")(nn.LayerNorm(name="ln_2")(x)))
+        return x + nn.Dense(DIM, name="c_proj")(y)
+
+
+class GPT2(nn.Module):
+    layers: int = 4
+
+    def setup(self):
+        self.wte, self.wpe = nn.Embed(VOCAB, DIM), nn.Embed(SEQ, DIM)
+        self.h = [GPT2Block() for _ in range(self.layers)]
+        self.ln_f = nn.LayerNorm()
+
+    def __call__(self, tokens, train=True):
+        x = self.wte(tokens) + self.wpe(jnp.arange(tokens.shape[1]))
+        x = jp.pipelined(self.h, x)
+        return self.wte.attend(self.ln_f(x))

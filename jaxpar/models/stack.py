@@ -4,9 +4,10 @@ embed ──► layers 0 1 2 ... ──► head and loss
           `pipelined(layers, x)` marks the middle: a pipeline runs the three apart, on different devices
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,19 +19,34 @@ Layers = Callable[..., Any]  # (x, *per_layer) to what has the structure and sha
 _at_cut: ContextVar[Callable | None] = ContextVar("at_cut", default=None)
 
 
-def pipelined(layers: Layers, x: Any, *per_layer: Any) -> Any:
-    """Returns `layers(x, *per_layer)`: the call that a pipeline cuts in stages.
+@dataclass(frozen=True)
+class InTurn:
+    """Equal layers, one after the other: each is a function of (x, *its own)."""
 
-    A model makes it once, around its stack of equal layers. Everything before it runs on the first stage, everything
-    after it on the last. In a pipeline the stacked parameters that `layers` reads are those of one stage.
+    layers: tuple[Callable[..., Any], ...]
+
+    def __call__(self, x: Any, *per_layer: Any) -> Any:
+        """Returns x after all layers."""
+        for i, layer in enumerate(self.layers):
+            x = layer(x, *jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
+        return x
+
+
+def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer: Any) -> Any:
+    """Returns x after all layers: the call that a pipeline cuts in stages.
+
+    A model makes it once, around its equal layers. Everything before it runs on the first stage, everything after it on
+    the last. In a pipeline the parameters that `layers` reads are those of one stage.
 
     Args:
-      layers: Runs all layers of the stack on x; what it returns has the structure, shapes and dtypes of x.
+      layers: Equal layers: a function that runs all layers of a stack on x, or a list of layers that are called with x
+        one after the other. What they return has the structure, shapes and dtypes of x.
       x: What flows through the layers: an array, or any tree of floating-point arrays (an auxiliary loss rides along).
       *per_layer: What each layer has of its own and is no parameter, such as a dropout key. Leading dim: layers.
     """
     at_cut = _at_cut.get()
-    return layers(x, *per_layer) if at_cut is None else at_cut(layers, x, per_layer)
+    every = layers if callable(layers) else InTurn(tuple(layers))
+    return every(x, *per_layer) if at_cut is None else at_cut(every, x, per_layer)
 
 
 @contextmanager

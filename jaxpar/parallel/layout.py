@@ -17,6 +17,7 @@ from jaxpar.parallel.gather import constrained, gather
 from jaxpar.parallel.placement import Placement
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import SCOPE, Blueprint, Tree, nest, path_of, pick
 from jaxpar.sharding.rules import Axes
 from jaxpar.sharding.shard_bytes import shard_shape
@@ -34,6 +35,7 @@ class Layout:
       others: Path of every other array of the model's state to where it lives.
       names: Names of activation dims to mesh axes, earlier first.
       mesh: The mesh, or None where the devices are not there (`jaxpar check` on a laptop).
+      lists: Parameters of a stack that a pipeline makes of a list of layers, each with those of the layers.
       notes: What techniques chose where the declaration left it to them, and why, a sentence each.
     """
 
@@ -43,6 +45,7 @@ class Layout:
     names: Mapping[str, Axes]
     others: Mapping[str, Placement] = field(default_factory=dict)
     mesh: Mesh | None = field(default=None, repr=False)
+    lists: Lists = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
     @property

@@ -12,9 +12,10 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.asked import idle, names_of
 from jaxpar.parallel.zero import add_axis, without_axis
+from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.rules import Axes, Choice, name_stacks, resolve, spec_of
-from jaxpar.sharding.stacks import bare_stack, of_all_layers, one_layer
+from jaxpar.sharding.stacks import of_all_layers, of_another_stack, one_layer, unnamed_layers
 from jaxpar.units import show_bytes
 
 Names = Mapping[str, Axes]
@@ -28,8 +29,8 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
     others = name_stacks({**blueprint.leaves, **blueprint.others})
     parts = sum(parallel.pipeline.layers) or parallel.pipe
     own = {path: leaves[path] for path in blueprint.leaves}
-    stack = bare_stack(own, parts, parallel.paths) if parallel.pipe > 1 else ()
-    trained = {path: _trained(path, leaf, parallel, names, path in stack) for path, leaf in own.items()}
+    stack, lists = unnamed_layers(own, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
+    trained = {path: _trained(path, leaf, parallel, names, stack, lists) for path, leaf in own.items()}
     held = {path: _held(path, others[path], parallel, names) for path in blueprint.others}
     layout = Layout(
         parallel=parallel,
@@ -37,6 +38,7 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
         placements={path: place for path, (place, _) in trained.items()},
         others={path: place for path, (place, _) in held.items()},
         names=names,
+        lists=lists,
         mesh=mesh,
     )
     problems = [problem for _, wrong in (*trained.values(), *held.values()) for problem in wrong]
@@ -44,16 +46,20 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
 
 
 def _trained(
-    path: str, leaf: Leaf, parallel: Parallel, names: Names, of_stack: bool
+    path: str, leaf: Leaf, parallel: Parallel, names: Names, stack: frozenset[str], lists: Lists
 ) -> tuple[Placement, list[Problem]]:
     """Returns the place of a parameter, and what is wrong with it; one of a bare stack is placed as one layer's is."""
-    sizes = parallel.sizes
-    own = one_layer(leaf) if of_stack else leaf
+    sizes, listed = parallel.sizes, any(path in paths for paths in lists.values())
+    own = one_layer(leaf) if path in stack else leaf
     choice, wrong = resolve(path, own, sizes, names=names, paths=parallel.paths)
-    choice = of_all_layers(choice, names["layers"]) if of_stack else choice
-    if parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",):
-        # so many layers cannot be stored as equal pieces, so another dim is
+    if stack or lists:
+        choice = of_all_layers(choice, names["layers"]) if path in stack else of_another_stack(choice)
+    uneven = parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",)
+    if uneven or listed:
+        # so many layers, or one of a list, cannot be stored as equal pieces, so another dim is
         choice = replace(choice, axes=add_axis(path, choice, leaf, sizes, axis="pipe"))
+    if listed:
+        choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
     used, sharded = spec_of(without_axis(choice)), spec_of(add_axis(path, choice, leaf, sizes))
     return _place(parallel, leaf, choice, used, sharded), wrong
 

@@ -2,6 +2,7 @@
 
     NNX factory or Linen module ──► Blueprint: leaves with names of dims, init, bind, collect
     names of a parameter's dims ──► mesh axes, each with the rule that chose it              rules.py
+    layers whose dims have no names ─► a stack or a list, by the shapes of its parameters   stacks.py, lists.py
     names of an activation's dims ─► mesh axes, while a step is traced                       constrain.py
     names that other code bases give to dims ─► jaxpar's own                                 vocabularies.py
 

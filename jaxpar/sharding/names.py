@@ -144,6 +144,12 @@ def nest(flat: Mapping[tuple[str, ...], Any]) -> Tree:
     return tree
 
 
+def by_path(tree: Tree) -> dict[str, Any]:
+    """Returns the leaves of a nested dict by their paths: the inverse of `nest`, whose paths are in words."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {path_of(keys): leaf for keys, leaf in leaves}
+
+
 def pick(tree: Tree, path: tuple[str, ...]) -> Any:
     """Returns the leaf at a path of a nested dict."""
     for key in path:

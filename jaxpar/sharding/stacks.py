@@ -13,8 +13,27 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from jaxpar.sharding.lists import Lists, longest_list, size_of
 from jaxpar.sharding.names import Leaf
 from jaxpar.sharding.rules import Axes, Choice
+
+
+def unnamed_layers(
+    leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, Iterable]
+) -> tuple[frozenset[str], Lists]:
+    """Returns the layers of a model that names none: a stack, or a list, whichever has more parameters.
+
+    Args:
+      leaves: All parameters of a model, by path.
+      parts: Divides the number of layers.
+      patterns: The user's rules, ends of paths to names of dims.
+    """
+    named = (*(leaf.names or () for leaf in leaves.values()), *patterns.values())
+    if any("layers" in names for names in named):
+        return frozenset(), {}
+    stack, lists = bare_stack(leaves, parts, patterns), longest_list(leaves, parts)
+    members = [path for paths in lists.values() for path in paths]
+    return (stack, {}) if size_of(leaves, stack) >= size_of(leaves, members) else (frozenset(), lists)
 
 
 def bare_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, Iterable]) -> frozenset[str]:
@@ -27,13 +46,7 @@ def bare_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, It
       leaves: All parameters of a model, by path.
       parts: Divides the number of layers.
       patterns: The user's rules, ends of paths to names of dims.
-
-    Returns:
-      Nothing where the model or the user names a dim `layers`, or where there is no such module.
     """
-    named = (*(leaf.names or () for leaf in leaves.values()), *patterns.values())
-    if any("layers" in names for names in named):
-        return frozenset()
     modules: dict[str, set[str]] = {}
     for path, root in _roots(leaves).items():
         modules.setdefault(root, set()).add(path)
@@ -44,7 +57,7 @@ def bare_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, It
         and _is_stack({len(leaves[path].shape) for path in paths}, len(paths), beside="*" in module)
         and all(_may_be_stacked(path, leaves[path], patterns) for path in paths)
     ]
-    return frozenset(max(stacks, key=lambda paths: sum(leaves[path].bytes for path in paths), default=()))
+    return frozenset(max(stacks, key=lambda paths: size_of(leaves, paths), default=()))
 
 
 def one_layer(leaf: Leaf) -> Leaf:
@@ -57,6 +70,13 @@ def of_all_layers(choice: Choice, layers: Axes) -> Choice:
     """Returns the choice for a parameter of a stack from that for one layer, with its dim 0 over these axes."""
     axes = (layers,) if isinstance(layers, str) else tuple(layers or ())
     return Choice(("layers", *choice.names), (axes, *choice.axes), f"stack of layers, by its shapes; {choice.why}")
+
+
+def of_another_stack(choice: Choice) -> Choice:
+    """Returns the choice for a parameter that no stage has a share of: a stack of which one is made by its path."""
+    if choice.names[:1] != ("layers",):
+        return choice
+    return Choice((None, *choice.names[1:]), ((), *choice.axes[1:]), f"{choice.why}, but not of the largest stack")
 
 
 def _is_stack(ranks: set[int], count: int, *, beside: bool) -> bool:

@@ -1,6 +1,7 @@
 """Pipeline parallelism: stages of consecutive layers, run by the table of a schedule."""
 
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.parallel.as_stacks import as_stacks
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.head import placed_head
 from jaxpar.parallel.layout import Layout
@@ -61,6 +62,7 @@ def uncut(layout: Layout) -> list[Problem]:
             )
     except JaxparError as error:
         return list(error.problems)
+    layout = as_stacks(layout)
     stacks = {layout.placements[path].leaf.shape[0] for path in layout.stacked}
     if not stacks and any(place.names[:1] == ("layers",) for place in layout.placements.values()):
         return []  # `resolve` has said why it is not split
@@ -68,8 +70,9 @@ def uncut(layout: Layout) -> list[Problem]:
         return [
             Problem(
                 f"pipe={stages} cuts nothing: {layout.blueprint.name} has no stack of layers that {stages} divides",
-                "a pipeline cuts parameters stacked along a dim 0 named layers; one named weight of a stack is enough",
-                f"stacked layers (nnx.vmap, nn.scan), as jp.Decoder's, a multiple of {stages} of them; or pipe=1",
+                "a pipeline cuts parameters stacked along a dim 0 named layers; one named weight of a stack is enough; "
+                "or a list of layers whose parameters have equal names and shapes",
+                f"equal layers, stacked (nnx.vmap, nn.scan) or in a list, a multiple of {stages} of them; or pipe=1",
             )
         ]
     if uneven := layout.parallel.pipeline.layers:

@@ -63,7 +63,8 @@ class CutModel:
                     + ("outside of its layers" if path in shardings.stacked else "inside of its layers"),
                     rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
                     "them and no others: a stage has nothing else",
-                    fix="pass it through x, or run it before or after jp.pipelined(layers, x)",
+                    fix="pass it through x, or run it before or after jp.pipelined(layers, x); for a stack that runs "
+                    "there, another name than layers for its dim 0",
                 )
             with jax.named_scope(SCOPE + path.replace("/", ".")):
                 return shardings.layer(path, value) if at["layers"] else shardings.cast(value)
@@ -94,9 +95,10 @@ class CutModel:
         def stage(layers, known, per_layer, x, salt):
             per_layer, own = per_layer
             which = layer_state.of_layers(layout, known[0])
-            known = (layer_state.given(salted(known[0], salt), which, own), known[1])
+            states = known[0]
+            known = (layer_state.given(salted(states, salt), which, own), known[1])
 
-            def take(inner, x):
+            def take(inner, x, per_layer):
                 at["layers"] = True
                 try:
                     return inner(x, *per_layer)
@@ -104,10 +106,21 @@ class CutModel:
                     at["layers"] = False
 
             def whole(layers, x):
-                return reached(called(layers, known), lambda inner, _, __: take(inner, x))
+                return reached(called(layers, known), lambda inner, _, __: take(inner, x, per_layer))
 
-            run = whole
-            if blueprint.counts_layers and not per_layer:
+            def in_turn(layers, x):  # all by the first layer's program
+                def one(x, each):
+                    i, params, per_layer, own = each
+                    state = layer_state.given(salted(states, salt + i), which, own)
+                    params = {path: value[None] for path, value in params.items()}
+                    run = called(params, (state, known[1]))
+                    return reached(run, lambda inner, _, __: take(inner.layers[0], x, per_layer)), None
+
+                numbers = jnp.arange(len(next(iter(layers.values()))))
+                return jax.lax.scan(one, x, (numbers, layers, per_layer, own))[0]
+
+            run = in_turn if layout.lists else whole
+            if blueprint.counts_layers and not per_layer and not layout.lists:
                 count = layout.placements[next(iter(layout.stacked))].leaf.shape[0]
                 run = shortened(whole, count, blueprint.name)
             run = gathered_again(run) if shardings.per_tick else run

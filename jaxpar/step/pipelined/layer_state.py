@@ -1,6 +1,7 @@
-"""What the layers of a stack keep beside their parameters, such as the keys of their dropout, one entry each.
+"""What the layers keep beside their parameters, such as the keys of their dropout.
 
-    model_state   blocks/drop/rngs/dropout/count   [12]   ──► a stage has the entries of its own layers
+    a stack   blocks/drop/rngs/dropout/count     [12]   ──► a stage has the entries of its own layers
+    a list    blocks/0/drop/rngs/dropout/count   []     ──► likewise, of the stack that they make together
 
 They go to the stages as what each layer has of its own, beside that which the model gives `jp.pipelined`.
 """
@@ -8,40 +9,55 @@ They go to the stages as what each layer has of its own, beside that which the m
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree, path_of
 
+Own = Sequence[tuple[int, ...]]  # leaves of the model's state: one of a stack, or one of each layer of a list
 
-def of_layers(layout: Layout, model_state: Tree) -> list[int]:
-    """Returns which leaves of a model's state belong to its stack.
 
-    They lie in a module of which all parameters are in the stack, and have as many entries as there are layers.
+def of_layers(layout: Layout, model_state: Tree) -> Own:
+    """Returns which leaves of a model's state belong to its layers.
+
+    Those of a stack lie in a module of which all parameters are in the stack, and have as many entries as there are
+    layers; those of a list lie in its layers.
     """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model_state)
+    paths = {path_of(keys): i for i, (keys, _) in enumerate(leaves)}
+    if layout.lists:
+        return _of_list(layout, paths)
     stacked = {path: layout.placements[path].leaf.shape[0] for path in layout.stacked}
     inside = {module for path in stacked for module in _modules(path)}
     inside -= {module for path in layout.placements if path not in stacked for module in _modules(path)}
     counts = set(stacked.values())
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model_state)
     return [
-        i
-        for i, (keys, leaf) in enumerate(leaves)
-        if leaf.shape[:1] and leaf.shape[0] in counts and inside.intersection(_modules(path_of(keys)))
+        (i,)
+        for path, i in paths.items()
+        if leaves[i][1].shape[:1] and leaves[i][1].shape[0] in counts and inside.intersection(_modules(path))
     ]
 
 
-def taken(model_state: Tree, which: Sequence[int]) -> list[jax.Array]:
-    """Returns these leaves of a state."""
+def taken(model_state: Tree, which: Own) -> list[jax.Array]:
+    """Returns these leaves of a state, each with a leading dim of layers."""
     leaves = jax.tree.leaves(model_state)
-    return [leaves[i] for i in which]
+    return [leaves[own[0]] if len(own) == 1 else jnp.stack([leaves[i] for i in own]) for own in which]
 
 
-def given(model_state: Tree, which: Sequence[int], values: Sequence[jax.Array]) -> Tree:
-    """Returns the state with these leaves."""
+def given(model_state: Tree, which: Own, values: Sequence[jax.Array]) -> Tree:
+    """Returns the state with these leaves; of a list with the first layer's."""
     leaves, tree = jax.tree.flatten(model_state)
-    for i, value in zip(which, values, strict=True):
-        leaves[i] = value
+    for own, value in zip(which, values, strict=True):
+        leaves[own[0]] = value
     return jax.tree.unflatten(tree, leaves)
+
+
+def _of_list(layout: Layout, paths: dict[str, int]) -> Own:
+    stack, members = next(iter(layout.lists.items()))
+    rest = len(stack) - stack.index("*") - 1
+    layers = [path[:-rest] + "/" for path in members]
+    own = [path[len(layers[0]) :] for path in paths if path.startswith(layers[0])]
+    return [tuple(paths[layer + path] for layer in layers) for path in own]
 
 
 def _modules(path: str) -> list[str]:

@@ -7,15 +7,18 @@ nothing that it computes: then the rest before every microbatch is known before 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import jax
 
 from jaxpar.errors import refuse
 from jaxpar.models.stack import cut, reached
+from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced, parts
 from jaxpar.pipeline.jaxprs.narrow import Narrow
 from jaxpar.sharding.names import Compute, Tree, pick
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined.equal_layers import check_equal
 from jaxpar.step.pipelined.shardings import Shardings
 from jaxpar.step.state import salted
 
@@ -26,11 +29,13 @@ class ModelStates:
 
     Attributes:
       shardings: Where arrays live.
+      layout: As between steps.
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       numerics: How it computes.
     """
 
     shardings: Shardings
+    layout: Layout
     loss: Callable
     numerics: Numerics
 
@@ -41,12 +46,12 @@ class ModelStates:
           JaxparError: If the model is not cut once, its layers enclose what is no parameter of theirs, or it keeps what
             follows from what it computes.
         """
-        blueprint = self.shardings.layout.blueprint
+        blueprint = self.layout.blueprint
         compute = Compute(train=True, dtype=self.shardings.dtype, remat=self.numerics.remat)
         calls: list = []
 
         def at_cut(layers, x, per_layer):
-            calls.append((x, per_layer))
+            calls.append((layers, x, per_layer))
             return layers(x, *per_layer)
 
         def after(params, batch, model_state):
@@ -62,9 +67,16 @@ class ModelStates:
             raise refuse(
                 f"{blueprint.name} calls jp.pipelined {len(calls)} times",
                 rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
-                fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
+                fix="x = jp.pipelined(layers, x) around the stack of equal layers, the largest of several; Decoder and "
+                "ViT have it",
             )
-        self._check_enclosed(params, model_state, one, calls[0], compute)
+
+        def run(params, model_state, batch):
+            model = blueprint.bind(params, model_state, lambda path, value: value, compute)
+            return lambda: self.loss(model, batch)
+
+        check_equal(self.layout, run, params, model_state, one, calls[0])
+        self._check_enclosed(run, params, model_state, one, calls[0][1:])
         jaxpr = traced.flat.jaxpr
         given, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in ((params, one), model_state)])
         step = Narrow(jaxpr, jaxpr.outvars)
@@ -82,35 +94,41 @@ class ModelStates:
         restored = partial(jax.tree.unflatten, jax.tree.structure(model_state))
         return restored(each), restored(last)
 
-    def _check_enclosed(self, params: Tree, model_state: Tree, batch: Tree, given: tuple, compute: Compute) -> None:
+    def _check_enclosed(self, run: Callable, params: Tree, model_state: Tree, batch: Tree, given: tuple) -> None:
         """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""
         x, per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
-        blueprint = self.shardings.layout.blueprint
-
-        def run(params, batch, model_state):
-            model = blueprint.bind(params, model_state, lambda path, value: value, compute)
-            return lambda: self.loss(model, batch)
+        name = self.layout.blueprint.name
 
         def each(*args):
             return reached(run(*args), lambda layers, x, per_layer: per_layer)
 
         def alone(params, batch, model_state, x, per_layer):
-            return reached(run(params, batch, model_state), lambda layers, _, __: layers(x, *per_layer))
+            return reached(run(params, model_state, batch), lambda layers, _, __: layers(x, *per_layer))
 
-        own = Traced(each, params, batch, model_state).reads()[0] if jax.tree.leaves(per_layer) else {}
-        for path, words in {**self.shardings.shared, **self.shardings.stacked}.items():
-            if own and pick(own, words):
+        own = Traced(each, params, model_state, batch).reads()[0] if jax.tree.leaves(per_layer) else {}
+        for path in self.layout.placements:
+            if own and pick(own, tuple(path.split("/"))):
                 raise refuse(
-                    f"{blueprint.name} gives its layers {path} one by one, in jp.pipelined(layers, x, ...)",
+                    f"{name} gives its layers {path} one by one, in jp.pipelined(layers, x, ...)",
                     rule="what each layer has of its own there is no parameter: it gets no gradient",
                     fix="stack it with the other parameters of the layers",
                 )
 
         reads = Traced(alone, params, batch, model_state, x, per_layer).reads()[0]
-        for path, words in self.shardings.shared.items():
-            if pick(reads, words):
+        inside = [path for path in self.layout.placements if pick(reads, tuple(path.split("/")))]
+        if inside and all(path in self.shardings.shared for path in inside):
+            words = zip(*self.shardings.stacked.values(), strict=False)
+            stack = "/".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))
+            raise refuse(
+                f"{name} gives jp.pipelined layers that read {inside[0]}, and its largest stack of layers is {stack}",
+                rule="a pipeline spreads the largest stack of layers over its stages; what is before it runs on the "
+                "first stage, and what is after it on the last",
+                fix=f"jp.pipelined(layers, x) around the layers of {stack}",
+            )
+        for path in inside:
+            if path in self.shardings.shared:
                 raise refuse(
-                    f"{blueprint.name} reads {path} inside of its layers, or what follows from it",
+                    f"{name} reads {path} inside of its layers, or what follows from it",
                     rule="layers read the parameters stacked for them and what jp.pipelined(layers, x, ...) is given: "
                     "a stage has nothing else",
                     fix="pass it through x: jp.pipelined(layers, (x, it)), whose layers return it too",

@@ -9,6 +9,7 @@ reduced before the last microbatch is done, but for those that zero=2 and gather
 
     shardings    where arrays live, around the table and inside of it
     cut_model    the model in three pieces, cut where it calls `jp.pipelined(layers, x)`
+    lists        a list of equal layers, stacked for the table and taken apart again
     model_state  what the model keeps beside its parameters, before each microbatch
 """
 
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxpar.parallel.as_stacks import as_stacks
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.run.execute import execute
@@ -31,6 +33,7 @@ from jaxpar.step.frozen import zeroed
 from jaxpar.step.gradients import Gradients, one_update
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import PRECISIONS, Numerics
+from jaxpar.step.pipelined import lists
 from jaxpar.step.pipelined.cut_model import CutModel
 from jaxpar.step.pipelined.model_state import ModelStates, folded
 from jaxpar.step.pipelined.shardings import Shardings
@@ -49,14 +52,15 @@ class Pipelined(Gradients):
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
         self.layout, self.schedule, self.frozen = layout, layout.schedule, frozen
-        self.shardings = Shardings(layout, PRECISIONS[numerics.precision])
+        self.shardings = Shardings(as_stacks(layout), PRECISIONS[numerics.precision])
         self.cut_model = CutModel(self.shardings, loss, numerics)
-        self.model_states = ModelStates(self.shardings, loss, numerics)
+        self.model_states = ModelStates(self.shardings, layout, loss, numerics)
         self.fill = 0.0  # what buffers hold before they are written: a test makes it nan
 
     def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> tuple[Tree, Sums, Tree]:
         """Returns gradients of the mean loss over all microbatches, the sums, and the rest afterwards."""
         model_states, after = self.model_states.each(params, model_state, batch)
+        params = lists.stacked(self.layout, params)
         sums, shared, layers = self._run(params, model_states, batch, train=True)
         with jax.named_scope(GRADIENT):
             layers = self.shardings.stored(layers)
@@ -66,7 +70,7 @@ class Pipelined(Gradients):
             | {self.shardings.stacked[path]: value for path, value in layers.items()}
         )
         gradients = jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients)
-        return zeroed(self.frozen, self.layout, gradients), sums, after
+        return zeroed(self.frozen, self.layout, lists.taken_apart(self.layout, gradients)), sums, after
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, jax.Array], on_device: Callable
@@ -78,7 +82,7 @@ class Pipelined(Gradients):
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> Sums:
         """Returns the sums of a batch: the forwards of the table, nothing kept."""
         model_states = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)), model_state)
-        return self._run(params, model_states, batch, train=False)[0]
+        return self._run(lists.stacked(self.layout, params), model_states, batch, train=False)[0]
 
     def _run(self, params: Tree, model_states: Tree, batch: Mapping[str, jax.Array], *, train: bool):
         shardings = self.shardings

@@ -22,6 +22,7 @@ from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined.equal_layers import layers_of
 from jaxpar.step.pipelined.model_state import folded
 from jaxpar.step.pipelined.run import Pipelined
 from jaxpar.step.state import State
@@ -38,6 +39,12 @@ class Unflushed(Pipelined):
                 f"weights={weights!r} with fsdp={layout.sizes['fsdp']}",
                 rule="a stage that updates its weights in the middle of a step holds them whole",
                 fix=f"fsdp=1 and data={layout.sizes['data'] * layout.sizes['fsdp']}, or weights='flush'",
+            )
+        if layout.lists:
+            raise refuse(
+                f"weights={weights!r} with a list of layers, {layers_of(layout)}",
+                rule="where weights change in the middle of a step, the layers are stored as a stack",
+                fix="layers stacked by nnx.vmap or nn.scan, or weights='flush'",
             )
         if self.shardings.uneven:
             raise refuse(
