@@ -230,6 +230,11 @@ class Encoded(Seq2seq):
         return self.wte.attend(jp.pipelined(self.encoded, self.wte(tokens)))
 
 
+class Twofold(Stacked):
+    def layers(self, x):
+        return super().layers(super().layers(x))
+
+
 class StackInTurn(Stacked):
     def __call__(self, tokens):
         return self.lm_head(jp.pipelined([Block(DIM, 2 * DIM, nnx.Rngs(0))], self.wte(tokens)))
@@ -243,6 +248,7 @@ class StackInTurn(Stacked):
         (Scaled, "layer 2 of h/0 ... h/3 is another program than layer 0"),
         (Crossed, "layer 1 of h/0 ... h/3 is another program than layer 0"),
         (Encoded, "and its largest stack of layers is decoder"),
+        (Twofold, "the layers of Twofold go through a stack, and then through one again"),
         (StackInTurn, "gives jp.pipelined 1 layers, and its largest is a stack"),
     ],
 )

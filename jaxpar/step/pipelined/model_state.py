@@ -16,9 +16,10 @@ from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced, parts
 from jaxpar.pipeline.jaxprs.narrow import Narrow
-from jaxpar.sharding.names import Compute, Tree, pick
+from jaxpar.sharding.names import Compute, Tree, by_path, pick
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.equal_layers import check_equal
+from jaxpar.step.pipelined.one_pass import check_one_pass
 from jaxpar.step.pipelined.shardings import Shardings
 from jaxpar.step.state import salted
 
@@ -114,7 +115,10 @@ class ModelStates:
                     fix="stack it with the other parameters of the layers",
                 )
 
-        reads = Traced(alone, params, batch, model_state, x, per_layer).reads()[0]
+        layers = Traced(alone, params, batch, model_state, x, per_layer)
+        stacked = [path in self.layout.stacked for path in by_path(params)]
+        check_one_pass(name, layers, stacked + [False] * (layers.inputs.num_leaves - len(stacked)))
+        reads = layers.reads()[0]
         inside = [path for path in self.layout.placements if pick(reads, tuple(path.split("/")))]
         if inside and all(path in self.shardings.shared for path in inside):
             words = zip(*self.shardings.stacked.values(), strict=False)
