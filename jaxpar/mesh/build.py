@@ -12,18 +12,20 @@ from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import visible
 
 
-def build(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+def build(sizes: Mapping[str, int], devices: Sequence[Any] | Mesh | None = None) -> Mesh:
     """Returns the mesh with those axes, outermost first as in `AXES`.
 
     Every axis is an Auto axis: XLA places the collectives, and unmodified Flax models work.
 
     Args:
       sizes: Axis name to size; at most one is -1.
-      devices: The devices to use, all visible ones by default.
+      devices: The devices to use, all visible ones by default; or a mesh of them, whose types of axes do not matter.
 
     Raises:
       JaxparError: If the sizes do not multiply to the number of devices.
     """
+    if isinstance(devices, Mesh):
+        devices = _in_order(devices, sizes)
     chosen = visible() if devices is None else list(devices) if isinstance(devices, Iterable) else [devices]
     if not chosen or not all(isinstance(device, jax.Device) for device in chosen) or len(set(chosen)) < len(chosen):
         raise refuse(
@@ -38,3 +40,22 @@ def build(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mes
     if chosen[0].platform == "cpu":  # simulated devices have no topology to respect
         return Mesh(np.array(chosen).reshape(shape), names, axis_types=auto)
     return jax.make_mesh(shape, names, axis_types=auto, devices=chosen)
+
+
+def _in_order(mesh: Mesh, sizes: Mapping[str, int]) -> list[Any]:
+    """Returns the devices of a mesh, axes that a declaration has too in its order, those of other names as they are.
+
+    Raises:
+      JaxparError: If an axis of both has two sizes.
+    """
+    for axis, size in mesh.shape.items():
+        if sizes.get(axis, size) not in (size, -1):
+            raise refuse(
+                f"{axis}={sizes[axis]} on a mesh with {axis}={size}",
+                rule="an axis of a mesh has one size",
+                fix=f"{axis}={size}, or devices=list(mesh.devices.flat)",
+            )
+    if not set(mesh.axis_names) <= set(AXES):
+        return list(mesh.devices.flat)
+    order = sorted(range(len(mesh.axis_names)), key=lambda dim: list(AXES).index(mesh.axis_names[dim]))
+    return list(mesh.devices.transpose(order).flat)

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.mesh.axes import infer_sizes
@@ -90,14 +91,16 @@ def as_blueprint(model: Any) -> Blueprint:
     return nnx_model.blueprint(factory, name=getattr(inner, "__name__", type(inner).__name__))
 
 
-def compose(model: Callable | Blueprint, parallel: Parallel, devices: Sequence[Any] | int | None = None) -> Layout:
+def compose(
+    model: Callable | Blueprint, parallel: Parallel, devices: Sequence[Any] | Mesh | int | None = None
+) -> Layout:
     """Returns where every array of a training job lives.
 
     Args:
       model: A function of `rngs` that returns an `nnx.Module`, or `jp.linen(module, inputs)`.
       parallel: The declaration.
-      devices: The devices to use, all visible ones by default; a number stands for devices that
-        are not there, and gives a layout that can be explained but not trained.
+      devices: The devices to use, all visible ones by default, or a mesh of them; a number stands for
+        devices that are not there, and gives a layout that can be explained but not trained.
 
     Raises:
       JaxparError: With every problem at once: sizes that do not multiply to the devices, dims

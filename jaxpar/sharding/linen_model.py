@@ -17,6 +17,7 @@ from flax.core import meta
 from flax.errors import InvalidRngError
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.linen_parameters import Parameters, as_stored
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, path_of, pick
@@ -136,7 +137,8 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
 
     def variables(key) -> dict[str, Any]:
         model = _Initializer(module, key)
-        call(model)
+        with understood():
+            call(model)
         flat_of.update(model.flat)
         return dict(model.variables)
 
@@ -146,7 +148,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         rule="a Linen module can be called with its example of inputs",
         fix=f"jp.linen({type(module).__name__}(...), what its __call__ takes)",
     )
-    with called():
+    with called(), outside_of_meshes():
         boxed = jax.eval_shape(variables, jax.random.key(0))
     if not boxed:
         raise refuse(
@@ -233,7 +235,8 @@ def _streams(call: Callable[[tuple[str, ...]], Any], name: str) -> tuple[str, ..
     names: tuple[str, ...] = ("dropout",)
     while True:
         try:
-            jax.eval_shape(lambda names=names: (call(names), None)[1])
+            with understood(), outside_of_meshes():
+                jax.eval_shape(lambda names=names: (call(names), None)[1])
         except InvalidRngError as error:
             missing = re.search(r'needs PRNG for "(\w+)"', str(error))
             if missing is None or missing[1] in names:

@@ -15,6 +15,7 @@ import jax.core
 from flax import nnx
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, pick
 
@@ -29,7 +30,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
     """
 
     def build(key) -> nnx.Module:
-        with nnx.use_eager_sharding(False):  # names stay metadata; jaxpar resolves them
+        with nnx.use_eager_sharding(False), understood():  # names stay metadata; jaxpar resolves them
             return _call(factory, nnx.Rngs(key), name)
 
     def checked() -> nnx.Module:
@@ -45,7 +46,8 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
     with users_code(
         name, rule="a model can be made from `rngs`, on shapes alone", fix="the line of the model that this names"
     ):
-        abstract = nnx.eval_shape(checked)
+        with outside_of_meshes():
+            abstract = nnx.eval_shape(checked)
     for path, module in nnx.iter_modules(abstract):
         for key, value in vars(module).items():
             if isinstance(value, jax.core.Tracer):

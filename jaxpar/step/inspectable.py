@@ -13,6 +13,7 @@ from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
 from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.numerics import Numerics
@@ -119,7 +120,7 @@ def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
 
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
     key = jax.random.key(0)
-    with jax.set_mesh(step.layout.on):  # a model may name mesh axes itself
+    with jax.set_mesh(step.layout.on), understood():  # a model may name mesh axes itself
         return 3.0 * forward_flop(forward, key, shapes)
 
 

@@ -1,6 +1,7 @@
 """The training state, born sharded: no device and no host buffer ever holds all of it."""
 
 import dataclasses
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -56,7 +57,9 @@ def init_state(
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
-    with uncollected():
+    # a mesh that the caller has set is not the layout's
+    meshes = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(layout.on)
+    with uncollected(), meshes:
         placed = shardings(layout, abstract(layout, optimizer), offload=offload)
         made = jax.jit(initializer(layout, optimizer), out_shardings=placed, compiler_options=_quickly(layout))
         return made(jax.random.key(seed))

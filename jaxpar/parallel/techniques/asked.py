@@ -13,6 +13,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Compose
 from jaxpar.parallel.techniques.table import TECHNIQUES
 from jaxpar.sharding.constrain import activation_names
+from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.rules import names_of_dims
 from jaxpar.sharding.vocabularies import meant, with_vocabularies
 
@@ -86,7 +87,7 @@ class Used:
 def traced(layout: Layout, used: Used) -> Iterator[None]:
     """Gives names of dims and islands their meaning in a layout while a step of it is traced, and notes their use."""
     names = activation_names(layout.names, layout.sizes)
-    with names as named, implemented(islands(layout.parallel)) as called:
+    with names as named, implemented(islands(layout.parallel)) as called, understood():
         yield
     used.names |= meant(named)
     used.islands |= called

@@ -49,11 +49,16 @@ def splits_nothing(layout: Layout, axis: str, dims: str) -> list[Problem]:
     used = {each for place in layout.placements.values() for entry in place.sharded for each in _axes(entry)}
     if layout.sizes[axis] == 1 or axis in used:
         return []
+    known = {*layout.names, *layout.sizes, None}
+    unruled = {name: axis for place in layout.placements.values() for name in place.names if name not in known}
+    rules = (
+        f"rules that name dims of this model, as rules={unruled}" if unruled else "rules that name dims of this model"
+    )
     return [
         Problem(
             f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
             f"every axis of the mesh splits work; `{axis}` splits dims {dims}",
-            f"{axis}=1 and a larger data, or rules that name dims of this model",
+            f"{axis}=1 and a larger data, or {rules}",
         )
     ]
 

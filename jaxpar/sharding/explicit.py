@@ -1,0 +1,189 @@
+"""Models in JAX's explicit-sharding style: what they say of arrays is a constraint on the Auto axes of a step.
+
+    jnp.einsum(..., out_sharding=P("fsdp", None, "tp"))      computed, then constrained as a layout's rules say
+    jax.sharding.reshard(x, P("fsdp", None, "tp"))           constrained
+    auto_axes(f, out_sharding=...)(x)                        f(x), constrained
+    outside of a step                                        as if nothing were said
+
+Why not a mesh with Explicit axes: sharding in the types of arrays binds everything that touches them, so that losses,
+optimizers and parts of a model that know nothing of it stop working; and the names are those of the author's mesh,
+where one axis may be two of a layout (`fsdp` is all that splits the batch). So the names are read as `jp.constrain`
+reads names of dims, and XLA places the rest.
+
+JAX has no public hook for this. All of its functions read an `out_sharding` by one function of its own, and hand it to
+a primitive; while a model is traced, these are replaced here, and nowhere else.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+from flax.core import spmd
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
+
+from jaxpar.errors import refuse
+from jaxpar.mesh.axes import batch_axes
+
+_NAMES = ("canonicalize_sharding", "auto_axes")  # what JAX's modules import from each other
+_SAID = ("out_sharding", "sharding", "dst_sharding")  # what primitives call it
+_NOWHERE = AbstractMesh((1,), ("nowhere",), axis_types=(AxisType.Auto,))
+_installed: list[bool] = []
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Takes what a model says of sharding as constraints, while the context lasts: a model is traced in it."""
+    if _installed:
+        yield
+        return
+    with _replaced(_functions()), _bound(_primitives()):
+        _installed.append(True)
+        try:
+            yield
+        finally:
+            _installed.pop()
+
+
+@contextmanager
+def outside_of_meshes() -> Iterator[None]:
+    """Forgets the mesh that a caller has set, while a model is made for one of a layout's own."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
+
+
+def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
+    """Returns a spec on the axes of a step's mesh for one that a model wrote on its own; a dim without is free.
+
+    Args:
+      spec: As the model has it.
+      sizes: Axis of the step's mesh to size.
+
+    Raises:
+      JaxparError: If it names an axis that no rule maps.
+    """
+    taken: set[str] = set()
+    dims: list = []
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        wanted = dict.fromkeys(axis for name in names for axis in _axes(name, spec, sizes))
+        kept = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in taken)
+        taken.update(kept)
+        dims.append(kept or PartitionSpec.UNCONSTRAINED)
+    return PartitionSpec(*dims)
+
+
+def _axes(name: str, spec: PartitionSpec, sizes: Any) -> Sequence[str]:
+    rules = spmd.get_logical_axis_rules()
+    for known, axes in rules:
+        if known == name:
+            return (axes,) if isinstance(axes, str) else axes or ()
+    if name in batch_axes(sizes):  # the author's only axis of examples may be several of a layout
+        return tuple(axis for known, axes in rules if known == "batch" for axis in _tuple(axes))
+    if name in sizes:
+        return (name,)
+    raise refuse(
+        f"the model splits an array as {spec}, and {name!r} is no axis of the mesh",
+        rule=f"axes that a model names are {', '.join(sizes)}, or have a rule",
+        fix=f'rules={{"{name}": "tensor"}} in Parallel, or {{"{name}": None}}; or the model without shardings of its '
+        "own, where it has such a setting",
+    )
+
+
+def _tuple(axes: Any) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _said(sharding: Any) -> NamedSharding | None:
+    """Returns what a model said as a sharding on the mesh of the step, or on none outside of one."""
+    mesh = get_abstract_mesh()
+    if sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh in (mesh, _NOWHERE)):
+        return sharding
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if mesh.empty or not spmd.get_logical_axis_rules():
+        return NamedSharding(_NOWHERE, PartitionSpec())
+    return NamedSharding(mesh, translated(spec, mesh.shape))
+
+
+def _constrained(x: Any, sharding: NamedSharding) -> Any:
+    """Returns arrays split as a model said, in the dims that the axes divide."""
+    sizes = sharding.mesh.shape
+
+    def one(x):
+        dims = [entry if entry != () else None for entry in sharding.spec][: x.ndim]
+        fitting = [_fits(size, entry, sizes) for size, entry in zip(x.shape, dims, strict=False)]
+        spec = [entry if fits else PartitionSpec.UNCONSTRAINED for entry, fits in zip(dims, fitting, strict=True)]
+        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
+        return lax.with_sharding_constraint(x, PartitionSpec(*spec, *free)) if any(fitting) else x
+
+    return jax.tree.map(one, x)
+
+
+def _fits(size: int, entry: Any, sizes: Any) -> bool:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return False
+    ways = 1
+    for axis in _tuple(entry):
+        ways *= sizes[axis]
+    return size % ways == 0
+
+
+def _functions() -> dict[str, Callable]:
+    def canonicalize_sharding(sharding: Any, name: str, check_mesh_consistency: bool = True) -> Any:
+        return _said(sharding)
+
+    def auto_axes(f: Callable | None = None, /, *, axes: Any = None, out_sharding: Any = None) -> Callable:
+        if f is None:
+            return lambda function: auto_axes(function, axes=axes, out_sharding=out_sharding)
+
+        def called(*args, **kwargs):
+            said = kwargs.pop("out_sharding", None) if out_sharding is None else out_sharding
+            shardings = jax.tree.map(_said, said, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+            out = f(*args, **kwargs)
+            return _constrained(out, shardings) if isinstance(shardings, NamedSharding) else out
+
+        return called
+
+    return {"canonicalize_sharding": canonicalize_sharding, "auto_axes": auto_axes}
+
+
+def _primitives() -> list:
+    found = [vars(lax)[name] for name in ("dot_general_p", "reshape_p", "broadcast_in_dim_p", "iota_p", "reduce_sum_p")]
+    held = [vars(module).get("reshard_p") for name, module in list(sys.modules.items()) if name == "jax._src.pjit"]
+    return [*found, *(each for each in held if each is not None)]
+
+
+@contextmanager
+def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(("jax._src.", "jax.sharding"))]
+    before = [(module, name, vars(module)[name]) for module in modules for name in _NAMES if name in vars(module)]
+    for module, name, _ in before:
+        setattr(module, name, functions[name])
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+@contextmanager
+def _bound(primitives: Sequence[Any]) -> Iterator[None]:
+    def bound(primitive: Any, bind: Callable) -> Callable:
+        def run(*args, **params):
+            said = next((name for name in _SAID if isinstance(params.get(name), NamedSharding)), None)
+            if said is None or any(kind == AxisType.Explicit for kind in params[said].mesh.axis_types):
+                return bind(*args, **params)
+            out = args[0] if said == "dst_sharding" else bind(*args, **{**params, said: None})
+            return _constrained(out, params[said])
+
+        return run
+
+    for primitive in primitives:
+        primitive.bind = bound(primitive, primitive.bind)
+    try:
+        yield
+    finally:
+        for primitive in primitives:
+            del primitive.bind
