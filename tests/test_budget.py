@@ -6,7 +6,7 @@ import pytest
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.inspector.flop import Flop
+from jaxpar.hlo.flop import Flop
 from jaxpar.inspector.memory import Share
 from jaxpar.mesh.chips import CHIPS
 from jaxpar.mesh.collective import KINDS, Collective

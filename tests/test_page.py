@@ -17,9 +17,9 @@ import pytest
 from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
 
 from jaxpar.hlo.attribution import STAGE_TO_STAGE, Argument
+from jaxpar.hlo.flop import Flop
 from jaxpar.html.markup import percent, tag
 from jaxpar.inspector.findings import Flag
-from jaxpar.inspector.flop import Flop
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.pages.html import fragment, page
 from jaxpar.inspector.pages.mesh_svg import coordinates, nodes_of_axes

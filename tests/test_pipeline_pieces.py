@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_schedule import grid
 
-from jaxpar.inspector.flop import forward_flop
+from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.models.remat import POLICIES, remat
 from jaxpar.pipeline.jaxprs.split_backward import halves
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, TickKind, program

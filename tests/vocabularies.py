@@ -10,8 +10,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.hlo.flop import hardware_flop
 from jaxpar.hlo.text import parse
-from jaxpar.inspector.flop import hardware_flop
 
 VOCAB, DIM, HIDDEN, HEADS, SEQ, BATCH = 32, 16, 32, 4, 8, 16
 
@@ -99,3 +99,21 @@ def flop(step):
 def whole_flop(words):
     """Returns the FLOP of the same step on one device."""
     return flop(step_of(words, jax.devices()[:1]))
+
+
+class Careless(nnx.Module):
+    """A stream that its author makes whole on every device, in one of several ways."""
+
+    def __init__(self, rngs, *, how):
+        self.how, self.embed = how, nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.up, self.down = nnx.Linear(DIM, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = jax.nn.one_hot(tokens, VOCAB) @ self.embed.embedding[...] if self.how == "one-hot" else self.embed(tokens)
+        if self.how == "by jp.constrain":
+            x = jp.constrain(x, None, "seq", "embed")
+        elif self.how in ("by a spec", "one-hot"):
+            x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec())
+        elif self.how == "by Flax's names":
+            x = nn.with_logical_constraint(x, (None, "seq", "embed"))
+        return self.down(nnx.relu(self.up(x)))

@@ -1,4 +1,8 @@
-"""`jaxpar check JOB`: every problem at once, before any compile, on any machine."""
+"""`jaxpar check JOB`: every problem at once, before any compile, on any machine.
+
+With `--explain` the step is compiled too, for the devices that the job simulates or names: whether they repeat each
+other's work is seen in no other way.
+"""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -24,7 +28,12 @@ def add(verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_job(verb)
-    verb.add_argument("--explain", action="store_true", help="show where every parameter goes, and why")
+    verb.add_argument(
+        "--explain",
+        action="store_true",
+        help="show where every parameter goes, and why; compile the step, and "
+        "show whether a device computes more than its share",
+    )
     verb.set_defaults(run=run)
 
 
@@ -33,14 +42,17 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.errors import JaxparError
     from jaxpar.job.check import check, device_count
     from jaxpar.job.file.parse import read
+    from jaxpar.job.inspect import work
     from jaxpar.job.parts.models import resolve_loss, resolve_model
-    from jaxpar.mesh.devices import leave_alone
+    from jaxpar.mesh.devices import leave_alone, simulate
     from jaxpar.parallel.compose import compose
 
     job, problems = read(args.job, args.overrides, allow_import=args.allow_import)
     if job is None:
         raise JaxparError(*problems)
-    if job.mesh.declared:
+    if args.explain and job.mesh.simulate:
+        simulate(job.mesh.simulate)
+    elif job.mesh.declared:
         leave_alone()
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
         problems += check(job, whole=not problems)
@@ -59,7 +71,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     else:
         said = ""
     if args.explain:
-        print(said, *("\n" * bool(said)), layout.explain().partition("\n\n")[2], sep="")
+        result["work"] = work(job)
+        print(said, *("\n" * bool(said)), layout.explain().partition("\n\n")[2], "\n\n", result["work"], sep="")
     return result, 0
 
 

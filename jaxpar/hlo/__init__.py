@@ -6,6 +6,10 @@
     provenance       where a value comes from
     attribution      to which parameter, or line of the user's, bytes belong
     bytes_accessed   what a kernel reads and writes
+    flop             FLOP of matmuls, as compiled
+    traced_flop      FLOP of matmuls, as traced
+    matmuls          reads of a text what leads to its matmuls alone
+    own_share        what a device computes beyond its share, and the lines that ask for it
     branches         refuses collectives that devices in different branches would wait for
 
 Nouns: a module, a computation, an `Op`, a replica group, a cause. Knows no layout and no job: any compiled JAX

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from jaxpar.hlo.provenance import Trace
 from jaxpar.hlo.text import Array, Frame, Op
 from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
@@ -27,6 +29,7 @@ _MACHINERY = tuple(
     ]
     + [str(_HOME / "models" / "remat.py")]
     + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
+    + [str(Path(jax.__file__).parents[1])]  # where it is linked to from another environment
     + ["<"]
 )
 _LOSSES = str(_HOME / "step" / "losses.py")

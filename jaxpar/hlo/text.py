@@ -214,7 +214,7 @@ def parse(text: str) -> Module:
         elif stripped == "}" or stripped.startswith("}, "):  # the latter before `execution_thread="..."`
             computations[current], current = here, None
         elif stripped:
-            here.append(_instruction(stripped, number))
+            here.append(instruction(stripped, number))
     if current is not None or not entry:
         what = f"in {current}" if current else "before an ENTRY computation"
         raise refuse(
@@ -270,7 +270,8 @@ def _header(head: str, key: str) -> int:
     return int(match[1]) if match else 1
 
 
-def _instruction(line: str, number: int) -> Op:
+def instruction(line: str, number: int) -> Op:
+    """Returns the instruction on a line of a text, without the spaces around it; its number is for messages."""
     left = _LEFT.match(line)
     try:
         if not left:

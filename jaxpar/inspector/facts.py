@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from jaxpar.hlo.attribution import Argument
+from jaxpar.hlo.flop import Flop
 from jaxpar.inspector.findings import Flag
-from jaxpar.inspector.flop import Flop
 from jaxpar.inspector.memory import Share
 from jaxpar.inspector.pages.pipeline import facts
 from jaxpar.inspector.timeline import Timeline

@@ -6,12 +6,14 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from jaxpar.hlo.attribution import Argument, shorten
-from jaxpar.hlo.text import BITS
-from jaxpar.inspector.flop import Flop
+from jaxpar.hlo.flop import Flop
+from jaxpar.hlo.own_share import FIX, Excess, find_excess
+from jaxpar.hlo.text import BITS, Module
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.collective import Collective
 from jaxpar.units import show_bytes, show_count
 
+REPEATED = "repeated work"
 NOTABLE = 0.01  # share of a step's wire bytes below which one collective is not worth a flag
 
 
@@ -20,8 +22,8 @@ class Flag:
     """A warning about the compiled step.
 
     Attributes:
-      kind: `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`, `rematerialized`,
-        `squeezed`, `unknown`.
+      kind: `repeated work`, `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`,
+        `rematerialized`, `squeezed`, `unknown`.
       text: The finding and its place.
       fix: A change that would mend it.
       bytes: Bytes that it costs on the wire of each device in a step, where known.
@@ -36,8 +38,10 @@ class Flag:
         return f"{self.kind}: {self.text}\n    fix: {self.fix}"
 
 
-def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said: Sequence[str]) -> list[Flag]:
-    """Returns all warnings, those that cost most bytes first."""
+def find_flags(
+    subject: Subject, module: Module, ledger: Sequence[Collective], flop: Flop, said: Sequence[str]
+) -> list[Flag]:
+    """Returns all warnings: of work that several devices do, then those that cost most bytes first."""
     sizes = dict(subject.mesh.shape)
     total = sum(entry.step_wire for entry in ledger) or 1.0
     notable = [entry for entry in ledger if entry.step_wire >= NOTABLE * total]
@@ -52,7 +56,11 @@ def find_flags(subject: Subject, ledger: Sequence[Collective], flop: Flop, said:
         *_squeezed(flop),
         *_unknown(ledger, flop),
     ]
-    return sorted(found, key=lambda flag: -flag.bytes)
+    return _repeated(find_excess(module, subject.share)) + sorted(found, key=lambda flag: -flag.bytes)
+
+
+def _repeated(excess: Excess | None) -> list[Flag]:
+    return [Flag(REPEATED, str(excess), FIX)] if excess else []
 
 
 def _meant_to_send(subject: Subject) -> dict[str, int]:

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from jaxpar.errors import refuse
 from jaxpar.hlo.attribution import Causes
 from jaxpar.hlo.branches import check_branches
+from jaxpar.hlo.flop import hardware_flop
 from jaxpar.hlo.text import parse
 from jaxpar.inspector import memory
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.facts import Facts
 from jaxpar.inspector.findings import find_flags
-from jaxpar.inspector.flop import hardware_flop
 from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
 from jaxpar.inspector.pages import terminal
@@ -127,7 +127,7 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         flop=flop,
         model_flop=subject.model_flop,
         timeline=replay(module, sizes, timed, per_node) if timed else None,
-        flags=tuple(find_flags(subject, ledger, flop, compiled.said)),
+        flags=tuple(find_flags(subject, module, ledger, flop, compiled.said)),
         arguments=subject.arguments,
         schedule=subject.schedule,
         notes=tuple(notes),

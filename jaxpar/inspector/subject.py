@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.hlo.attribution import Argument
+from jaxpar.hlo.own_share import OwnShare
 from jaxpar.hlo.text import BITS
 from jaxpar.pipeline.tables.schedule import Schedule
 
@@ -28,6 +29,7 @@ class Subject:
       used: Path of a parameter to the shape one device computes with.
       loss: (file, function) of functions that compute the loss.
       model_flop: FLOP of a step over all devices, without recomputation; None where it is not known.
+      share: Its matmuls as traced, of which each device should make an equal part; None where that is not known.
       precision: `bf16` where matmuls were asked for in 16 bits.
       batch_axes: Mesh axes that split examples.
       whole: Those of them over which gradients are whole by declaration, even of parameters that they split.
@@ -46,6 +48,7 @@ class Subject:
     used: Mapping[str, Sequence[int]] = field(default_factory=dict)
     loss: tuple[tuple[str, str], ...] = ()
     model_flop: float | None = None
+    share: OwnShare | None = field(default=None, repr=False)
     precision: str = ""
     batch_axes: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()

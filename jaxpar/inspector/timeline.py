@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 from jaxpar.errors import refuse
 from jaxpar.hlo.bytes_accessed import bytes_accessed
+from jaxpar.hlo.flop import op_flop, operand_dtype
 from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, most_nodes, parse_groups, parse_pairs
 from jaxpar.hlo.text import Module, Op
 from jaxpar.hlo.trip_counts import is_sync, trip_count
-from jaxpar.inspector.flop import op_flop, operand_dtype
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.collective import KINDS, wire_bytes
 

@@ -5,14 +5,16 @@ import dataclasses
 import jax
 
 from jaxpar.errors import JaxparError, refuse
+from jaxpar.inspector.findings import REPEATED
 from jaxpar.inspector.report import Report, report
 from jaxpar.job.build import assemble
 from jaxpar.job.check import device_count
 from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.mesh.devices import simulate
-from jaxpar.mesh.target import Target, parse_target, target_devices
+from jaxpar.mesh.target import Target, find_plugin, parse_target, target_devices
 from jaxpar.step.inspectable import subject
+from jaxpar.units import show_count
 
 CPU = "cpu"
 
@@ -55,6 +57,23 @@ def observe(job: Job, target: str | Target) -> Report:
     step = assemble(meant, devices)
     made = report(subject(step, abstract_batch(meant)), chip)
     return dataclasses.replace(made, title=f"{job.run.dir.rsplit('/', 1)[-1] or 'job'}: {made.title}")
+
+
+def work(job: Job) -> str:
+    """Returns, in a sentence, what each device of a job computes, as compiled for them: its share, or more than that.
+
+    Where it cannot be compiled, the sentence says so.
+    """
+    target = job.mesh.target or (CPU if job.mesh.simulate else "")
+    missing = (
+        "the job names no target, and simulates no devices" if not target else (find_plugin() if target != CPU else "")
+    )
+    if missing:
+        return f"matmuls of each device: not compiled, as {missing}"
+    found = observe(job, target)
+    repeated = [flag for flag in found.flags if flag.kind == REPEATED]
+    made = f"matmuls of each device: {show_count(found.flop.total)} FLOP in a step, its share"
+    return "\n".join(map(str, repeated)) or made
 
 
 def _declared(job: Job) -> int:

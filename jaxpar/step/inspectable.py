@@ -8,7 +8,8 @@ import jax
 
 from jaxpar.exchange import price
 from jaxpar.hlo.attribution import Argument
-from jaxpar.inspector.flop import forward_flop
+from jaxpar.hlo.own_share import OwnShare
+from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
@@ -32,6 +33,7 @@ class Inspectable(Protocol):
     loss: Callable
     numerics: Numerics
     gradients: Gradients
+    share: OwnShare | None
 
     def abstract(self) -> State:
         """Returns the state as shapes, dtypes and shardings."""
@@ -85,6 +87,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
         },
         loss=((code.co_filename, code.co_name),) if code else (),
         model_flop=model_flop(step, batch),
+        share=step.share,
         precision=step.numerics.precision,
         batch_axes=layout.batch_axes,
         whole=("fsdp",) if layout.parallel.stage == 1 else (),

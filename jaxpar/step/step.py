@@ -9,6 +9,7 @@ The specs of the layout say where each piece lives; XLA compiles the collectives
 import dataclasses
 import hashlib
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -20,6 +21,7 @@ import optax
 
 from jaxpar.errors import nearest, refuse, users_code
 from jaxpar.hlo.branches import check_branches
+from jaxpar.hlo.own_share import FIX, OwnShare, find_excess, own_share
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.devices import is_simulated
 from jaxpar.parallel.layout import Layout
@@ -52,6 +54,8 @@ class Step:
       layout: Where arrays live.
       gradients: What differentiates the model and makes its updates.
       products: After the first call with bf16, what the matrix products really run in.
+      share: Of the program that was lowered last, the matmuls that each device should make of it; None where loops turn
+        as often as the data says.
       agree: With several processes, what each says of a program before it is run: (which, hash).
       compiling: With several processes, what is open while a program is traced, agreed on and compiled.
     """
@@ -67,6 +71,7 @@ class Step:
     ):
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
         self.products: check.Matmuls | None = None
+        self.share: OwnShare | None = None
         self.agree: Callable[[str, str], None] | None = None
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
@@ -151,12 +156,18 @@ class Step:
         return sums
 
     def _compile(self, key: Any, lowered):
-        """Compiles a program in which nobody waits for ever: all processes agree on it, and its stages meet."""
+        """Compiles a program in which nobody waits for ever: all processes agree on it, and its stages meet.
+
+        Warns where devices do each other's work.
+        """
         if self.agree is not None:
             self.agree(
                 f"{key[0]} program ({len(self._compiled)})", hashlib.sha256(lowered.as_text().encode()).hexdigest()
             )
         program = lowered.compile()
+        several = self.layout.devices > 1 and key[0] != "eval"
+        if several and (excess := find_excess(program.as_text(), self.share)):
+            warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {FIX}", stacklevel=3)
         if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
             check_branches(program.as_text(), dict(self.layout.on.shape), self.layout.schedule)
         return program
@@ -191,9 +202,12 @@ class Step:
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
         with self._users_code(batch), self._traced():
             train = self._train["exchange" if exchanges or self.gradients.every == 1 else "train"]
-            lowered = train.lower(state, batch, *((np.float32(math.inf),) if self.guard else ()))
+            traced = train.trace(state, batch, *((np.float32(math.inf),) if self.guard else ()))
+            lowered = traced.lower()
         check_rules(self.layout.parallel, self.layout.blueprint, self._used.names)
         asked.check(self.layout, self._used, lowered)
+        schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
+        self.share = own_share(traced.jaxpr.jaxpr, self.layout.devices, schedule)
         if self.numerics.precision == "bf16":
             self.products = check.products(lowered.as_text())
             check.check_bf16(self.products)

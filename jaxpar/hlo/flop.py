@@ -1,18 +1,13 @@
-"""FLOP, twice: of the model, counted in its jaxpr; of the hardware, counted in the compiled program.
+"""FLOP of the hardware, counted in the compiled program, each loop as often as it turns.
 
-Two for every multiplication and addition of a matrix product or a convolution; what is
-elementwise is not counted. The model's work has no recomputation in it, as in MFU (Chowdhery
-et al. 2022, arXiv:2204.02311, appendix B); the hardware's has, each loop as often as it turns.
+Two for every multiplication and addition of a matrix product or a convolution; what is elementwise is not counted.
+Those of the model are counted before it is compiled: `traced_flop`.
 """
 
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-import jax
 
 from jaxpar.errors import refuse
 from jaxpar.hlo.attribution import is_recomputed
@@ -21,16 +16,6 @@ from jaxpar.hlo.trip_counts import walk
 from jaxpar.pipeline.tables.schedule import Schedule
 
 _GEMM = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-
-
-def forward_flop(function: Callable, *args: Any) -> int:
-    """Returns the FLOP of one evaluation, of matmuls and convolutions only.
-
-    Args:
-      function: Traced, not run.
-      *args: Arrays or `jax.ShapeDtypeStruct`s.
-    """
-    return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,32 +115,3 @@ def _convolution(op: Op, here: dict[str, Op]) -> int:
     zeros = math.prod(int(step) for step in spread[1].split("x")) if spread else 1
     features = kernel.dims[re.split("_|->", labels)[1].index("o")]
     return 2 * outputs.size * kernel.size // features // zeros
-
-
-def _count(jaxpr) -> int:
-    total = 0
-    for equation in jaxpr.eqns:
-        name = equation.primitive.name
-        if name == "dot_general":
-            (contract, _), _ = equation.params["dimension_numbers"]
-            left = equation.invars[0].aval.shape
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[dim] for dim in contract)
-        elif name == "conv_general_dilated":
-            kernel = equation.invars[1].aval.shape
-            out_features = equation.params["dimension_numbers"].rhs_spec[0]
-            zeros = math.prod(equation.params["lhs_dilation"])  # between the inputs: not multiplied
-            total += 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(kernel) // kernel[out_features] // zeros
-        times = equation.params.get("length", 1) if name == "scan" else 1
-        inner = [_count(sub) for value in equation.params.values() for sub in _jaxprs(value)]
-        total += max(inner, default=0) if name == "cond" else times * sum(inner)
-    return total
-
-
-def _jaxprs(value):
-    if hasattr(value, "eqns"):
-        yield value
-    elif hasattr(value, "jaxpr"):
-        yield value.jaxpr
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _jaxprs(item)

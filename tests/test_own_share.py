@@ -1,0 +1,108 @@
+"""A step in which devices do the same work says so when it is first run, and on the pages that show it."""
+
+import re
+import warnings
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import vocabularies
+from vocabularies import SEQ, Careless, batch, step_of
+
+import jaxpar as jp
+from jaxpar.hlo.flop import hardware_flop
+from jaxpar.hlo.matmuls import parse_matmuls
+from jaxpar.hlo.own_share import own_share
+from jaxpar.hlo.text import parse
+from jaxpar.job.file.parse import loads
+from jaxpar.job.inspect import work
+
+JOB = """
+[mesh]
+simulate = 8
+[parallel]
+data = 8
+[model]
+dim = 16
+heads = 2
+layers = 1
+seq = 16
+vocab = 256
+[data]
+seq = 16
+[train]
+global_batch = 16
+"""
+# the line of the model whose matmuls each of them repeats
+WAYS = {
+    "by jp.constrain": "self.down(nnx.relu(self.up(x)))",
+    "by a spec": "self.down(nnx.relu(self.up(x)))",
+    "by Flax's names": "self.down(nnx.relu(self.up(x)))",
+    "one-hot": "jax.nn.one_hot(tokens, VOCAB)",
+}
+
+
+def careless(how):
+    layout = jp.compose(partial(Careless, how=how), jp.Parallel(data=8))
+    return jp.train_step(layout, jp.next_token, optax.sgd(0.1))
+
+
+def first_step(step):
+    tokens = np.zeros((16, SEQ), np.int32)
+    return step(jp.init_state(step.layout, optax.sgd(0.1)), {"inputs": tokens, "targets": tokens})
+
+
+def lines_of(text):
+    """Returns the lines of the test model that a message names, as they are written."""
+    source = Path(vocabularies.__file__).read_text().splitlines()
+    return [source[int(number) - 1] for number in re.findall(r"vocabularies\.py:(\d+) in __call__", text)]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_work_that_devices_repeat_is_said_at_the_first_step_with_its_line(how):
+    with pytest.warns(UserWarning, match="times its share of") as said:
+        first_step(careless(how))
+    (text,) = [str(each.message) for each in said]
+    assert float(re.search(r"([\d.]+) times its share", text)[1]) > 1.5
+    assert any(WAYS[how] in line for line in lines_of(text))
+
+
+def test_an_inspection_flags_it_first():
+    first = jp.inspect(careless("by a spec"), batch()).flags[0]
+    assert first.kind == "repeated work"
+    assert lines_of(first.text)
+
+
+@pytest.mark.parametrize(
+    ("batch", "begins"),
+    [pytest.param("['data']", "matmuls of each device: ", marks=pytest.mark.slow), ("[]", "repeated work: ")],
+)
+def test_check_explains_what_devices_compute_as_compiled(batch, begins):
+    job = loads(JOB, [f"parallel.rules.batch={batch}"])
+    assert work(job).startswith(begins)
+
+
+def test_rematerialization_that_was_asked_for_is_no_excess():
+    layout = jp.compose(partial(Careless, how="as it comes"), jp.Parallel(data=8))
+    step = jp.train_step(layout, jp.next_token, optax.sgd(0.1), remat="full", accumulate=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first_step(step)
+
+
+def test_a_loop_that_turns_as_often_as_the_data_says_has_no_share():
+    def turns(x, n):
+        return jax.lax.while_loop(lambda each: each[1] < n, lambda each: (each[0] @ each[0], each[1] + 1), (x, 0))
+
+    traced = jax.jit(turns).trace(jnp.ones((4, 4)), 3)
+    assert own_share(traced.jaxpr.jaxpr, 8, None) is None
+
+
+def test_reading_the_matmuls_alone_counts_what_reading_all_counts():
+    step = step_of("jaxpar", data=2, fsdp=2, tensor=2)
+    text = step.lower(step.abstract(), batch()).compile().as_text()
+    assert hardware_flop(parse_matmuls(text)) == hardware_flop(parse(text))
