@@ -134,12 +134,12 @@ class Layout:
     @cached_property
     def gradients(self) -> Tree:
         """Specs of the gradients and their accumulator: sharded from stage 2 on."""
-        return self.sharded if self.parallel.stage >= 2 else self._tree(lambda place: place.used)
+        return self.sharded if self.parallel.stage >= 2 else self._tree(lambda place: place.whole)
 
     @cached_property
     def updated(self) -> Tree:
         """Specs in which the optimizer works: sharded from stage 1 on."""
-        return self.sharded if self.parallel.stage >= 1 else self._tree(lambda place: place.used)
+        return self.sharded if self.parallel.stage >= 1 else self._tree(lambda place: place.whole)
 
     def other_specs(self, state: Tree) -> Tree:
         """Returns a spec for every array of the model's state that is no parameter."""
@@ -197,7 +197,8 @@ class Layout:
             if cast:
                 value = value.astype(dtype)
             place = self.placements[path]
-            if self.parallel.stage < 3 or place.stored == place.used or self.mesh is None:
+            # stages 1 and 2 have gathered it at the beginning of the step
+            if self.parallel.stage in (1, 2) or place.stored == place.used or self.mesh is None:
                 return value
             stored, used = map(self.sharding, place.slice_specs(path, value.ndim, self.sizes))
             if cast:  # else XLA may gather float32 and cast what arrives

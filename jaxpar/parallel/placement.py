@@ -19,6 +19,7 @@ class Placement:
       names: Names of the dims, given or found by path.
       stored: Spec of the array between steps.
       used: Spec where the model reads it.
+      whole: Spec as stored, without the `fsdp` axis; other than `used` where `tensor` stores it along another dim.
       sharded: Spec with the `fsdp` axis, that gradients and optimizer state take by stage.
       why: The rule that placed it.
     """
@@ -27,6 +28,7 @@ class Placement:
     names: tuple[str | None, ...]
     stored: PartitionSpec
     used: PartitionSpec
+    whole: PartitionSpec
     sharded: PartitionSpec
     why: str
 

@@ -1,12 +1,14 @@
 """Where every array of a model lives on a mesh: the choice of its dims, then what ZeRO and the pipeline make of it."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import Problem
+from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
@@ -14,11 +16,28 @@ from jaxpar.parallel.techniques.asked import idle, names_of
 from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
+from jaxpar.sharding.reading.read import read
+from jaxpar.sharding.reading.use import Read
 from jaxpar.sharding.rules import Axes, Choice, name_stacks, resolve, spec_of
 from jaxpar.sharding.stacks import of_all_layers, of_another_stack, one_layer, unnamed_layers
 from jaxpar.units import show_bytes
 
-Names = Mapping[str, Axes]
+NO_MATRIX = ("pipe", *batch_axes())  # axes that cut no matrix: for them nobody asks what a model does with one
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of a model that names none, as a pipeline finds them.
+
+    Attributes:
+      stack: Paths of parameters that hold all layers.
+      lists: A name for each parameter of a layer, with the paths of those of all layers.
+      axes: What splits layers.
+    """
+
+    stack: frozenset[str]
+    lists: Lists
+    axes: Axes
 
 
 def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
@@ -30,8 +49,11 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
     parts = sum(parallel.pipeline.layers) or parallel.pipe
     own = {path: leaves[path] for path in blueprint.leaves}
     stack, lists = unnamed_layers(own, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
-    trained = {path: _trained(path, leaf, parallel, names, stack, lists) for path, leaf in own.items()}
-    held = {path: _held(path, others[path], parallel, names) for path in blueprint.others}
+    reads = read(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
+    find = partial(resolve, sizes=parallel.sizes, names=names, paths=parallel.paths)
+    layers = Layers(stack, lists, names["layers"])
+    trained = {path: _trained(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in own.items()}
+    held = {path: _held(path, others[path], parallel, find, reads.get(path)) for path in blueprint.others}
     layout = Layout(
         parallel=parallel,
         blueprint=blueprint,
@@ -46,44 +68,50 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
 
 
 def _trained(
-    path: str, leaf: Leaf, parallel: Parallel, names: Names, stack: frozenset[str], lists: Lists
+    path: str, leaf: Leaf, parallel: Parallel, layers: Layers, find: Callable, read: Read | None
 ) -> tuple[Placement, list[Problem]]:
     """Returns the place of a parameter, and what is wrong with it; one of a bare stack is placed as one layer's is."""
-    sizes, listed = parallel.sizes, any(path in paths for paths in lists.values())
-    own = one_layer(leaf) if path in stack else leaf
-    choice, wrong = resolve(path, own, sizes, names=names, paths=parallel.paths)
-    if stack or lists:
-        choice = of_all_layers(choice, names["layers"]) if path in stack else of_another_stack(choice)
+    sizes, stacked, listed = parallel.sizes, path in layers.stack, any(path in each for each in layers.lists.values())
+    choice, wrong = find(path, one_layer(leaf) if stacked else leaf, read=read)
+    if layers.stack or layers.lists:
+        choice = of_all_layers(choice, layers.axes) if stacked else of_another_stack(choice)
     uneven = parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",)
     if uneven or listed:
         # so many layers, or one of a list, cannot be stored as equal pieces, so another dim is
         choice = replace(choice, axes=add_axis(path, choice, leaf, sizes, axis="pipe"))
     if listed:
         choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
-    used, sharded = spec_of(without_axis(choice)), spec_of(add_axis(path, choice, leaf, sizes))
-    return _place(parallel, leaf, choice, used, sharded), wrong
+    return _place(path, leaf, parallel, choice, cut=True), wrong
 
 
-def _held(path: str, leaf: Leaf, parallel: Parallel, names: Names) -> tuple[Placement, list[Problem]]:
+def _held(
+    path: str, leaf: Leaf, parallel: Parallel, find: Callable, read: Read | None
+) -> tuple[Placement, list[Problem]]:
     """Returns the place of an array that is no parameter, and what is wrong with it."""
     if leaf.names is None and not leaf.large:
         return _whole(leaf), []
-    choice, wrong = resolve(path, leaf, parallel.sizes, names=names, paths=parallel.paths)
+    choice, wrong = find(path, leaf, read=read)
     # every stage keeps what the model may read or write anywhere
-    choice = replace(choice, axes=without_axis(choice, "pipe"))
-    used = spec_of(without_axis(choice))
-    sharded = spec_of(add_axis(path, choice, leaf, parallel.sizes)) if leaf.large else used
-    return _place(parallel, leaf, replace(choice, why=f"other state; {choice.why}"), used, sharded), wrong
+    choice = replace(choice, axes=without_axis(choice, "pipe"), why=f"other state; {choice.why}", moved=None)
+    return _place(path, leaf, parallel, choice, cut=leaf.large), wrong
 
 
-def _place(parallel: Parallel, leaf: Leaf, choice: Choice, used: PartitionSpec, sharded: PartitionSpec) -> Placement:
+def _place(path: str, leaf: Leaf, parallel: Parallel, choice: Choice, *, cut: bool) -> Placement:
+    """Returns the place of an array by its choice; `cut` says whether ZeRO may shard it."""
+    kept = choice
+    # where stages or replicas step apart, what reads a parameter is not XLA's to see: it is stored as it is used
+    if choice.moved and parallel.pipe == 1 and not parallel.exchange.apart:
+        choice, kept = (replace(choice, axes=axes) for axes in choice.moved)
+    whole = spec_of(without_axis(kept))
+    sharded = spec_of(add_axis(path, kept, leaf, parallel.sizes)) if cut else whole
     return Placement(
         leaf=leaf,
         names=choice.names,
-        stored=sharded if parallel.stage else used,
-        used=used,
+        stored=sharded if parallel.stage else whole,
+        used=spec_of(without_axis(choice)),
+        whole=whole,
         sharded=sharded,
-        why=choice.why + _fsdp_reason(parallel, used, sharded),
+        why=choice.why + _fsdp_reason(parallel, whole, sharded),
     )
 
 
@@ -91,10 +119,12 @@ def _whole(leaf: Leaf) -> Placement:
     """Returns the place of a small array of other state: a random key, the statistics of a norm."""
     everywhere, why = PartitionSpec(), f"other state below {show_bytes(LARGE)} is whole"
     none = (None,) * len(leaf.shape)
-    return Placement(leaf=leaf, names=none, stored=everywhere, used=everywhere, sharded=everywhere, why=why)
+    return Placement(
+        leaf=leaf, names=none, stored=everywhere, used=everywhere, whole=everywhere, sharded=everywhere, why=why
+    )
 
 
-def _fsdp_reason(parallel: Parallel, used, sharded) -> str:
+def _fsdp_reason(parallel: Parallel, whole, sharded) -> str:
     if parallel.stage == 0:
         return ""
-    return "; fsdp divides no dim" if used == sharded else "; fsdp on the largest dim"
+    return "; fsdp divides no dim" if whole == sharded else "; fsdp on the largest dim"

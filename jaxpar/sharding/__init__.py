@@ -1,6 +1,7 @@
 """From the names that a model gives its dims to specs of arrays: NNX and Linen stay at the edge, inside are pytrees.
 
     NNX factory or Linen module ──► Blueprint: leaves with names of dims, init, bind, collect
+    a bare parameter's dims ──► names, by what the model does with them                       reading/
     names of a parameter's dims ──► mesh axes, each with the rule that chose it              rules.py
     layers whose dims have no names ─► a stack or a list, by the shapes of its parameters   stacks.py, lists.py
     names of an activation's dims ─► mesh axes, while a step is traced                       constrain.py
@@ -12,5 +13,5 @@ axes for its dims, rules from names to mesh axes.
 
 To add a Flax API: a file beside `nnx_model.py` and `linen_model.py` that returns a `Blueprint`. To let a new name of a
 dim mean something: `splits` of an `Axis` in `mesh/axes.py`, or a row of `vocabularies.MEANINGS` for a name of others
-that means the same as one of jaxpar's. To name the dims of layers that name none: a row of `rules.PATHS`.
+that means the same as one of jaxpar's. To name the dims of layers that name none: see `reading`.
 """

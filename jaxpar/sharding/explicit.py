@@ -16,7 +16,7 @@ a primitive; while a model is traced, these are replaced here, and nowhere else.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import jax
@@ -30,7 +30,7 @@ from jaxpar.mesh.axes import batch_axes
 _NAMES = ("canonicalize_sharding", "auto_axes")  # what JAX's modules import from each other
 _SAID = ("out_sharding", "sharding", "dst_sharding")  # what primitives call it
 _NOWHERE = AbstractMesh((1,), ("nowhere",), axis_types=(AxisType.Auto,))
-_installed: list[bool] = []
+_installed: list[ExitStack] = []  # one, while a model is traced: it takes back what is replaced
 
 
 @contextmanager
@@ -39,12 +39,12 @@ def understood() -> Iterator[None]:
     if _installed:
         yield
         return
-    with _replaced(_functions()), _bound(_primitives()):
-        _installed.append(True)
+    with _replaced(_functions()), ExitStack() as primitives:
+        _installed.append(primitives)
         try:
             yield
         finally:
-            _installed.pop()
+            _installed.clear()
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
 def _axes(name: str, spec: PartitionSpec, sizes: Any) -> Sequence[str]:
     rules = spmd.get_logical_axis_rules()
     for known, axes in rules:
-        if known == name:
+        if known == name and axes is not PartitionSpec.UNCONSTRAINED:
             return (axes,) if isinstance(axes, str) else axes or ()
     if name in batch_axes(sizes):  # the author's only axis of examples may be several of a layout
         return tuple(axis for known, axes in rules if known == "batch" for axis in _tuple(axes))
@@ -101,6 +101,8 @@ def _said(sharding: Any) -> NamedSharding | None:
     mesh = get_abstract_mesh()
     if sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh in (mesh, _NOWHERE)):
         return sharding
+    for primitives in _installed:  # a model that says nothing is traced by JAX's own
+        primitives.enter_context(_bound([each for each in _primitives() if "bind" not in vars(each)]))
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if mesh.empty or not spmd.get_logical_axis_rules():
         return NamedSharding(_NOWHERE, PartitionSpec())

@@ -6,7 +6,7 @@ a large array of another collection, which is not cast.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import meta
 from flax.errors import InvalidRngError
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.sharding.explicit import outside_of_meshes, understood
@@ -197,6 +198,14 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
     def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> LinenModel:
         return bound(values, state, use, compute, streams)
 
+    @cache
+    def program() -> tuple[ClosedJaxpr, tuple[str, ...]]:
+        values, state = jax.eval_shape(init, jax.random.key(0))
+        run = jax.make_jaxpr(lambda values, state: call(bind(values, state, lambda _, value: value, Compute())))
+        with understood(), outside_of_meshes():
+            traced = run(values, state)
+        return traced, tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
+
     def collect(model: LinenModel) -> Tree:
         # calls fold 0, 1, ... into the key of a step: the next step's key is none of those
         return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}
@@ -210,6 +219,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         takes_remat="remat" in fields,
         others=held,
         counts_layers=True,
+        program=program,
     )
 
 

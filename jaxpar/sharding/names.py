@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse
 from jaxpar.sharding.shard_bytes import itemsize
@@ -96,6 +97,8 @@ class Blueprint:
       takes_remat: Whether the model places rematerialization itself.
       others: Every array of the rest by its path: state that is no parameter.
       counts_layers: Whether its scans say how many layers they run, as Linen's `nn.scan(Block, length=12)` does.
+      program: Traces a call of the model, where an example of its inputs is known: (jaxpr, paths of the parameters that
+        are its first arguments).
     """
 
     name: str
@@ -106,12 +109,13 @@ class Blueprint:
     takes_remat: bool = False
     others: Mapping[str, Leaf] = field(default_factory=dict)
     counts_layers: bool = False
+    program: Callable[[], tuple[ClosedJaxpr, tuple[str, ...]]] | None = None
 
 
 def averages_over_devices(module: Any) -> bool:
     """Returns whether a normalization layer, by `axis_name`, averages its statistics over the devices of a `pmap`.
 
-    Those of a step are over all rows of the batch anyway, so that there the layer needs no name of an axis.
+    Those of a step are over all examples of the batch anyway, so that there the layer needs no name of an axis.
 
     Raises:
       JaxparError: If it averages over groups of devices.

@@ -1,12 +1,13 @@
-"""Names of dims become mesh axes; parameters without names get some from their path.
+"""Names of dims become mesh axes; parameters without names get some from their use and their path.
 
-    ("embed", "mlp")  ──rules──►  P(None, "tensor")
-    no names          ──path───►  names by Flax's and the field's usual words for layers
-                      ──else───►  the largest dim that the axis divides
+    ("embed", "mlp")  ──rules────►  P(None, "tensor")
+    no names          ──reading──►  names by what the model does with the parameter, or by words for layers
+                      ──else─────►  the largest dim that the axis divides
 
 Every choice is kept as a sentence, so that `explain` can show it.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,13 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import Problem
 from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.sharding.names import Leaf
+from jaxpar.sharding.reading.use import Read
 
 Axes = str | tuple[str, ...] | None
+
+# Bytes below which a parameter that `tensor` does not cut is left whole: a collective for each would cost more time
+# than its memory is worth.
+SMALL = 2**19
 
 # Names that no axis splits by itself.
 WHOLE = ("keys", "embed", "head_dim", "kernel", "classes", "norm")  # keys: the sequence that every query looks at
@@ -36,22 +42,6 @@ def names_of_dims(sizes: Mapping[str, int]) -> dict[str, Axes]:
     return {"batch": batch_axes(sizes), **split, **dict.fromkeys(WHOLE)}
 
 
-# Ends of paths (a regular expression each) and names for the trailing dims, for models without names.
-# The first that matches with as many dims, or one more in front (stacked layers), is taken.
-PATHS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (r"(query|key|value)/kernel", ("embed", "heads", "head_dim")),
-    (r"(query|key|value|[qkv]|[qkv]_proj)/kernel", ("embed", "heads")),
-    (r"(query|key|value|[qkv]|[qkv]_proj)/bias", ("heads",)),
-    (r"(out|o)/kernel", ("heads", "head_dim", "embed")),
-    (r"(o|o_proj|out_proj)/kernel", ("heads", "embed")),
-    (r"(up|gate|wi|wi_0|wi_1|w1|w3|fc1|up_proj|gate_proj|linear1)/kernel", ("embed", "mlp")),
-    (r"(up|gate|wi|wi_0|wi_1|w1|w3|fc1|up_proj|gate_proj|linear1)/bias", ("mlp",)),
-    (r"(down|wo|w2|fc2|down_proj|linear2)/kernel", ("mlp", "embed")),
-    (r"\w*(embed|token|wte)\w*/embedding", ("vocab", "embed")),
-    (r"(lm_head|logits|unembed)/kernel", ("embed", "vocab")),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The mesh axes of one parameter's dims, before ZeRO adds its axis.
@@ -60,11 +50,14 @@ class Choice:
       names: The names of the dims, given or found.
       axes: Per dim, the mesh axes it is split over, outermost first.
       why: The rule that said so.
+      moved: The axes where the model reads it, and those in which it is stored between reads, where these differ: for a
+        dim that an axis asks for and does not divide, and for a parameter with no dim that an axis should cut.
     """
 
     names: tuple[str | None, ...]
     axes: tuple[tuple[str, ...], ...]
     why: str
+    moved: tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...]] | None = None
 
 
 def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
@@ -76,7 +69,13 @@ def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
 
 
 def resolve(
-    path: str, leaf: Leaf, sizes: Mapping[str, int], *, names: Mapping[str, Axes], paths: Mapping[str, Sequence[str]]
+    path: str,
+    leaf: Leaf,
+    sizes: Mapping[str, int],
+    *,
+    names: Mapping[str, Axes],
+    paths: Mapping[str, Sequence[str]],
+    read: Read | None = None,
 ) -> tuple[Choice, list[Problem]]:
     """Returns where one parameter's dims go, and what is wrong with that.
 
@@ -86,13 +85,13 @@ def resolve(
       sizes: Mesh axis to size.
       names: Dim name to mesh axes, first come first served within a parameter.
       paths: The user's own patterns (end of path) to names of the trailing dims.
+      read: The names of its dims that were read, where the model gives none.
     """
     given, why = _named(path, leaf, paths)
     if isinstance(given, Problem):
         return Choice((None,) * len(leaf.shape), ((),) * len(leaf.shape), why), [given]
     if given is None:
-        return _largest(path, leaf, sizes), []
-    found = why.startswith("path")
+        return (_largest(path, leaf, sizes) if read is None else _found(path, leaf, sizes, names, read)), []
     axes: list[tuple[str, ...]] = []
     taken: set[str] = set()
     problems = []
@@ -103,11 +102,8 @@ def resolve(
         for axis in wanted:
             ways *= sizes[axis]
         if size % ways:
-            if found:  # jaxpar's own guess does not bind: leave the dim whole and say so
-                why, wanted = f"{why}; {name}={size} not divisible by {'x'.join(wanted)}={ways}", ()
-            else:
-                problems.append(_indivisible(path, leaf, dim, name, wanted, ways))
-                wanted = ()
+            problems.append(_indivisible(path, leaf, dim, name, wanted, ways))
+            wanted = ()
         taken.update(wanted)
         axes.append(wanted)
     return Choice(tuple(given), tuple(axes), why), problems
@@ -161,11 +157,49 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
                 fix="one name (or None) per dim",
             ), "annotation"
         return leaf.names, "annotation"
-    for pattern, names in PATHS:
-        stacked = rank - len(names)
-        if re.search(rf"(^|/){pattern}$", path) and (stacked == 0 or (stacked == 1 and len(names) > 1)):
-            return ("layers",) * stacked + names, "path like " + "/".join(path.split("/")[-2:])
     return None, "largest dim"
+
+
+def _found(path: str, leaf: Leaf, sizes: Mapping[str, int], names: Mapping[str, Axes], read: Read) -> Choice:
+    """Returns the axes of dims that were read. None binds: where an axis does not divide, it stores another dim."""
+    rank = len(leaf.shape)
+    given, pieces, why = read.names[-rank:] if rank else (), read.pieces[-rank:] if rank else (), read.why
+    axes: list[tuple[str, ...]] = []
+    padded: int | None = None
+    for dim, (name, most) in enumerate(zip(given, pieces, strict=True)):
+        taken = {axis for on in axes for axis in on}
+        wanted = tuple(axis for axis in _axes_of(name, names) if sizes.get(axis, 1) > 1 and axis not in taken)
+        ways = math.prod(sizes[axis] for axis in wanted)
+        if most % ways:
+            count = f"{name}={most}" if most == leaf.shape[dim] else f"{most} {name}"
+            why = f"{why}; {count} not divisible by {'x'.join(wanted)}={ways}"
+            padded = dim if name == "vocab" and wanted == ("tensor",) else padded
+            wanted = ()
+        axes.append(wanted)
+    choice = Choice(given, tuple(axes), why)
+    cut = "tensor" in {axis for on in axes for axis in on}
+    if sizes.get("tensor", 1) == 1 or cut or own_dims(path, leaf) < 2 or not (read.followed or why != read.why):
+        return choice
+    return _moved(leaf, choice, sizes["tensor"], padded)
+
+
+def _moved(leaf: Leaf, choice: Choice, ways: int, padded: int | None) -> Choice:
+    """Returns a choice in which `tensor` stores a parameter along its largest dim that divides.
+
+    Where the model reads it, it is gathered; a vocabulary is cut there into pieces that XLA pads inside of the program,
+    so that neither logits nor their matmuls are computed more than once. The state has the model's own shapes.
+    """
+    fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and choice.names[dim] != "layers"]
+    if not fitting or leaf.bytes < SMALL:
+        return choice
+    best = max(fitting, key=lambda dim: (leaf.shape[dim], dim))
+
+    def on(dim: int | None) -> tuple[tuple[str, ...], ...]:
+        return tuple((*axes, "tensor") if at == dim else axes for at, axes in enumerate(choice.axes))
+
+    read = "gathered" if padded is None else f"cut along {choice.names[padded]} with padding"
+    why = f"{choice.why}; stored over tensor along {choice.names[best] or leaf.shape[best]}, {read} where it is read"
+    return replace(choice, why=why, moved=(on(padded), on(best)))
 
 
 def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
@@ -174,6 +208,9 @@ def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
     ways, own = sizes.get("tensor", 1), own_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
     why = "no names"
+    if leaf.shape[:1] == (1,):  # where examples are broadcast: it is added to the stream, which is not cut
+        whole = Choice((None,) * len(leaf.shape), tuple(axes), why)
+        return whole if ways == 1 or own < 2 else _moved(leaf, whole, ways, None)
     # a vector is cheap to keep whole, and split it would put a collective around every elementwise op that adds it
     if ways > 1 and own > 1 and fitting:
         why = "no names: tensor on the largest dim"

@@ -28,14 +28,14 @@ def itemsize(dtype: Any) -> int:
 
 
 def shard_shape(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of one device's shard of an array.
+    """Returns the shape of one device's shard of an array, of the first where XLA pads the last.
 
     >>> shard_shape((8, 6), PartitionSpec("fsdp"), {"fsdp": 4})
     (2, 6)
     """
     entries = (*spec, *(None,) * (len(shape) - len(spec)))
     axes = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
-    return tuple(size // math.prod(sizes[axis] for axis in each) for size, each in zip(shape, axes, strict=True))
+    return tuple(-(-size // math.prod(sizes[axis] for axis in each)) for size, each in zip(shape, axes, strict=True))
 
 
 def short_dtype(dtype: Any) -> str:

@@ -16,6 +16,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.names import Compute, path_of
+from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
@@ -79,10 +80,10 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
             [*_state(step, state), *(argument(k, "batch", v, v.sharding) for k, v in sorted(batch.items()))]
         ),
         used={
-            path: layout.sharding(place.used).shard_shape(place.leaf.shape) for path, place in layout.placements.items()
+            path: shard_shape(place.leaf.shape, place.used, layout.sizes) for path, place in layout.placements.items()
         }
         | {
-            f"model_state/{path}": layout.sharding(place.used).shard_shape(place.leaf.shape)
+            f"model_state/{path}": shard_shape(place.leaf.shape, place.used, layout.sizes)
             for path, place in layout.others.items()
         },
         loss=((code.co_filename, code.co_name),) if code else (),

@@ -1,0 +1,171 @@
+"""Models that nobody annotated: their dims are read from use, siblings and words, and cut as an expert would."""
+
+from functools import cache, partial
+
+import bare_models as models
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxpar as jp
+
+TOKENS = jnp.zeros((1, 16), jnp.int32)
+QWEN3_8B = partial(models.Qwen3, 151936, 4096, 12288, 32, 8, 128)
+GEMMA_2B = partial(models.Gemma, 256128, 2048, 16384, 8, 1, 256)
+
+
+@cache
+def placed(model, **sizes):
+    layout = jp.compose(model, jp.Parallel(**sizes), 8 if 256 not in sizes.values() else 256)
+    return {path: layout.describe(path) for path in layout.placements}, layout
+
+
+def ends(placements, *ends):
+    return [next(told for path, told in placements.items() if path.endswith(end)) for end in ends]
+
+
+def test_a_projection_to_heads_is_no_stack():
+    told, _ = placed(QWEN3_8B, fsdp=256)
+    assert ends(told, "q_proj/w", "o_proj/w") == [
+        "f32[embed/fsdp, heads, head_dim]",
+        "f32[heads, head_dim, embed/fsdp]",
+    ]
+
+
+def test_tensor_cuts_heads_of_bare_einsums():
+    told, _ = placed(QWEN3_8B, tensor=8)
+    assert ends(told, "q_proj/w", "k_proj/w") == ["f32[embed, heads/tensor, head_dim]"] * 2
+    assert ends(told, "o_proj/w") == ["f32[heads/tensor, head_dim, embed]"]
+    told, _ = placed(GEMMA_2B, tensor=8)
+    assert ends(told, "q_einsum/w", "attn_vec_einsum/w", "down_proj/kernel", "input_embedding") == [
+        "f32[heads/tensor, embed, head_dim]", "f32[heads/tensor, head_dim, embed]", "f32[mlp/tensor, embed]",
+        "f32[vocab/tensor, embed]",
+    ]  # fmt: skip
+
+
+def test_a_stack_is_one_where_its_siblings_are():
+    def block(rngs):
+        return models.Block(models.QwenAttention(64, 8, 8, 16, rngs=rngs), 64, 128, rngs=rngs)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(block))(rngs)
+
+    told, _ = placed(lambda rngs: Net(rngs), tensor=8)
+    assert ends(told, "q_proj/w", "down_proj/kernel") == [
+        "f32[layers, embed, heads/tensor, head_dim]", "f32[layers, mlp/tensor, embed]",
+    ]  # fmt: skip
+
+
+def test_a_scanned_stack_is_read_from_its_scan():
+    told, layout = placed(jp.linen(models.PaLI(2048, 64, 128, 8, 1, 16), TOKENS), tensor=8)
+    assert ends(told, "q_einsum/w", "gating_einsum", "mlp/linear") == [
+        "f32[layers, heads/tensor, embed, head_dim]", "f32[layers, 2, embed, mlp/tensor]",
+        "f32[layers, mlp/tensor, embed]",
+    ]  # fmt: skip
+    assert "use: mlp are contracted here and made by mlp/gating_einsum" in layout.explain()
+
+
+def test_dense_layers_are_paired_by_use_whatever_their_names():
+    told, layout = placed(jp.linen(models.Bert(1024, 64, 256, 8), TOKENS), tensor=8)
+    assert ends(told, "attention/output/dense/kernel", "0/output/dense/kernel") == [
+        "f32[heads/tensor, embed]", "f32[mlp/tensor, embed]",
+    ]  # fmt: skip
+    assert ends(told, "self/query/kernel", "query/bias", "intermediate/dense/bias") == [
+        "f32[embed, heads/tensor]", "f32[heads/tensor]", "f32[mlp/tensor]",
+    ]  # fmt: skip
+    assert "made by key/kernel, query/kernel, value/kernel" in layout.explain()
+
+
+def test_a_fused_and_transposed_kernel_is_cut_along_what_it_makes():
+    told, _ = placed(jp.linen(models.GPT2(4096, 64, 8), TOKENS), tensor=8)
+    assert ends(told, "c_attn/kernel", "attn/c_proj/kernel", "c_fc/kernel", "mlp/c_proj/kernel") == [
+        "f32[heads/tensor, embed]", "f32[embed, heads/tensor]", "f32[mlp/tensor, embed]", "f32[embed, mlp/tensor]",
+    ]  # fmt: skip
+
+
+def test_words_mean_nothing_where_use_says_otherwise():
+    class Liar(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Dense(256, name="o_proj")(x))
+            return nn.LayerNorm()(nn.Dense(64, name="q_proj")(x))
+
+    told, _ = placed(jp.linen(Liar(), jnp.zeros((1, 64))), tensor=8)
+    assert ends(told, "o_proj/kernel", "q_proj/kernel") == ["f32[embed, mlp/tensor]", "f32[mlp/tensor, embed]"]
+
+
+def test_a_dim_of_heads_is_cut_between_heads():
+    _, layout = placed(jp.linen(models.Bert(4096, 768, 3072, 12), TOKENS), tensor=8)
+    place = next(each for path, each in layout.placements.items() if path.endswith("query/kernel"))
+    assert "12 heads not divisible by tensor=8" in place.why  # though 8 divides 768
+    assert place.used == jax.sharding.PartitionSpec()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        jp.linen(models.GPT2(50257, 768, 12), TOKENS),
+        jp.linen(models.Bert(30522, 768, 3072, 12), TOKENS),
+        partial(models.ViT, 768, 3072, 12),
+        pytest.param(jp.linen(models.Whisper(51865, 384, 6), jnp.zeros((1, 300, 80)), TOKENS), id="Whisper"),
+    ],
+    ids=lambda model: getattr(model, "name", "ViT"),
+)
+def test_little_stays_whole_where_tensor_divides_neither_vocabulary_nor_heads(model):
+    _, layout = placed(model, tensor=8)
+    whole = sum(each.leaf.bytes for each in layout.placements.values() if not any(each.stored))
+    assert whole < 0.03 * sum(each.leaf.bytes for each in layout.placements.values())
+
+
+SMALL = {
+    "GPT2": jp.linen(models.GPT2(1027, 264, 6), TOKENS),
+    "Whisper": jp.linen(models.Whisper(1027, 264, 6), jnp.zeros((1, 32, 80)), TOKENS),
+}
+
+
+def batch_of(name, rows=8):
+    keys = jax.random.split(jax.random.key(1), 3)
+    found = {
+        k: jax.random.randint(key, (rows, 16), 0, 1027) for k, key in zip(("tokens", "targets"), keys, strict=False)
+    }
+    return found | ({"sound": jax.random.normal(keys[2], (rows, 32, 80))} if name == "Whisper" else {})
+
+
+@cache
+def trained(name, **declared):
+    """Returns losses of three steps, and the parameters after them."""
+    numerics = {"accumulate": declared.pop("accumulate", 1)}
+    parallel = jp.Parallel(**declared)
+    devices = jax.devices()[: 1 if not declared else 8]
+    loss = models.sound_loss if name == "Whisper" else models.token_loss
+    layout = jp.compose(SMALL[name], parallel, devices)
+    state = jp.init_state(layout, optax.sgd(0.5))
+    step, losses = jp.train_step(layout, loss, optax.sgd(0.5), **numerics), []
+    for _ in range(3):
+        state, metrics = step(state, batch_of(name))
+        losses.append(float(metrics["loss"]))
+    return losses, jax.tree.map(jax.device_get, state.params), layout
+
+
+@pytest.mark.parametrize(
+    ("name", "declared"),
+    [
+        ("GPT2", {"tensor": 4, "data": 2}),
+        pytest.param("GPT2", {"data": 2, "fsdp": 2, "tensor": 2, "accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param("GPT2", {"fsdp": 2, "tensor": 4, "zero": 2}, marks=pytest.mark.slow),
+        pytest.param("GPT2", {"fsdp": 2, "tensor": 4, "zero": 1, "accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param("Whisper", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_vocabulary_that_tensor_does_not_divide_trains_alike(name, declared):
+    alone, one, _ = trained(name)
+    losses, params, layout = trained(name, **declared)
+    assert any(each.used != each.whole for each in layout.placements.values())
+    assert losses == pytest.approx(alone, rel=1e-5)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(one), strict=True):
+        assert abs(a - b).max() < 1e-5
