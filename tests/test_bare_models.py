@@ -11,7 +11,9 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.mesh.target import find_plugin
 
+gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 TOKENS = jnp.zeros((1, 16), jnp.int32)
 QWEN3_8B = partial(models.Qwen3, 151936, 4096, 12288, 32, 8, 128)
 GEMMA_2B = partial(models.Gemma, 256128, 2048, 16384, 8, 1, 256)
@@ -169,3 +171,27 @@ def test_a_vocabulary_that_tensor_does_not_divide_trains_alike(name, declared):
     assert losses == pytest.approx(alone, rel=1e-5)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(one), strict=True):
         assert abs(a - b).max() < 1e-5
+
+
+def tokens_of(rows, length=64):
+    return {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in ("tokens", "targets")}
+
+
+@cache
+def inspected(model, paths=(), **sizes):
+    layout = jp.compose(model, jp.Parallel(**sizes, paths=dict(paths)), jp.target_devices("h100:1x8"))
+    return jp.inspect(jp.train_step(layout, models.token_loss, optax.sgd(0.1)), tokens_of(8))
+
+
+QWEN3 = partial(models.Qwen3, 4096, 256, 512, 8, 8, 64)
+HEAD_DIM_CUT = (("[qkv]_proj/w", (None, None, "heads")), ("o_proj/w", (None, "heads", None)))
+
+
+@gpu_compiler
+@pytest.mark.slow
+def test_scores_that_are_summed_over_tensor_are_a_flag():
+    flags = [flag for flag in inspected(QWEN3, HEAD_DIM_CUT, tensor=8).flags if flag.kind == "summed scores"]
+    assert flags
+    assert all("bare_models.py" in flag.text for flag in flags)
+    assert sum(flag.bytes for flag in flags) >= 2 * 7 / 8 * (8 * 8 * 64 * 64 * 4)  # [rows, heads, queries, keys]
+    assert not [flag for flag in inspected(QWEN3, tensor=8).flags if flag.kind == "summed scores"]

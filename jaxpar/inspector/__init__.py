@@ -5,5 +5,5 @@ with its pages), a `Flag` (a warning), a budget for a user's own tests. `pages/`
 nothing.
 
 To add a finding: a function in `findings.py`, its call in `find_flags`, and a program in `tests/test_inspect.py` in
-which it is planted.
+which it is planted. One that reads the program itself has a file of its own, as `scores.py`.
 """

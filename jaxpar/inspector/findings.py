@@ -23,7 +23,7 @@ class Flag:
 
     Attributes:
       kind: `repeated work`, `replicates`, `unsharded gradient`, `per microbatch`, `wide wire`, `idle axis`,
-        `rematerialized`, `squeezed`, `unknown`.
+        `rematerialized`, `squeezed`, `summed scores`, `unknown`.
       text: The finding and its place.
       fix: A change that would mend it.
       bytes: Bytes that it costs on the wire of each device in a step, where known.

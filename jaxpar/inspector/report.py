@@ -25,6 +25,7 @@ from jaxpar.inspector.findings import find_flags
 from jaxpar.inspector.ledger import collectives
 from jaxpar.inspector.pages import html as pages
 from jaxpar.inspector.pages import terminal
+from jaxpar.inspector.scores import find_scores
 from jaxpar.inspector.subject import Subject, of_function
 from jaxpar.inspector.timeline import replay
 from jaxpar.mesh.chips import Chip, find_chip
@@ -127,7 +128,7 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         flop=flop,
         model_flop=subject.model_flop,
         timeline=replay(module, sizes, timed, per_node) if timed else None,
-        flags=tuple(find_flags(subject, module, ledger, flop, compiled.said)),
+        flags=(*find_scores(module, subject, ledger), *find_flags(subject, module, ledger, flop, compiled.said)),
         arguments=subject.arguments,
         schedule=subject.schedule,
         notes=tuple(notes),
