@@ -1,8 +1,8 @@
 """Models as their users write them, after Flax's published examples, and small. None knows of jaxpar.
 
-MnistCNN   nnx     convolutions, BatchNorm, dropout, a flattened head
+MnistCNN   nnx     convolutions, BatchNorm, dropout with a key of the call, a flattened head
 Gemma      nnx     grouped-query attention, rotary positions, gated MLP, tied embedding
-VAE        linen   draws its own noise; loss of two terms
+VAE        linen   draws noise with a key of the call; loss of two terms
 Seq2seq    linen   LSTM encoder and decoder, scanned; masked tokens
 ResNet     linen   layers handed down as partials; `train` as an argument; BatchNorm over the devices of a pmap
 """
@@ -23,19 +23,19 @@ class MnistCNN(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs):
         self.conv1 = nnx.Conv(1, 8, kernel_size=(3, 3), rngs=rngs)
         self.norm1 = nnx.BatchNorm(8, rngs=rngs)
-        self.drop1 = nnx.Dropout(0.1, rngs=rngs)
+        self.drop1 = nnx.Dropout(0.1)
         self.conv2 = nnx.Conv(8, 16, kernel_size=(3, 3), rngs=rngs)
         self.norm2 = nnx.BatchNorm(16, rngs=rngs)
         self.pool = partial(nnx.avg_pool, window_shape=(2, 2), strides=(2, 2))
         self.linear1 = nnx.Linear(64, 32, rngs=rngs)
-        self.drop2 = nnx.Dropout(0.1, rngs=rngs)
+        self.drop2 = nnx.Dropout(0.1)
         self.linear2 = nnx.Linear(32, 10, rngs=rngs)
 
-    def __call__(self, image):
-        x = self.pool(nnx.relu(self.norm1(self.drop1(self.conv1(image)))))
+    def __call__(self, image, rngs: nnx.Rngs | None = None):
+        x = self.pool(nnx.relu(self.norm1(self.drop1(self.conv1(image), rngs=rngs))))
         x = self.pool(nnx.relu(self.norm2(self.conv2(x))))
         x = x.reshape(x.shape[0], -1)
-        return self.linear2(nnx.relu(self.drop2(self.linear1(x))))
+        return self.linear2(nnx.relu(self.drop2(self.linear1(x), rngs=rngs)))
 
 
 class RMSNorm(nnx.Module):
@@ -130,10 +130,10 @@ class VAE(nn.Module):
         self.mean, self.log_variance = nn.Dense(self.latents), nn.Dense(self.latents)
         self.decoder = nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(64)])
 
-    def __call__(self, image):
+    def __call__(self, image, z_rng):
         hidden = nn.relu(self.hidden(image))
         mean, log_variance = self.mean(hidden), self.log_variance(hidden)
-        noise = jax.random.normal(self.make_rng("noise"), mean.shape, mean.dtype)
+        noise = jax.random.normal(z_rng, mean.shape)
         return self.decoder(mean + jnp.exp(log_variance / 2) * noise), mean, log_variance
 
     def generate(self, latent):
@@ -217,9 +217,15 @@ def language_loss(model, batch):
     return losses.sum(), losses.size
 
 
-def vae_loss(model, batch):
+def mnist_loss(model, batch, key):
+    logits = model(batch["image"], nnx.Rngs(dropout=key))
+    losses, hits = cross_entropy(logits, batch["label"]), jnp.argmax(logits, axis=-1) == batch["label"]
+    return {"loss": (losses.sum(), losses.size), "accuracy": (hits.sum(), hits.size)}
+
+
+def vae_loss(model, batch, z_rng):
     pixels = batch["image"].reshape(len(batch["image"]), -1)
-    logits, mean, log_variance = model(pixels)
+    logits, mean, log_variance = model(pixels, z_rng)
     rebuilt = optax.sigmoid_binary_cross_entropy(logits, pixels).sum()
     divergence = -0.5 * jnp.sum(1 + log_variance - mean**2 - jnp.exp(log_variance))
     return {name: (x, len(pixels)) for name, x in [("loss", rebuilt + divergence), ("kl", divergence)]}

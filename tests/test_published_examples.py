@@ -25,11 +25,11 @@ def example(name):
     match name:
         case "mnist":
             # not Adam: norm2 cancels the bias of conv2, and Adam would scale up that zero gradient's rounding
-            return published.MnistCNN, published.digit_loss, optax.sgd(0.1, 0.9)
+            return published.MnistCNN, published.mnist_loss, optax.sgd(0.1, 0.9)
         case "gemma":
             return published.Gemma, published.language_loss, optax.adamw(5e-3)
         case "vae":
-            model = jp.linen(published.VAE(), np.zeros([1, 64], np.float32))
+            model = jp.linen(published.VAE(), np.zeros([1, 64], np.float32), jax.random.key(0))
             return model, published.vae_loss, optax.adam(1e-2)
         case "seq2seq":
             tokens = np.zeros([1, 6], np.int32)

@@ -18,6 +18,7 @@ from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
 from jaxpar.sharding.rules import name_stacks
+from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import PRECISIONS, Numerics
 
@@ -58,7 +59,7 @@ class Pieces:
                 fix="parameters stacked along a dim 0 named layers, as Decoder and ViT have them",
             )
         compute = Compute(train=True, dtype=PRECISIONS[numerics.precision], remat=numerics.remat)
-        return Pieces(blueprint, loss, compute, counts.pop(), frozenset(stacked))
+        return Pieces(blueprint, shaped(loss), compute, counts.pop(), frozenset(stacked))
 
     def arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """Returns parameters outside of the stack, and those of one layer: numbers of a usual size, as time has it."""

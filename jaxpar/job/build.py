@@ -101,6 +101,6 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     loss, train = resolve_loss(job), job.train
     return train_step(
         compose(resolve_model(job, loss), job.parallel, devices), loss, chain.build(job.optimizer, train.steps),
-        guard=job.faults.on_bad_step == "skip",
+        guard=job.faults.on_bad_step == "skip", seed=train.seed,
         accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from jaxpar.parallel.techniques.asked import Used, declared, traced
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
+from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import gradients_of
 from jaxpar.step.numerics import Numerics
 from jaxpar.units import show_bytes
@@ -205,7 +206,7 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     def forward(key, batch):
         params, model_state = blueprint.init(key)
         model = blueprint.bind(params, model_state, lambda path, value: value, Compute(remat=job.train.remat))
-        return losses.as_sums(loss(model, batch), accumulate=job.train.accumulate)
+        return losses.as_sums(shaped(loss)(model, batch), accumulate=job.train.accumulate)
 
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it

@@ -45,8 +45,11 @@ def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
         )
 
     def made(value):
-        is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-        return jax.numpy.zeros(value.shape, value.dtype) if is_array else value
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            return value
+        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return jax.numpy.broadcast_to(jax.random.key(0), value.shape)
+        return jax.numpy.zeros(value.shape, value.dtype)
 
     def call(model):
         return model(*jax.tree.map(made, args), **{key: jax.tree.map(made, value) for key, value in kwargs.items()})

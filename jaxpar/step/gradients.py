@@ -2,6 +2,7 @@
 
     whole         layers all on every device
     pipelined/    layers spread over stages, one update a step, or several in the middle of its table
+    keyed/        any of them, for a loss that wants a random key
 
 To add a kind: a class that is a `Gradients`, and the layouts that it is for in `kinds.py`. A kind that makes one update
 of the gradients of the whole batch hands these to `one_update`.

@@ -18,6 +18,7 @@ from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.step.gradients import Gradients
+from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
 from jaxpar.units import show_seconds
@@ -116,7 +117,7 @@ def _agreement(layout: Layout) -> list[str]:
 
 def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
     """Returns the model's FLOP of a step over all devices: the forward pass, and twice that for the backward pass."""
-    blueprint, loss = step.layout.blueprint, step.loss
+    blueprint, loss = step.layout.blueprint, shaped(step.loss)
 
     def forward(key, batch):
         params, model_state = blueprint.init(key)

@@ -6,6 +6,8 @@ from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.apart import Apart, of_one
 from jaxpar.step.gradients import Gradients
+from jaxpar.step.keyed.gradients import KeyedGradients, handed
+from jaxpar.step.keyed.loss import key_of
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.run import Pipelined
 from jaxpar.step.pipelined.unflushed import Unflushed
@@ -13,19 +15,26 @@ from jaxpar.step.whole import Whole
 
 
 def gradients_of(
-    layout: Layout, loss: Callable, numerics: Numerics, *, frozen: frozenset[str] = frozenset()
+    layout: Layout, loss: Callable, numerics: Numerics, *, frozen: frozenset[str] = frozenset(), seed: int = 0
 ) -> Gradients:
     """Returns what makes the gradients of a layout's steps.
 
     Args:
       layout: Where arrays live.
-      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      loss: (model, batch), or (model, batch, key), to (sum, count), or to a dict of them with the entry `loss`.
       numerics: How it computes.
       frozen: Paths of parameters whose gradients the optimizer does not read.
+      seed: Of the key of a loss that wants one.
 
     Raises:
       JaxparError: If such a layout cannot compute so.
     """
+    if key_of(loss) is None:
+        return _of_layout(layout, loss, numerics, frozen)
+    return KeyedGradients(layout, _of_layout(*handed(layout, loss), numerics, frozen), seed)
+
+
+def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str]) -> Gradients:
     if layout.parallel.exchange.apart:
         if numerics.offload:
             raise refuse(

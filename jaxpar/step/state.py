@@ -55,14 +55,24 @@ def init_state(
     Raises:
       JaxparError: If the layout has no devices, or offload is asked where the backend has no host memory.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
+    checked_seed(seed)
     # a mesh that the caller has set is not the layout's
     meshes = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(layout.on)
     with uncollected(), meshes:
         placed = shardings(layout, abstract(layout, optimizer), offload=offload)
         made = jax.jit(initializer(layout, optimizer), out_shardings=placed, compiler_options=_quickly(layout))
         return made(jax.random.key(seed))
+
+
+def checked_seed(seed: int) -> int:
+    """Returns a seed that is one.
+
+    Raises:
+      JaxparError: If it is none.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+        raise refuse(f"seed={seed!r}", rule="a seed is a whole number of 32 bits", fix="seed=0")
+    return seed
 
 
 def _quickly(layout: Layout) -> dict[str, str] | None:

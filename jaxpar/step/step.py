@@ -42,7 +42,7 @@ from jaxpar.step.shard_batch import BatchPlacement
 from jaxpar.step.state import State
 
 Batch = Mapping[str, Any]
-Loss = Callable[[Any, Batch], Any]
+Loss = Callable[..., Any]  # (model, batch), or (model, batch, key), to sums and counts
 
 
 class Step:
@@ -68,6 +68,7 @@ class Step:
         numerics: Numerics,
         *,
         guard: bool = False,
+        seed: int = 0,
     ):
         self.layout, self.loss, self.optimizer, self.numerics = layout, loss, optimizer, numerics
         self.products: check.Matmuls | None = None
@@ -75,7 +76,7 @@ class Step:
         self.agree: Callable[[str, str], None] | None = None
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
-        self.gradients = gradients_of(layout, loss, numerics, frozen=frozen(layout, optimizer))
+        self.gradients = gradients_of(layout, loss, numerics, frozen=frozen(layout, optimizer), seed=seed)
         self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self._compiled: dict[Any, Any] = {}
         self._used = asked.Used()
@@ -272,15 +273,23 @@ def _signature(kind: str, batch: Batch):
 
 
 def train_step(
-    layout: Layout, loss: Loss, optimizer: optax.GradientTransformation, *, guard: bool = False, **numerics: Any
+    layout: Layout,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    guard: bool = False,
+    seed: int = 0,
+    **numerics: Any,
 ) -> Step:
     """Returns the training step of a layout.
 
     Args:
       layout: As made by `compose`.
-      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      loss: (model, batch), or (model, batch, key), to (sum, count), or to a dict of them with the entry `loss`. The
+        random key is another one in every step and microbatch, and the same on every layout; all evaluations have one.
       optimizer: The optax chain that `init_state` was given.
       guard: Whether a step whose loss or gradients are not finite, or whose loss is above a limit, changes nothing.
+      seed: Of the loss's keys.
       **numerics: `accumulate`, `precision`, `remat`, `offload`: see `Numerics`.
 
     Raises:
@@ -295,7 +304,7 @@ def train_step(
     if not callable(loss):
         raise refuse(
             f"loss={loss!r:.60}",
-            rule="a loss is a function of (model, batch)",
+            rule="a loss is a function of (model, batch), or of (model, batch, key)",
             fix="jp.next_token, or lambda model, batch: (jnp.sum(losses), losses.size)",
         )
-    return Step(layout, loss, optimizer, Numerics(**numerics), guard=guard)
+    return Step(layout, loss, optimizer, Numerics(**numerics), guard=guard, seed=states.checked_seed(seed))

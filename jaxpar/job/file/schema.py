@@ -88,8 +88,9 @@ class TrainTable:
       steps: Updates of the whole run.
       global_batch: Examples per step, over all devices and microbatches.
       accumulate: Microbatches per step.
-      seed: Of the parameters, of dropout and of the order of examples.
-      loss: next_token, classify, or "package.module:function" of (model, batch).
+      seed: Of the parameters, of dropout, of a loss's random keys and of the order of examples.
+      loss: next_token, classify, or "package.module:function" of (model, batch), or of (model, batch, key): a random
+        key, another one in every step, and the same in all evaluations.
       precision: fp32, or bf16: matmuls in bfloat16, parameters and optimizer in float32.
       remat: How much the backward pass recomputes: none (keeps all), dots, all_dots or full (keeps least).
       offload: Keep the optimizer state in host memory between steps.

@@ -20,6 +20,7 @@ from jaxpar.models import decoder, mlp, resnet, vit
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.names import Blueprint
 from jaxpar.step import losses
+from jaxpar.step.keyed.loss import shaped
 
 MODELS: dict[str, tuple[Callable, type]] = {
     "decoder": (decoder.Decoder, decoder.DecoderSettings),
@@ -91,7 +92,7 @@ def _linen(job: Job, target: Any, settings: dict[str, Any], loss: Callable) -> B
     batch = abstract_batch(job)
 
     def call(model):
-        return loss(model, {key: jnp.zeros(leaf.shape, leaf.dtype) for key, leaf in batch.items()})
+        return shaped(loss)(model, {key: jnp.zeros(leaf.shape, leaf.dtype) for key, leaf in batch.items()})
 
     return linen_model.blueprint(module, call, name=target.__name__)
 

@@ -29,6 +29,7 @@ from jaxpar.plan.traced import Traced
 from jaxpar.sharding.names import Blueprint, Compute
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import PRECISIONS
 
@@ -75,7 +76,7 @@ def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devi
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
         def run(params, known):
             model = blueprint.bind(params, known[0], alone.use, Compute(dtype=dtype, remat=remat))
-            return as_sums(loss(model, known[1]), accumulate=accumulate)["loss"][0]
+            return as_sums(shaped(loss)(model, known[1]), accumulate=accumulate)["loss"][0]
 
         return run
 

@@ -1,0 +1,96 @@
+"""Gradients of a loss that wants a random key.
+
+    {"model": model_state, "key": key} ─► of each microbatch, replica and stage, as the model state is
+
+What makes gradients knows nothing of it: the key is part of what a model keeps beside its parameters, which goes from
+microbatch to microbatch, and where replicas compute by themselves is made different for each.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Compute, Tree, Use
+from jaxpar.step.gradients import Gradients
+from jaxpar.step.keyed.loss import with_key
+from jaxpar.step.losses import Sums
+from jaxpar.step.state import State, salted
+
+AFTER = 0x7FFF  # folded into a microbatch's key, it is that of the next one: as for Linen's own keys
+
+
+class Keyed(NamedTuple):
+    """A model as its loss sees it, and the key of that loss."""
+
+    model: Any
+    key: jax.Array
+
+
+def handed(layout: Layout, loss: Callable) -> tuple[Layout, Callable[[Any, Any], Any]]:
+    """Returns a layout whose model brings a key along in its state, and a loss of (model, batch) that takes it."""
+    plain = layout.blueprint
+
+    def init(key: jax.Array) -> tuple[Tree, Tree]:
+        params, model_state = plain.init(key)
+        return params, {"model": model_state, "key": key}
+
+    def bind(params: Tree, state: Tree, use: Use, compute: Compute) -> Keyed:
+        return Keyed(plain.bind(params, state["model"], use, compute), state["key"])
+
+    def collect(bound: Keyed) -> Tree:
+        return {"model": plain.collect(bound.model), "key": jax.random.fold_in(bound.key, AFTER)}
+
+    def called(bound: Keyed, batch: Mapping[str, Any]) -> Any:
+        return with_key(loss, bound.key)(bound.model, batch)
+
+    blueprint = dataclasses.replace(plain, init=init, bind=bind, collect=collect)
+    return dataclasses.replace(layout, blueprint=blueprint), called
+
+
+class KeyedGradients(Gradients):
+    """Gradients that hand on a key with the model state, and return the model state alone."""
+
+    def __init__(self, layout: Layout, one: Gradients, seed: int):
+        self.layout, self.one, self.seed = layout, one, seed
+        self.updates, self.every, self.notes = one.updates, one.every, one.notes
+
+    def gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Tree, Sums, Tree]:
+        """Returns gradients, sums and the model state afterwards, with the key that every evaluation has."""
+        given = self._with(model_state, jax.random.key(self.seed))
+        made, sums, after = self.one.gradients(params, given, batch)
+        return made, sums, after["model"]
+
+    def update(
+        self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
+    ) -> tuple[State, dict[str, jax.Array]]:
+        """Makes a step, with the key of its number."""
+        key = jax.random.fold_in(jax.random.key(self.seed), state.step)
+        given = dataclasses.replace(state, model_state=self._with(state.model_state, key))
+        after, found = self.one.update(optimizer, given, batch, on_device)
+        return dataclasses.replace(after, model_state=after.model_state["model"]), found
+
+    def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Sums:
+        """Returns the sums of a batch, with the key that every evaluation has."""
+        return self.one.evaluate(params, self._with(model_state, jax.random.key(self.seed)), batch)
+
+    def agree(self, state: State) -> State:
+        """Returns a state whose replicas have come to agree."""
+        return self.one.agree(state)
+
+    def silent(self, *, exchanges: bool) -> tuple[str, ...]:
+        """Returns the mesh axes over which a step sends nothing."""
+        return self.one.silent(exchanges=exchanges)
+
+    def told(self, found: dict[str, Any]) -> dict[str, jax.Array]:
+        """Returns the metrics of an update as scalars."""
+        return self.one.told(found)
+
+    def _with(self, model_state: Tree, key: jax.Array) -> Tree:
+        if self.layout.parallel.exchange.apart:
+            key = jax.vmap(lambda replica: salted(key, replica))(jnp.arange(self.layout.sizes["data"]))
+        return {"model": model_state, "key": key}
