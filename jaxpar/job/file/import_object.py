@@ -47,6 +47,12 @@ def import_object(name: str, key: str, *, allowed: bool) -> Any:
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if error.name and not f"{module}.".startswith(f"{error.name}."):  # it is there, and imports what is not
+            raise refuse(
+                f"{key} = {name!r}: {module} imports {error.name}, which is not there: {describe_exception(error)}",
+                rule="a module's own imports are installed, or found from the working directory",
+                fix=f"install {error.name}; python -c 'import {module}' shows who imports it",
+            ) from error
         raise refuse(
             f"{key} = {name!r}: {error}",
             rule="the module is found from the working directory or installed",

@@ -123,7 +123,8 @@ class Job:
       run: Where it lives.
       mesh: Which devices.
       parallel: How they are used.
-      model: `name` (decoder, vit, resnet, mlp or "package.module:Object") and its settings.
+      model: `name` (decoder, vit, resnet, mlp or "package.module:Object") and its settings; a config object is a table
+        of its own, [model.config], or "package.module:object".
       data: The training data.
       optimizer: How gradients become updates.
       train: How long, on how much at once.

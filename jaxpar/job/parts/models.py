@@ -16,6 +16,7 @@ from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import validated
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
+from jaxpar.job.parts.settings import given
 from jaxpar.models import decoder, mlp, resnet, vit
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.names import Blueprint
@@ -62,12 +63,61 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
         raise refuse(f"model.name = {name!r}", rule=known, fix=nearest(name, MODELS))
     from flax import linen as nn
 
-    target: Any = _own(job, "model.name", name, rule="a model is a class or a function", fix="name a class")
+    target: Any = import_object(name, "model.name", allowed=job.allow_import)
+    if isinstance(target, Blueprint | nn.Module):
+        if settings:
+            raise refuse(
+                f"model.{next(iter(settings))} with model.name = {name!r}, which is made already",
+                rule="settings are for a class or a function",
+                fix="leave it out, or name a function that takes it",
+            )
+        return target if isinstance(target, Blueprint) else _linen(job, target, loss)
+    if not callable(target):
+        raise refuse(
+            f"model.name = {name!r} is a {type(target).__name__}",
+            rule="a model is a class or a function, a Linen module or what jp.linen returns",
+            fix="name a class",
+        )
+    if inspect.isclass(target) or inspect.isfunction(target):
+        settings = given(job, target, settings)
     if inspect.isclass(target) and issubclass(target, nn.Module):
-        return _linen(job, target, settings, loss)
+        fields = ", ".join(key for key in target.__dataclass_fields__ if key not in ("parent", "name"))
+        with users_code(name, rule="keys of [model] are the module's fields", fix=f"its fields: {fields}"):
+            module = target(**settings)
+        return _linen(job, module, loss)
     if inspect.isclass(target) or inspect.isfunction(target):
         _check_settings(name, target, settings)
+    if inspect.isfunction(target) and _is_complete(target, settings):
+        return _returned(job, target, settings, loss)
     return partial(target, **settings) if settings else target
+
+
+def _is_complete(target: Callable, settings: Mapping[str, Any]) -> bool:
+    """Returns whether a function needs no more than its settings: then it makes no NNX module, which takes `rngs`."""
+    open_ = {key: each for key, each in inspect.signature(target).parameters.items() if key not in settings}
+    return "rngs" not in open_ and all(
+        each.default is not each.empty or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        for each in open_.values()
+    )
+
+
+def _returned(job: Job, target: Callable, settings: Mapping[str, Any], loss: Callable) -> Blueprint:
+    """Returns the model that a function returns, which needs no `rngs`."""
+    from flax import linen as nn
+
+    name = job.model["name"]
+    with users_code(name, rule="a function of its settings returns a model", fix="the line that this names"):
+        made = target(**settings)
+    if isinstance(made, nn.Module):
+        return _linen(job, made, loss)
+    if not isinstance(made, Blueprint):
+        raise refuse(
+            f"{name} returned {type(made).__name__}",
+            rule="a function without `rngs` returns a Linen module, or jp.linen(...); one that makes an NNX module "
+            "takes `rngs`, so that its parameters are born sharded",
+            fix=f"def {target.__name__}(..., *, rngs), or return jp.linen(MyNet(...), jnp.zeros([1, ...]))",
+        )
+    return made
 
 
 def _ours(job: Job, settings: dict[str, Any]) -> Callable:
@@ -85,16 +135,14 @@ def _ours(job: Job, settings: dict[str, Any]) -> Callable:
     return partial(cls, made)
 
 
-def _linen(job: Job, target: Any, settings: dict[str, Any], loss: Callable) -> Blueprint:
-    fields = ", ".join(key for key in target.__dataclass_fields__ if key not in ("parent", "name"))
-    with users_code(job.model["name"], rule="keys of [model] are the module's fields", fix=f"its fields: {fields}"):
-        module = target(**settings)
+def _linen(job: Job, module: Any, loss: Callable) -> Blueprint:
+    """Returns a Linen module as a model that is called as its loss does, on the shapes of the job's batches."""
     batch = abstract_batch(job)
 
     def call(model):
         return shaped(loss)(model, {key: jnp.zeros(leaf.shape, leaf.dtype) for key, leaf in batch.items()})
 
-    return linen_model.blueprint(module, call, name=target.__name__)
+    return linen_model.blueprint(module, call, name=type(module).__name__)
 
 
 def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> None:

@@ -1,0 +1,120 @@
+"""Models that a job names: whatever `jp.compose` takes, and what makes it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from careless import BATCH
+from flax import linen as nn
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.models import resolve_loss, resolve_model
+
+jp.simulate(8)
+
+batches = [BATCH]
+WIDTH = 24
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 16
+
+
+class Typed(nn.Module):
+    config: Config
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(10, name="out")(nn.Dense(self.config.width, name="hidden")(x))
+
+
+class Untyped(Typed):
+    config: Any
+
+
+class Nnx(nnx.Module):
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(64, config.width, rngs=rngs)
+        self.out = nnx.Linear(config.width, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.hidden(x))
+
+
+def returns_blueprint(width: int = WIDTH):
+    return jp.linen(Typed(Config(width)), np.zeros([1, 64], np.float32))
+
+
+def returns_module(config: Config):
+    return Typed(config)
+
+
+def wide() -> Config:
+    return Config(WIDTH)
+
+
+def returns_text():
+    return "Net"
+
+
+small = Config(WIDTH)
+module = Typed(small)
+blueprint = returns_blueprint()
+
+JOB = """
+[mesh]
+simulate = 8
+[parallel]
+data = 8
+[data]
+source = "test_job_models:batches"
+[train]
+steps = 2
+global_batch = 16
+loss = "classify"
+[model]
+name = "test_job_models:{name}"
+"""
+TABLE, NAMED = f"[model.config]\nwidth = {WIDTH}", f'[model.config]\nname = "test_job_models:Config"\nwidth = {WIDTH}'
+
+
+def blueprint_of(name, settings=""):
+    job = loads(JOB.format(name=name) + settings, allow_import=True)
+    return jp.compose(resolve_model(job, resolve_loss(job)), job.parallel).blueprint
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("blueprint", ""),
+        ("module", ""),
+        ("returns_blueprint", ""),
+        ("returns_blueprint", f"width = {WIDTH}"),
+        ("returns_module", TABLE),
+        ("Typed", TABLE),
+        ("Typed", 'config = "test_job_models:small"'),
+        ("Untyped", NAMED),
+        ("Untyped", 'config = "test_job_models:wide"'),
+        ("Nnx", TABLE),
+    ],
+)
+def test_a_job_takes_a_model_as_python_does(name, settings):
+    assert blueprint_of(name, settings).leaves["hidden/kernel"].shape == (64, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("blueprint", "width = 8", "made already"),
+        ("Typed", "[model.config]\nwidht = 8", "its keys: width"),
+        ("returns_text", "", "returned str"),
+    ],
+)
+def test_settings_that_no_model_takes_are_refused(name, settings, words):
+    with pytest.raises(JaxparError, match=words):
+        blueprint_of(name, settings)
