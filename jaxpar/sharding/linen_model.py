@@ -18,6 +18,7 @@ from flax.errors import InvalidRngError
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.sharding.compute_dtype import compute_linen
 from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.linen_parameters import Parameters, as_stored
@@ -76,12 +77,11 @@ class LinenModel:
 
 
 def _computing_in(dtype, call, args, kwargs, context):
-    """Sets on every submodule what belongs to the computation: a dtype where it names none, statistics of all rows."""
-    module = context.module  # Linen modules are frozen; this one lives for one call
-    if dtype is not None and "dtype" in module.__dataclass_fields__ and module.dtype is None:
-        object.__setattr__(module, "dtype", dtype)
-    if averages_over_devices(module):
-        object.__setattr__(module, "axis_name", None)
+    """Sets on every submodule what belongs to the computation: a dtype where its own is open, statistics of all rows."""
+    if dtype is not None:
+        compute_linen(context.module, dtype)
+    if averages_over_devices(context.module):
+        object.__setattr__(context.module, "axis_name", None)  # Linen modules are frozen; this one lives for one call
     return call(*args, **kwargs)
 
 

@@ -15,6 +15,7 @@ import jax.core
 from flax import nnx
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.sharding.compute_dtype import compute_nnx
 from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, pick
@@ -199,10 +200,8 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
             module.remat = compute.remat
         if averages_over_devices(module):
             module.axis_name = None
-        # nnx.Embed freezes dtype to that of its float32 table, which would keep every later matmul in float32
-        frozen = isinstance(module, nnx.Embed) and module.dtype == module.param_dtype
-        if compute.dtype is not None and hasattr(module, "dtype") and (module.dtype is None or frozen):
-            module.dtype = compute.dtype
+    if compute.dtype is not None:
+        compute_nnx(model, compute.dtype)
     return model
 
 

@@ -1,0 +1,78 @@
+"""The dtype that a module computes in, where its author left it open: what a step asks for.
+
+    dtype=None                      open: Flax's own layers
+    dtype=jnp.float32, the default  open: of a Linen class's field, of an NNX class's `__init__`, of a config's field
+    anything else                   the author's word, and kept
+
+A submodule that was built with the float32 of such a default is as open as the module that it is in.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+
+def compute_linen(module: nn.Module, dtype: Any) -> None:
+    """Sets the dtype of a bound Linen module, and of the configs that it holds, where they are open."""
+    for field in dataclasses.fields(module):
+        value: Any = getattr(module, field.name)
+        if field.name == "dtype" and (value is None or _is_default(field.default, value)):
+            _set(module, "dtype", dtype)
+        elif _is_open_config(value):
+            _set(module, field.name, dataclasses.replace(value, dtype=dtype))
+
+
+def compute_nnx(model: nnx.Module, dtype: Any) -> None:
+    """Sets the dtype of every NNX module, and of the configs that it holds, where they are open."""
+    opened: list[tuple] = []
+    # a module comes after those that are in it
+    for path, module in sorted(nnx.iter_modules(model), key=lambda each: len(each[0])):
+        held: Any = module
+        configs = list(_open_configs(held))
+        own = getattr(held, "dtype", None)
+        inside = any(path[: len(around)] == around for around in opened)
+        # nnx.Embed freezes dtype to that of its float32 table, which would keep every later matmul in float32
+        frozen = isinstance(held, nnx.Embed) and own == held.param_dtype
+        default = _is_default(_default_of(type(held)), own)
+        if hasattr(held, "dtype") and (own is None or frozen or default or (inside and _is_float32(own))):
+            held.dtype = dtype
+        if default or configs:
+            opened.append(path)
+        for name, config in configs:
+            setattr(held, name, dataclasses.replace(config, dtype=dtype))
+
+
+def _open_configs(module: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in list(vars(module).items()) if _is_open_config(value))
+
+
+def _is_open_config(value: Any) -> bool:
+    if not dataclasses.is_dataclass(value) or isinstance(value, (type, nn.Module)):
+        return False
+    defaults = {field.name: field.default for field in dataclasses.fields(value) if field.init}
+    return "dtype" in defaults and _is_default(defaults["dtype"], getattr(value, "dtype", None))
+
+
+@cache
+def _default_of(kind: type) -> Any:
+    parameter = inspect.signature(kind.__init__).parameters.get("dtype")
+    return None if parameter is None else parameter.default
+
+
+def _is_default(default: Any, value: Any) -> bool:
+    return _is_float32(default) and _is_float32(value)
+
+
+def _is_float32(value: Any) -> bool:
+    return value in ("float32", np.float32, jnp.float32) or (isinstance(value, np.dtype) and value.name == "float32")
+
+
+def _set(module: nn.Module, name: str, value: Any) -> None:
+    object.__setattr__(module, name, value)  # Linen modules are frozen; this one lives for one call
