@@ -77,7 +77,7 @@ class LinenModel:
 
 
 def _computing_in(dtype, call, args, kwargs, context):
-    """Sets on every submodule what belongs to the computation: a dtype where its own is open, statistics of all rows."""
+    """Sets on every submodule what a step decides: a dtype where its own is open, and statistics of all examples."""
     if dtype is not None:
         compute_linen(context.module, dtype)
     if averages_over_devices(context.module):

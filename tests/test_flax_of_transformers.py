@@ -1,0 +1,187 @@
+"""Flax models of transformers as its last release with Flax has them, unedited: each trains as a plain optax loop does.
+
+GPT2     a decoder; its head is the embedding, out of `module.variables`; kernels stored transposed
+Bert     an encoder; masked tokens; tied to the embedding under another name
+T5       encoder and decoder; relative positions; no biases
+ViT      patches of images; a class token
+Whisper  frames of sound and tokens; 1-dim convolutions; six heads, which tensor 2 divides
+"""
+
+from functools import cache
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxpar as jp
+
+FOUND = "transformers 4.57, the last with Flax"
+transformers = pytest.importorskip("transformers", reason=f"{FOUND}, is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not transformers.__version__.startswith("4."), reason=f"needs {FOUND}"),
+]
+
+ROWS, SEQ, VOCAB, DIM = 8, 8, 40, 24
+TOKENS = np.zeros([1, SEQ], np.int32)
+LAYOUTS = {
+    "data 8": {"data": 8},
+    **{f"fsdp 8, zero {stage}": {"fsdp": 8, "zero": stage} for stage in (1, 2, 3)},
+    "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def gpt2():
+    from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModule
+
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=DIM, n_layer=2, n_head=2)
+    return FlaxGPT2LMHeadModule(config), lambda batch: (batch["tokens"], batch["ones"], batch["places"])
+
+
+def bert():
+    from transformers.models.bert.modeling_flax_bert import FlaxBertForMaskedLMModule
+
+    config = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=DIM, num_hidden_layers=2, num_attention_heads=2, intermediate_size=2 * DIM,
+        max_position_embeddings=SEQ,
+    )  # fmt: skip
+    zero = lambda batch: jnp.zeros_like(batch["tokens"])  # noqa: E731
+    return FlaxBertForMaskedLMModule(config), lambda batch: (
+        batch["tokens"], batch["ones"], zero(batch), batch["places"], None
+    )  # fmt: skip
+
+
+class OfItsTime:
+    """jax.numpy as it was when transformers' T5 was written: JAX has since renamed the arguments of `clip`."""
+
+    def __getattr__(self, name):
+        return getattr(jnp, name)
+
+    def clip(self, x, a_min=None, a_max=None):
+        return jnp.clip(x, a_min, a_max)
+
+
+def t5():
+    from transformers.models.t5 import modeling_flax_t5
+
+    modeling_flax_t5.jnp = OfItsTime()
+    config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=DIM, d_kv=12, d_ff=2 * DIM, num_layers=2, num_heads=2, decoder_start_token_id=0
+    )
+    return modeling_flax_t5.FlaxT5ForConditionalGenerationModule(config), lambda batch: (
+        batch["tokens"], batch["ones"], batch["tokens"], batch["ones"]
+    )  # fmt: skip
+
+
+def vit():
+    from transformers.models.vit.modeling_flax_vit import FlaxViTForImageClassificationModule
+
+    config = transformers.ViTConfig(
+        hidden_size=DIM, num_hidden_layers=2, num_attention_heads=2, intermediate_size=2 * DIM, image_size=8,
+        patch_size=4, num_labels=10,
+    )  # fmt: skip
+    return FlaxViTForImageClassificationModule(config), lambda batch: (batch["image"],)
+
+
+def whisper():
+    from transformers.models.whisper.modeling_flax_whisper import FlaxWhisperForConditionalGenerationModule
+
+    config = transformers.WhisperConfig(
+        vocab_size=VOCAB, d_model=DIM, encoder_layers=2, decoder_layers=2, encoder_attention_heads=6,
+        decoder_attention_heads=6, encoder_ffn_dim=2 * DIM, decoder_ffn_dim=2 * DIM, max_source_positions=SEQ,
+        max_target_positions=SEQ, num_mel_bins=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    return FlaxWhisperForConditionalGenerationModule(config), lambda batch: (
+        batch["sound"], batch["tokens"], batch["ones"], batch["places"]
+    )  # fmt: skip
+
+
+MODELS = {"gpt2": gpt2, "bert": bert, "t5": t5, "vit": vit, "whisper": whisper}
+
+
+def batch_of(rows):
+    rng = np.random.default_rng(0)
+    return {
+        "tokens": rng.integers(3, VOCAB, [rows, SEQ]).astype(np.int32),
+        "ones": np.ones([rows, SEQ], np.int32),
+        "places": np.broadcast_to(np.arange(SEQ, dtype=np.int32), [rows, SEQ]).copy(),
+        "image": rng.random([rows, 8, 8, 3], np.float32),
+        "sound": rng.random([rows, 4, 2 * SEQ], np.float32),
+        "labels": rng.integers(0, 10, rows).astype(np.int32),
+    }
+
+
+def loss_of(inputs):
+    def loss(model, batch):
+        logits = model(*inputs(batch)).logits.astype(jnp.float32)
+        targets = batch["labels"] if logits.ndim == 2 else batch["tokens"]
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return each.sum(), each.size
+
+    return loss
+
+
+@cache
+def described(name):
+    """Returns the model as jaxpar takes it, its loss and an optimizer."""
+    module, inputs = MODELS[name]()
+    model = jp.linen(module, *inputs(batch_of(1)))
+    # not Adam: the bias of keys has no gradient but for rounding, which Adam would scale up
+    return module, inputs, model, optax.sgd(0.1, 0.9)
+
+
+@cache
+def plainly(name):
+    """Returns losses and parameters of three steps of a loop of Linen, optax and `jax.jit` alone, on one device."""
+    module, inputs, model, optimizer = described(name)
+    layout = jp.compose(model, jp.Parallel(), jax.devices()[:1])
+    params = jp.init_state(layout, optimizer, seed=0).params
+    kept, batch = optimizer.init(params), batch_of(ROWS)
+
+    def mean(params):
+        total, count = loss_of(inputs)(SimpleModel(module, params), batch)
+        return total / count
+
+    @jax.jit
+    def step(params, kept):
+        value, gradients = jax.value_and_grad(mean)(params)
+        updates, kept = optimizer.update(gradients, kept, params)
+        return value, optax.apply_updates(params, updates), kept
+
+    losses = []
+    for _ in range(3):
+        value, params, kept = step(params, kept)
+        losses.append(float(value))
+    return losses, jax.device_get(params)
+
+
+class SimpleModel(SimpleNamespace):
+    """A Linen module with its parameters, which is called as jaxpar's is."""
+
+    def __init__(self, module, params):
+        super().__init__(module=module, params=params)
+
+    def __call__(self, *args):
+        return self.module.apply({"params": self.params}, *args)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in MODELS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=pytest.mark.full if "zero 1" in n or "zero 2" in n else ()) for n in LAYOUTS]
+)
+def test_a_model_of_transformers_trains_as_a_plain_loop_does(name, layout):
+    _, inputs, model, optimizer = described(name)
+    placed = jp.compose(model, jp.Parallel(**LAYOUTS[layout]))
+    state, step = jp.init_state(placed, optimizer, seed=0), jp.train_step(placed, loss_of(inputs), optimizer)
+    losses, (want, reference) = [], plainly(name)
+    for _ in range(3):
+        state, metrics = step(state, batch_of(ROWS))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, want, **CLOSE)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, **CLOSE), state.params, reference)
+    assert losses[-1] < losses[0]
