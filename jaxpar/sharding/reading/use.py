@@ -98,7 +98,8 @@ def _row(path: str, index: int, dims: Sequence[Dim], pairs: Mapping[Piece, str])
     facts = dim[0].facts
     tied = facts.looked_up and facts.made
     read_out = facts.made and not facts.taken and not facts.looked_up and len(dims) > 1
-    if tied or ((path in facts.looked_up or (read_out and path in facts.made)) and size > WIDE * others):
+    head = read_out and path in facts.made and size >= others  # whole, every device would compute all of its results
+    if tied or head or (path in facts.looked_up and size > WIDE * others):
         return "vocab", size
     if any(piece.facts.met or "contracted between activations" in piece.facts.mixed for piece in dim):
         return "head_dim", size
