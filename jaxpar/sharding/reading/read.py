@@ -18,7 +18,10 @@ def read(blueprint: Blueprint, *, use: bool) -> dict[str, Read]:
     if not use or blueprint.program is None or all(leaf.names is not None for leaf in blueprint.leaves.values()):
         return words
     closed, paths = blueprint.program()
-    return words | {path: used for path, used in by_use(closed.jaxpr, paths).items() if _better(used, words.get(path))}
+    used = by_use(closed.jaxpr, paths)
+    if not any(CUT & {*each.names} for each in used.values()):  # as of an LSTM: matrices are then cut by their sizes
+        return words
+    return words | {path: each for path, each in used.items() if _better(each, words.get(path))}
 
 
 def _better(used: Read, named: Read | None) -> bool:
