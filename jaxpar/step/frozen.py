@@ -19,16 +19,15 @@ from jax.extend.core import Jaxpr, Var
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import CALLS, jaxpr_of, variables
 from jaxpar.sharding.names import Tree, path_of
-from jaxpar.step.state import abstract
 
 
 def frozen(layout: Layout, optimizer: optax.GradientTransformation) -> frozenset[str]:
     """Returns the paths of the parameters whose gradients an update of the optimizer does not read."""
-    state = abstract(layout, optimizer)
+    state = jax.eval_shape(optimizer.init, layout.params)  # of one replica, where replicas step apart
     # only what masks can leave a gradient unread: with other optimizers nothing is traced to find that none is
-    if not any(map(_is_masked, jax.tree.leaves(state.optimizer, is_leaf=_is_masked))):
+    if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
         return frozenset()
-    closed = jax.make_jaxpr(optimizer.update)(layout.params, state.optimizer, layout.params)
+    closed = jax.make_jaxpr(optimizer.update)(layout.params, state, layout.params)
     read = _read(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
     keyed, _ = jax.tree_util.tree_flatten_with_path(layout.params)  # the gradients are the first of the arguments
     return frozenset(path_of(keys) for index, (keys, _) in enumerate(keyed) if index not in read)
