@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.techniques.context import tables_in_pieces
@@ -47,25 +47,14 @@ class CutModel:
     def model(self, *, train: bool) -> Model:
         """Returns the three pieces, for training or for an evaluation."""
         compute = Compute(train=train, dtype=self.shardings.dtype, remat=self.numerics.remat)
-        shardings, layout, blueprint, at = (
-            self.shardings,
-            self.shardings.layout,
-            self.shardings.layout.blueprint,
-            {"layers": False},
-        )
+        shardings, layout, at = self.shardings, self.shardings.layout, {"layers": False}
+        blueprint = layout.blueprint
 
         def use(path: str, value: jax.Array) -> jax.Array:
             if path in layout.others:  # whole on every device while the table runs
                 return value
             if (path in shardings.stacked) != at["layers"]:
-                raise refuse(
-                    f"{blueprint.name} reads {path} "
-                    + ("outside of its layers" if path in shardings.stacked else "inside of its layers"),
-                    rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
-                    "them and no others: a stage has nothing else",
-                    fix="pass it through x, or run it before or after jp.pipelined(layers, x); for a stack that runs "
-                    "there, another name than layers for its dim 0",
-                )
+                raise _misplaced(blueprint.name, path, "outside" if path in shardings.stacked else "inside")
             with jax.named_scope(SCOPE + path.replace("/", ".")):
                 return shardings.layer(path, value) if at["layers"] else shardings.cast(value)
 
@@ -145,3 +134,14 @@ class CutModel:
             return jnp.moveaxis(rows, 1, 0)
 
         return {name: split(value) for name, value in batch.items()}
+
+
+def _misplaced(name: str, path: str, where: str) -> JaxparError:
+    """Returns the refusal of a parameter that is read on the wrong side of `jp.pipelined`."""
+    return refuse(
+        f"{name} reads {path} {where} of its layers",
+        rule="the layers of a pipeline read the parameters stacked for them (dim 0 named layers), all of "
+        "them and no others: a stage has nothing else",
+        fix="pass it through x, or run it before or after jp.pipelined(layers, x); for a stack that runs "
+        "there, another name than layers for its dim 0",
+    )
