@@ -220,8 +220,10 @@ def test_a_ring_of_permutes_counts_every_turn():
     assert sum(entry.step_wire for entry in found.ledger) == turns * 4 * size
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["8x8", "128x8"], ids=["64", "1024"])
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param("8x8", id="64", marks=pytest.mark.full), pytest.param("128x8", id="1024", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("way", ["data", "zero2", "zero3", "tensor x fsdp"])
 def test_theory_holds_on_many_gpus(target, way):
     nodes = int(target.split("x")[0])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -342,9 +343,14 @@ def test_what_does_not_fit_ends_with_status_1_and_says_what_would_help(capsys):
     assert "train.remat = 'full'  frees" in said
 
 
-@pytest.mark.slow
+ALONE = {  # CI compiles these: those left out differ from one of them in a size, or in a stage of ZeRO
+    "context4_data2", "digits", "gpu_gpt2_124m", "gpu_llama_70b_fsdp128_tensor8", "gpu_llama_8b_fsdp8",
+    "hsdp_data2_fsdp4", "pipe2_fsdp2_tensor2", "tensor4_sequence_data2",
+}  # fmt: skip
+
+
 @gpu_compiler
-@pytest.mark.parametrize("name", [path.stem for path in sorted(Path("configs").glob("*.toml"))])
+@pytest.mark.parametrize("name", some([path.stem for path in sorted(Path("configs").glob("*.toml"))], [], ALONE))
 def test_every_job_of_configs_passes_inspection_for_its_own_target(name, tmp_path, capsys):
     simulated = not name.startswith("gpu_")
     target = ["--target", "h100"] if simulated else []  # those on simulated devices are shown as they would be on GPUs

@@ -20,6 +20,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.shrink import fewer
 from jaxpar.launch.supervise import Launch
 
+STEPS, ALL = 16, 24  # of a run, and of the longest that goes on from one
 JOB = """\
 [model]
 name = "decoder"
@@ -40,6 +41,7 @@ path = "text.txt"
 seq = 16
 [optimizer]
 warmup = 2
+decay = "constant"
 [checkpoint]
 every = {every}
 [run]
@@ -55,7 +57,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def job(folder, run, *, steps=8, every=0):
+def job(folder, run, *, steps=STEPS, every=0):
     (folder / f"{run}.toml").write_text(JOB.format(run=run, steps=steps, every=every))
     return f"{run}.toml"
 
@@ -95,7 +97,7 @@ def pid(folder, run, process):
 
 @pytest.fixture(scope="module")
 def launched(folder):
-    """Returns a function: the folder's run of 8 steps on so many processes, its output and errors; each runs once."""
+    """Returns a function: the folder's run on so many processes, its output and errors; each runs once."""
 
     @cache
     def run(count):
@@ -105,15 +107,8 @@ def launched(folder):
 
 
 @pytest.fixture(scope="module")
-def unchanged(folder):
-    """The losses of 60 steps on two processes that nobody stopped."""
-    end(start(folder, "launch", "-n", "2", "train", job(folder, "unchanged", steps=60, every=5)))
-    return losses(folder, "unchanged")
-
-
-@pytest.fixture(scope="module")
 def alone(folder):
-    end(start(folder, "train", job(folder, "alone")))
+    end(start(folder, "train", job(folder, "alone", steps=ALL)))
     return losses(folder, "alone")
 
 
@@ -121,8 +116,8 @@ def alone(folder):
 @pytest.mark.xdist_group("launch")
 def test_processes_have_the_losses_of_one(folder, alone, launched, count):
     name, out, err = launched(count)
-    np.testing.assert_allclose(losses(folder, name), alone, rtol=1e-6)
-    assert out.count("step 8/8") == 1  # one of them speaks
+    np.testing.assert_allclose(losses(folder, name), alone[:STEPS], rtol=1e-6)
+    assert out.count(f"step {STEPS}/{STEPS}") == 1  # one of them speaks
     assert "launch:" not in err
 
 
@@ -135,30 +130,25 @@ def test_as_many_devices_give_the_same_bits_on_any_number_of_processes(folder, l
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-def test_a_run_goes_on_with_another_number_of_processes(folder, unchanged):
+def test_a_run_goes_on_with_another_number_of_processes(folder, alone, launched):
     """On four processes, then on two, then on one: the losses of a run that nobody stopped."""
-    name = job(folder, "changing", steps=60)
-    for count, step in ((4, 5), (2, 25)):
-        child = start(folder, "launch", "-n", str(count), "train", name)
-        wait_for(folder, "changing", step)
-        child.send_signal(signal.SIGTERM)
-        end(child, status=143)
-        assert step <= len(rows(folder, "changing")) < 60
-    end(start(folder, "train", name))
-    np.testing.assert_allclose(losses(folder, "changing"), unchanged, rtol=2e-6)
+    shutil.copytree(folder / launched(4)[0], folder / "changing")
+    end(start(folder, "launch", "-n", "2", "train", job(folder, "changing", steps=20)))
+    end(start(folder, "train", job(folder, "changing", steps=ALL)))
+    np.testing.assert_allclose(losses(folder, "changing"), alone, rtol=2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("launch")
-def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder, unchanged):
-    child = start(folder, "launch", "-n", "2", "train", job(folder, "killed", steps=60, every=5))
-    wait_for(folder, "killed", 12)
+def test_a_killed_process_starts_all_again_from_the_newest_checkpoint(folder, launched):
+    child = start(folder, "launch", "-n", "2", "train", job(folder, "killed", every=4))
+    wait_for(folder, "killed", 6)
     os.kill(pid(folder, "killed", 1), signal.SIGKILL)
     _, err = end(child)
     assert "launch: process 1 (host " in err
     assert "was killed by SIGKILL" in err
     assert "launch: attempt 2, from step " in err
-    assert losses(folder, "killed") == unchanged
+    assert losses(folder, "killed") == losses(folder, launched(2)[0])
 
 
 @pytest.mark.slow
@@ -169,9 +159,9 @@ def test_without_a_process_that_is_gone_for_good_the_others_go_on(folder):
         "def loss(model, batch):\n    return next_token(model, batch)\n"
         "if os.environ.get('JAXPAR_PROCESS') == '1':\n    os._exit(9)\n"
     )
-    _, err = end(start(folder, "launch", "-n", "2", "train", job(folder, "gone"), "train.loss=gone:loss"))
+    _, err = end(start(folder, "launch", "-n", "2", "train", job(folder, "gone", steps=2), "train.loss=gone:loss"))
     assert "on with 1, mesh.simulate=2 parallel.fsdp=2 parallel.data=1" in err
-    assert len(losses(folder, "gone")) == 8
+    assert len(losses(folder, "gone")) == 2
 
 
 @pytest.mark.parametrize(
@@ -284,7 +274,7 @@ def test_two_hosts_are_two_network_namespaces(folder, tmp_path):
         pytest.skip("network namespaces: not root, or no ip command, or the kernel does not allow them")
     names, links = ([f"jp{os.getpid()}{what}{node}" for node in range(2)] for what in ("n", "v"))
     files = [Path(f"/etc/netns/{name}/hosts") for name in names]  # each host's own name is its address
-    name, words = job(folder, "hosts"), ["--nodes", "2", "--coordinator", "10.231.7.1:7788"]
+    name, words = job(folder, "hosts", steps=2), ["--nodes", "2", "--coordinator", "10.231.7.1:7788"]
     try:
         for node, file in enumerate(files):
             ip("netns", "add", names[node])
@@ -306,7 +296,7 @@ def test_two_hosts_are_two_network_namespaces(folder, tmp_path):
         ]  # fmt: skip
         for child in children:
             end(child)
-        assert len(losses(folder, "hosts")) == 8
+        assert len(losses(folder, "hosts")) == 2
     finally:
         for node in range(2):
             subprocess.run(["/sbin/ip", "netns", "del", names[node]], check=False, capture_output=True)

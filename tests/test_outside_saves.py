@@ -39,7 +39,7 @@ def test_outside_no_object_of_a_save_outlives_it(tmp_path):
     assert growth.of_saves(tmp_path, 12, first=10, measured=sys.getallocatedblocks) < 120
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not SHM.is_dir(), reason="2,000 saves wait minutes for a disk")
 def test_outside_resident_memory_is_flat_over_600_saves():
     """In a process with one arena of malloc's: by which thread each of many is filled, and how far, is chance."""

@@ -4,12 +4,14 @@ Two stages x data 2 x fsdp 2, or four x fsdp 2; a microbatch is two rows on each
 counted from the table: how often a stage sends. Bytes are the theory's, to 0.2 %.
 """
 
+import itertools
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from covering import some
 from flax import nnx
 from tiny import Lean, Staged
 
@@ -126,14 +128,11 @@ def test_gradients_and_parameters_travel_once_per_step(name):
     }
 
 
-SCATTERED = [  # in every run: the schedule that deals its layers to the stages, with one replica and with two
-    pytest.param(name, alone, marks=[pytest.mark.slow] * (name != "interleaved_phased"))
-    for name in PHASED + MIXED
-    for alone in (True, False)
-]
+SCATTERED = list(itertools.product(PHASED + MIXED, (True, False)))
+DEALT = ("interleaved_phased", True), ("interleaved_phased", False)  # this schedule deals its layers to the stages
 
 
-@pytest.mark.parametrize(("name", "alone"), SCATTERED)
+@pytest.mark.parametrize(("name", "alone"), some(SCATTERED, DEALT, SCATTERED[1::2]))
 def test_outside_gradients_are_scattered_over_fsdp_with_one_replica_and_with_two(name, alone):
     _, report, _ = found(name, alone=alone)
     layers = LAYER_BYTES / (ALONE if alone else MESH)["pipe"]
@@ -179,10 +178,10 @@ def temporary(name, mesh, microbatches, keep="inputs"):
 
 FLAT = [  # the fewest microbatches are as many as the first stage keeps
     ("1f1b", {"pipe": 4, "data": 2}, (4, 64), "inputs"),
-    ("1f1b", {"pipe": 4, "data": 2}, (4, 64), "residuals"),
-    ("1f1b_phased", {"pipe": 4, "data": 2}, (8, 64), "inputs"),
     ("1f1b_phased", {"pipe": 2, "data": 2, "fsdp": 2}, (4, 64), "residuals"),
     ("zb_h1", {"pipe": 4, "data": 2}, (4, 64), "inputs"),
+    ("1f1b", {"pipe": 4, "data": 2}, (4, 64), "residuals"),
+    ("1f1b_phased", {"pipe": 4, "data": 2}, (8, 64), "inputs"),
     ("interleaved_phased", {"pipe": 2, "data": 4}, (8, 64), "inputs"),
 ]
 
@@ -190,8 +189,8 @@ FLAT = [  # the fewest microbatches are as many as the first stage keeps
 @pytest.mark.parametrize(
     ("name", "mesh", "counts", "keep"),
     [
-        pytest.param(*case, id=f"{case[0]}, {case[3]}", marks=[pytest.mark.slow] * (case is not FLAT[0]))
-        for case in FLAT
+        pytest.param(*case, id=f"{case[0]}, {case[3]}", marks=mark)
+        for case, mark in zip(FLAT, [(), *[pytest.mark.slow] * 2, *[pytest.mark.full] * 3], strict=True)
     ],
 )
 def test_memory_does_not_grow_with_microbatches(name, mesh, counts, keep):

@@ -231,12 +231,12 @@ def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
     small = ["model.layers=4", "model.dim=256", "model.heads=8", "model.kv_heads=4", "model.hidden=512", "data.seq=256"]
     small += ["model.vocab=2048", "data.vocab=2048", "train.global_batch=32"]
     file = tmp_path / "found.json"
-    status = main(["bench", "layouts", EIGHT_B, *small, "--devices", "8", "--count", "4", "--json", str(file)])
+    status = main(["bench", "layouts", EIGHT_B, *small, "--devices", "8", "--count", "3", "--json", str(file)])
     found = json.loads(file.read_text())
     assert status == (0 if found["holds"] else 1)
-    assert found["agreement"]["layouts"] == 4
+    assert found["agreement"]["layouts"] == 3
     assert all(each["compiled"]["bytes"] > 0 < each["replayed"]["seconds"] for each in found["layouts"])
-    assert "4 layouts: rank correlation of seconds" in capsys.readouterr().out
+    assert "3 layouts: rank correlation of seconds" in capsys.readouterr().out
 
 
 def on_record(seed):

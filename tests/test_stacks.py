@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some
 from flax import nnx
 from tiny import assert_same_arrays, on_one_device, train
 from written import DIM, GPT2, SEQ, Block, DenseFirst, Listed, Seq2seq, Stacked, ViT
@@ -61,20 +62,18 @@ def assert_equals(got, want):
     assert_same_arrays((got[0], got[1].params), (want[0], want[1].params))
 
 
-OFTEN = {  # in every run; all others in slow ones
-    ("nnx.vmap", "pipe 2 x fsdp 2 x tensor 2", "1f1b_phased"),
-    ("nn.scan with a length", "pipe 4 x data 2", "1f1b"),
-    ("nnx.List", "pipe 2 x fsdp 2 x tensor 2", "1f1b"),
-    ("a list of setup", "pipe 4 x data 2", "1f1b_phased"),
-    ("two stacks", "pipe 2 x fsdp 2 x tensor 2", "1f1b_phased"),
-}
-CASES = itertools.product(MODELS, LAYOUTS, ("1f1b_phased", "1f1b"))
+ONE, EIGHT = LAYOUTS  # their names
+CASES = list(itertools.product(MODELS, LAYOUTS, ("1f1b_phased", "1f1b")))
+OFTEN = [("nnx.vmap", EIGHT, "1f1b_phased"), ("a list of setup", ONE, "1f1b_phased")]
+SLOW = [
+    ("nn.scan with a length", ONE, "1f1b"),
+    ("nnx.List", EIGHT, "1f1b"),
+    ("two stacks", EIGHT, "1f1b_phased"),
+    ("a first layer of another kind", ONE, "1f1b"),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "schedule"),
-    [pytest.param(*case, id=", ".join(case), marks=[] if case in OFTEN else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.parametrize(("kind", "layout", "schedule"), some(CASES, OFTEN, SLOW))
 def test_losses_and_parameters_equal_one_device(kind, layout, schedule):
     parallel = jp.Parallel(**LAYOUTS[layout], pipeline=jp.Pipeline(schedule=schedule))
     model, settings = MODELS[kind]
@@ -91,9 +90,11 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("kind", ["nnx.vmap", "nn.scan with a length", "nnx.List", "a list of setup"])
+BARE = ["nnx.vmap", "nn.scan with a length", "nnx.List", "a list of setup"]
+IN_TURN = list(zip(itertools.cycle(BARE), SETTINGS, strict=False))  # each setting with one of them
+
+
+@pytest.mark.parametrize(("kind", "setting"), some(itertools.product(BARE, SETTINGS), [], IN_TURN))
 def test_settings_of_the_pipeline_equal_one_device(kind, setting):
     sizes, pipeline = SETTINGS[setting]
     if setting == "spread" and kind == "nn.scan with a length":
