@@ -68,6 +68,7 @@ def test_the_model_of_the_readme_trains():
     assert "mlp/tensor" in names["layout"].explain()
 
 
+@pytest.mark.slow
 def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
     code, said = blocks("python")[0], blocks("text")[0]
     assert len(code.splitlines()) <= 12

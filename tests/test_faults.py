@@ -181,6 +181,7 @@ def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
     assert [(each["at"], each["past"]) for each in skipped["skipped"]] == [(8, 2)]
 
 
+@pytest.mark.slow
 def test_a_run_that_went_back_and_is_stopped_goes_on_the_same(tmp_path):
     bad = {5: "nothing counts", 13: "nothing counts"}
     roll = "faults.on_bad_step=rollback"

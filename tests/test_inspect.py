@@ -314,6 +314,7 @@ def test_a_loop_with_an_unknown_end_is_said_to_be_unknown():
         jp.assert_collectives(report, {"data": {"all-reduce": 1}})
 
 
+@pytest.mark.slow
 @gpu_compiler
 def test_the_verb_reports_writes_and_compares(tmp_path, capsys):
     job, other = "configs/zero3_fsdp8.toml", tmp_path / "other.toml"

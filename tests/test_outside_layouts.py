@@ -22,6 +22,7 @@ PIECES = {"pipe": 2, "context": 2, "tensor": 2}
 FOUR = {"microbatches": 4}
 
 
+@pytest.mark.slow
 def test_any_model_looks_things_up_where_sequences_and_tables_are_in_pieces():
     """XLA ends the process on a gather between two axes inside of a pipeline; the models know nothing of it."""
     cases = [

@@ -46,6 +46,7 @@ def test_outside_gradients_of_a_tick_are_reduced_in_float32(schedule):
     assert sent == pytest.approx(wanted, rel=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 def test_outside_sums_of_gradients_in_a_table_that_gathers_in_its_ticks_are_shards():
     once, each = (compiled("1f1b_phased", gather).total for gather in ("step", "tick"))

@@ -95,6 +95,7 @@ def whole(folder):
     return folder / "whole"
 
 
+@pytest.mark.slow
 def test_a_run_writes_what_it_did(whole, folder):
     made = rows(whole)
     assert [row["step"] for row in made] == list(range(1, 41))
@@ -128,6 +129,7 @@ def test_a_finished_run_has_nothing_to_do(whole, folder):
     assert losses(whole) == before
 
 
+@pytest.mark.slow
 def test_the_same_job_again_is_the_same_run_bit_for_bit(whole, folder):
     """With other pages for malloc, so that a difference in memory would show too."""
     run("train", folder / "job.toml", f"run.dir={folder}/again", env=os.environ | {"JAXPAR_NO_HUGE_PAGES": "1"})

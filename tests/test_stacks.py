@@ -104,6 +104,7 @@ def test_settings_of_the_pipeline_equal_one_device(kind, setting):
     assert_equals(train(model, parallel, steps=3, **settings), alone(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Stacked, Listed])
 def test_dropout_inside_of_the_layers_equals_one_device(model):
     """Each layer keeps a key and a count of its own, also where another stage runs it."""
