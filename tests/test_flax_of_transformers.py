@@ -8,12 +8,11 @@ Whisper  frames of sound and tokens; 1-dim convolutions; six heads, which tensor
 """
 
 from functools import cache
-from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import plain_loop
 import pytest
 
 import jaxpar as jp
@@ -27,12 +26,7 @@ pytestmark = [
 
 ROWS, SEQ, VOCAB, DIM = 8, 8, 40, 24
 TOKENS = np.zeros([1, SEQ], np.int32)
-LAYOUTS = {
-    "data 8": {"data": 8},
-    **{f"fsdp 8, zero {stage}": {"fsdp": 8, "zero": stage} for stage in (1, 2, 3)},
-    "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2},
-}
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+SGD = optax.sgd(0.1, 0.9)  # not Adam: the bias of keys has no gradient but for rounding, which Adam would scale up
 
 
 def gpt2():
@@ -127,61 +121,15 @@ def loss_of(inputs):
 
 
 @cache
-def described(name):
-    """Returns the model as jaxpar takes it, its loss and an optimizer."""
-    module, inputs = MODELS[name]()
-    model = jp.linen(module, *inputs(batch_of(1)))
-    # not Adam: the bias of keys has no gradient but for rounding, which Adam would scale up
-    return module, inputs, model, optax.sgd(0.1, 0.9)
-
-
-@cache
 def plainly(name):
-    """Returns losses and parameters of three steps of a loop of Linen, optax and `jax.jit` alone, on one device."""
-    module, inputs, model, optimizer = described(name)
-    layout = jp.compose(model, jp.Parallel(), jax.devices()[:1])
-    params = jp.init_state(layout, optimizer, seed=0).params
-    kept, batch = optimizer.init(params), batch_of(ROWS)
-
-    def mean(params):
-        total, count = loss_of(inputs)(SimpleModel(module, params), batch)
-        return total / count
-
-    @jax.jit
-    def step(params, kept):
-        value, gradients = jax.value_and_grad(mean)(params)
-        updates, kept = optimizer.update(gradients, kept, params)
-        return value, optax.apply_updates(params, updates), kept
-
-    losses = []
-    for _ in range(3):
-        value, params, kept = step(params, kept)
-        losses.append(float(value))
-    return losses, jax.device_get(params)
-
-
-class SimpleModel(SimpleNamespace):
-    """A Linen module with its parameters, which is called as jaxpar's is."""
-
-    def __init__(self, module, params):
-        super().__init__(module=module, params=params)
-
-    def __call__(self, *args):
-        return self.module.apply({"params": self.params}, *args)
+    """Returns the model as jaxpar takes it, its loss, and what a plain loop makes of it."""
+    module, inputs = MODELS[name]()
+    model, loss = jp.linen(module, *inputs(batch_of(1))), loss_of(inputs)
+    return model, loss, plain_loop.train(model, module, loss, SGD, batch_of(ROWS))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in MODELS])
-@pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=pytest.mark.full if "zero 1" in n or "zero 2" in n else ()) for n in LAYOUTS]
-)
+@plain_loop.each_layout
 def test_a_model_of_transformers_trains_as_a_plain_loop_does(name, layout):
-    _, inputs, model, optimizer = described(name)
-    placed = jp.compose(model, jp.Parallel(**LAYOUTS[layout]))
-    state, step = jp.init_state(placed, optimizer, seed=0), jp.train_step(placed, loss_of(inputs), optimizer)
-    losses, (want, reference) = [], plainly(name)
-    for _ in range(3):
-        state, metrics = step(state, batch_of(ROWS))
-        losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, want, **CLOSE)
-    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, **CLOSE), state.params, reference)
-    assert losses[-1] < losses[0]
+    model, loss, reference = plainly(name)
+    plain_loop.beside(reference, layout, model, loss, SGD, batch_of(ROWS))

@@ -1,0 +1,86 @@
+"""The loop that users of optax write, and models of others trained beside it.
+
+LAYOUTS  the declarations that each such model is trained under
+train    three steps of `jax.value_and_grad`, optax and `jax.jit` alone, on one device
+beside   the same three steps by jaxpar: losses and parameters must be the same
+"""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import jaxpar as jp
+
+LAYOUTS = {
+    "data 8": {"data": 8},
+    **{f"fsdp 8, zero {stage}": {"fsdp": 8, "zero": stage} for stage in (1, 2, 3)},
+    "2x2x2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+STEPS = 3
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+each_layout = pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=pytest.mark.full if "zero 1" in n or "zero 2" in n else ()) for n in LAYOUTS]
+)
+
+
+class WithParameters:
+    """A Linen module with its parameters, which is called as jaxpar's is."""
+
+    def __init__(self, module, params):
+        self.module, self.params = module, params
+
+    def __call__(self, *args, **kwargs):
+        return self.module.apply({"params": self.params}, *args, **kwargs)
+
+
+def train(model, of, loss, optimizer, batch):
+    """Returns losses, and parameters after the last step.
+
+    Args:
+      model: As `jp.compose` takes it: it begins with the parameters of jaxpar's seed 0.
+      of: The Linen module itself, or the factory of the NNX module.
+      loss: Of (model, batch): a mean, or a sum and a count.
+      optimizer: An optax chain.
+      batch: The one batch of every step.
+    """
+    params = jp.init_state(jp.compose(model, jp.Parallel(), jax.devices()[:1]), optimizer, seed=0).params
+    if isinstance(of, nn.Module):
+        made = lambda params: WithParameters(of, params)  # noqa: E731
+    else:
+        graph, own, rest = nnx.split(of(nnx.Rngs(0)), nnx.Param, ...)
+
+        def made(params):
+            nnx.replace_by_pure_dict(own, nnx.restore_int_paths(params))
+            return nnx.merge(graph, own, rest, copy=True)
+
+    def mean(params):
+        found = loss(made(params), batch)
+        return found[0] / found[1] if isinstance(found, tuple) else found
+
+    @jax.jit
+    def step(params, kept):
+        value, gradients = jax.value_and_grad(mean)(params)
+        updates, kept = optimizer.update(gradients, kept, params)
+        return value, optax.apply_updates(params, updates), kept
+
+    losses, kept = [], optimizer.init(params)
+    for _ in range(STEPS):
+        value, params, kept = step(params, kept)
+        losses.append(float(value))
+    return losses, jax.device_get(params)
+
+
+def beside(reference, layout, model, loss, optimizer, batch):
+    """Asserts that under a layout the model has the losses and parameters that `train` returned."""
+    placed = jp.compose(model, jp.Parallel(**LAYOUTS[layout]))
+    state, step = jp.init_state(placed, optimizer, seed=0), jp.train_step(placed, loss, optimizer)
+    losses, (expected, params) = [], reference
+    for _ in range(STEPS):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, expected, **CLOSE)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, **CLOSE), state.params, params)
+    assert losses[-1] < losses[0]
