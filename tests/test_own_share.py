@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 import vocabularies
+from flax import nnx
 from vocabularies import SEQ, Careless, batch, step_of
 
 import jaxpar as jp
@@ -21,6 +22,7 @@ from jaxpar.hlo.text import parse
 from jaxpar.job.file.parse import loads
 from jaxpar.job.inspect import work
 
+SGD = optax.sgd(0.1)
 JOB = """
 [mesh]
 simulate = 8
@@ -48,12 +50,12 @@ WAYS = {
 
 def careless(how):
     layout = jp.compose(partial(Careless, how=how), jp.Parallel(data=8))
-    return jp.train_step(layout, jp.next_token, optax.sgd(0.1))
+    return jp.train_step(layout, jp.next_token, SGD)
 
 
 def first_step(step):
     tokens = np.zeros((16, SEQ), np.int32)
-    return step(jp.init_state(step.layout, optax.sgd(0.1)), {"inputs": tokens, "targets": tokens})
+    return step(jp.init_state(step.layout, SGD), {"inputs": tokens, "targets": tokens})
 
 
 def lines_of(text):
@@ -88,10 +90,27 @@ def test_check_explains_what_devices_compute_as_compiled(batch, begins):
 
 def test_rematerialization_that_was_asked_for_is_no_excess():
     layout = jp.compose(partial(Careless, how="as it comes"), jp.Parallel(data=8))
-    step = jp.train_step(layout, jp.next_token, optax.sgd(0.1), remat="full", accumulate=2)
+    step = jp.train_step(layout, jp.next_token, SGD, remat="full", accumulate=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first_step(step)
+
+
+class Depthwise(nnx.Module):
+    def __init__(self, *, rngs):
+        self.conv = nnx.Conv(32, 32, (4,), feature_group_count=32, rngs=rngs)
+        self.head = nnx.Linear(32, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.conv(x)).mean(axis=1))
+
+
+def test_a_depthwise_convolution_whose_gradient_xla_makes_dense_is_no_excess():
+    layout = jp.compose(Depthwise, jp.Parallel(data=8))
+    step, state = (jp.train_step(layout, jp.classify, SGD), jp.init_state(layout, SGD))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state, {"inputs": np.ones((16, 16, 32), np.float32), "labels": np.zeros(16, np.int32)})
 
 
 def test_a_loop_that_turns_as_often_as_the_data_says_has_no_share():
