@@ -49,6 +49,30 @@ class JaxparError(ValueError):
         super().__init__("\n".join(str(problem) for problem in problems))
 
 
+class Keywords:
+    """Base of the dataclasses that users write with keywords: one that a class does not have is refused."""
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """Returns the empty instance, for `__init__`.
+
+        Raises:
+          JaxparError: With every keyword that the class does not have, and values without a keyword.
+        """
+        known = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
+        rule = f"{cls.__name__} takes keywords: {', '.join(known)}"
+        problems = [Problem(f"{cls.__name__}({value!r:.60})", rule, f"{known[0]}={value!r:.60}") for value in args]
+        problems += [
+            Problem(f"{cls.__name__}({key}={kwargs[key]!r:.60})", rule, nearest(key, known))
+            for key in kwargs
+            if key not in known
+        ]
+        if problems:
+            raise JaxparError(*problems)
+        return super().__new__(cls)
+
+
 def plain(text: str) -> str:
     """Returns a text without control characters, which a terminal would obey; lines and tabs stay."""
     return text.translate(_SHOWN)

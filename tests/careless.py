@@ -53,6 +53,40 @@ class WrongWidth(Net):
         return self.b(x)
 
 
+class Dropped(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+
+    def __call__(self, x):
+        return self.dropout(super().__call__(x))
+
+
+class WrongSpec(Net):
+    def __call__(self, x):
+        return super().__call__(jax.lax.with_sharding_constraint(x, jax.P("dta")))
+
+
+class KeepsItsInputs(Net):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.last = nnx.Variable(jnp.zeros((64,)))
+
+    def __call__(self, x):
+        self.last.set_value(x)
+        return super().__call__(x)
+
+
+class Averaging(Net):
+    def __call__(self, x):
+        return jax.lax.pmean(super().__call__(x), "batch")
+
+
+class InNumpy(Net):
+    def __call__(self, x):
+        return super().__call__(np.asarray(x))
+
+
 class NoParameters(nnx.Module):
     def __init__(self, *, rngs):
         pass
@@ -235,6 +269,30 @@ def without_loss(model, batch):
 
 def mean_and_aux(model, batch):
     return losses(model, batch).mean(), {"accuracy": 1.0}
+
+
+def mean_and_logits(model, batch):
+    return losses(model, batch).mean(), model(batch["inputs"])
+
+
+def not_called(model, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(jnp.exp(model), batch["labels"])
+
+
+def without_model(model, batch):
+    return batch["inputs"].sum(), 16
+
+
+def swapped(batch, model):
+    return losses(model, batch)
+
+
+def applied(model, batch):
+    return model.apply({"params": model.params}, batch["inputs"]).mean()
+
+
+def of_four(model, batch, key, step):
+    return losses(model, batch).mean()
 
 
 def wrong_key(model, batch):

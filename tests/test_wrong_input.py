@@ -483,8 +483,12 @@ def twice(evaluate=False):
 
 
 ONE = np.zeros((1, 64), np.float32)
+PARAMS = {"params": {"Dense_0": {"kernel": np.zeros((64, 10), np.float32)}}}
 VALUES = {
     # the declaration
+    "an axis misspelt": (lambda: compose(dta=8), "Parallel(dta=8)", "did you mean 'data'?"),
+    "a number without its axis": (lambda: jp.Parallel(8), "Parallel(8)", "pipe=8"),
+    "a pipeline misspelt": (lambda: jp.Pipeline(schedul="1f1b"), "schedul='1f1b'", "did you mean 'schedule'?"),
     "data as text": (lambda: compose(data="8"), "data='8'", "data=8"),
     "fsdp as truth": (lambda: compose(fsdp=True), "fsdp=True", "positive whole number"),
     "zero as float": (lambda: compose(fsdp=8, zero=2.0), "zero=2.0", "zero="),
@@ -521,6 +525,15 @@ VALUES = {
     "linen of NNX": (lambda: jp.linen(Net, ONE), "Net", "NNX"),
     "linen of nothing": (lambda: jp.linen(Lin()), "Lin", "jnp.zeros([1, ...])"),
     "linen of a shape": (lambda: jp.linen(Lin(), (1, 64)), "(1, 64)", "jnp.zeros"),
+    "linen of a module that is bound": (
+        lambda: jp.linen(Lin().bind(Lin().init(jax.random.key(0), ONE)), ONE),
+        "Lin(...).bind(...)",
+        "jp.linen(Lin(...), inputs)",
+    ),
+    "a key before the inputs of linen": (lambda: compose(jp.linen(Lin(), jax.random.key(0), ONE)), "Lin", "__call__"),
+    "variables for inputs of linen": (lambda: compose(jp.linen(Lin(), PARAMS)), "Lin", "__call__"),
+    "parameters for a model": (lambda: compose(PARAMS), "model={'params'", "lambda rngs"),
+    "a model split": (lambda: compose(nnx.split(Net(rngs=nnx.Rngs(0)))), "model=(GraphDef", "lambda rngs"),
     "linen called otherwise": (lambda: jp.linen(Lin(), ONE, train=True), "'train'", "__call__"),
     # devices
     "a dict for a Parallel": (lambda: jp.compose(Net, {"data": 8}), "{'data': 8}", "jp.Parallel(data=8)"),
@@ -535,6 +548,18 @@ VALUES = {
     "simulated too late": (lambda: jp.simulate(4), "simulate(4)", "first thing"),
     # state and step
     "an optimizer not called": (lambda: jp.init_state(layout(), optax.adam), "adam", "optax.adamw(3e-4)"),
+    "an optimizer of NNX": (
+        lambda: jp.init_state(layout(), nnx.Optimizer(Net(rngs=nnx.Rngs(0)), ADAM, wrt=nnx.Param)),
+        "optimizer=Optimizer(",
+        "optax.adamw(3e-4)",
+    ),
+    "a learning rate for an optimizer": (lambda: jp.init_state(layout(), 1e-3), "optimizer=0.001", "optax.adamw(3e-4)"),
+    "labels of optimizers for other parameters": (
+        lambda: jp.init_state(layout(), optax.multi_transform({"a": ADAM}, {"x": "a"})),
+        "the optimizer's init",
+        "optax",
+    ),
+    "an optimizer for a loss": (lambda: jp.train_step(layout(), ADAM, jp.classify), "loss=Gradient", "(model, batch)"),
     "a list of optimizers": (lambda: jp.init_state(layout(), [ADAM]), "optimizer=[", "optax.adamw(3e-4)"),
     "arguments swapped": (lambda: jp.init_state(ADAM, layout()), "layout=", "jp.compose"),
     "a seed as text": (lambda: jp.init_state(layout(), ADAM, seed="0"), "seed='0'", "seed=0"),
@@ -586,6 +611,26 @@ VALUES = {
     # losses
     "a vector": (lambda: step(loss=careless.vector), "float32[16]", "jnp.sum(losses)"),
     "a mean, accumulated": (lambda: step(loss=careless.mean, accumulate=2), "accumulate=2", "(sum, count)"),
+    "a loss and logits": (lambda: step(loss=careless.mean_and_logits), "float32[16, 10]", "jnp.sum(losses)"),
+    "a model that is not called": (lambda: step(loss=careless.not_called), "Net and its loss", "labels int32[16]"),
+    "a loss that never reads its model": (
+        lambda: step(loss=careless.without_model),
+        "reads no parameter of Net",
+        "model(batch",
+    ),
+    "a loss with its arguments swapped": (lambda: step(loss=careless.swapped), "careless.py", "labels int32[16]"),
+    "a model applied as in Linen": (
+        lambda: step(loss=careless.applied, model=jp.linen(Lin(), ONE)),
+        "no attribute 'apply'",
+        "careless.py",
+    ),
+    "a loss of four arguments": (lambda: step(loss=careless.of_four), "missing", "labels int32[16]"),
+    "dropout without a key": (lambda: step(model=careless.Dropped), "no `rngs`", "Dropped"),
+    "a spec with an axis that is none": (lambda: step(model=careless.WrongSpec), "'dta'", "not found"),
+    "state that grows": (lambda: step(model=careless.KeepsItsInputs), "last of [16, 64]", "made as [64]"),
+    "a mean over an axis of pmap": (lambda: step(model=careless.Averaging), "batch", "careless.py"),
+    "an array of numpy in a model": (lambda: step(model=careless.InNumpy), "numpy.ndarray", "careless.py"),
+    "labels as numbers with a point": (lambda: step({**BATCH, "labels": Y.astype(np.float32)}), "labels float32[16]"),
     "a dict without loss": (lambda: step(loss=careless.without_loss), "lss", '"loss"'),
     "a loss that raises": (lambda: step(loss=careless.raises), "no luck", "careless.py"),
     "a loss of a wrong key": (lambda: step(loss=careless.wrong_key), "'label'", "careless.py"),

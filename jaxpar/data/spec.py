@@ -5,13 +5,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, check_ranges, nearest
+from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, nearest
 
 Batch = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(Keywords):
     """The data to train on.
 
     Attributes:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import check_ranges, refuse
+from jaxpar.errors import Keywords, check_ranges, refuse
 from jaxpar.models.heads import check_heads
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
@@ -21,7 +21,7 @@ from jaxpar.models.stack import run_stack, stack
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSettings:
+class DecoderSettings(Keywords):
     """Shape and kind of a decoder.
 
     Attributes:

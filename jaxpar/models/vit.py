@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import check_ranges, nearest_divisor, refuse
+from jaxpar.errors import Keywords, check_ranges, nearest_divisor, refuse
 from jaxpar.models.heads import check_heads
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
@@ -14,7 +14,7 @@ from jaxpar.models.stack import run_stack, stack
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViTSettings:
+class ViTSettings(Keywords):
     """Shape of a vision transformer.
 
     Attributes:

@@ -37,6 +37,12 @@ def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
             rule="jp.linen takes an instance of a Linen module",
             fix="jp.linen(MyNet(...), jnp.zeros([1, ...])); an NNX model needs no jp.linen",
         )
+    if module.scope is not None:
+        raise refuse(
+            f"jp.linen({type(module).__name__}(...).bind(...)), a module that is bound to variables",
+            rule="parameters are made from a seed, and born sharded: those that a module is bound to would be dropped",
+            fix=f"jp.linen({type(module).__name__}(...), inputs), and your values into `params` of the first state",
+        )
     if not any(hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in jax.tree.leaves((args, kwargs))):
         raise refuse(
             f"jp.linen({type(module).__name__}(...){', ' * bool(args)}{', '.join(map(repr, args))}) without an array",
@@ -82,7 +88,7 @@ def as_blueprint(model: Any) -> Blueprint:
             Problem(
                 f"a {type(model).__name__} that is built already"
                 if isinstance(model, nnx.Module)
-                else f"model={model!r:.80}",
+                else f"model={' '.join(repr(model).split()):.80}",
                 "a model is given as a function of `rngs`, so that no device ever holds all of it",
                 f"lambda rngs: {type(model).__name__ if isinstance(model, nnx.Module) else 'MyNet'}(..., rngs=rngs)",
             )

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxpar.errors import Problem, nearest
+from jaxpar.errors import Keywords, Problem, nearest
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.mesh.axes import AXES
@@ -21,7 +21,7 @@ ZERO_SHARDS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallel:
+class Parallel(Keywords):
     """The parallelism of a training job. Sizes multiply to the number of devices.
 
     Attributes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxpar.errors import Problem, refuse
+from jaxpar.errors import Keywords, Problem, refuse
 from jaxpar.pipeline.tables import library
 from jaxpar.pipeline.tables.csv import from_csv
 from jaxpar.pipeline.tables.schedule import Schedule
@@ -27,7 +27,7 @@ LEAST = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class Pipeline(Keywords):
     """Settings of the axis `pipe`.
 
     Attributes:

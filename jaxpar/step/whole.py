@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree
+from jaxpar.step.checks.given_state import check_kept
 from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gathering import gathered
 from jaxpar.step.gradients import Gradients, constrained, one_update
@@ -102,9 +104,23 @@ class Whole(Gradients):
         dtype = PRECISIONS[self.numerics.precision]
         compute = Compute(train=train, dtype=dtype, remat=self.numerics.remat)
         blueprint = self.layout.blueprint
-        model = blueprint.bind(params, model_state, lambda path, value: self.layout.use(path, value, dtype), compute)
+        read: set[str] = set()
+
+        def use(path: str, value: jax.Array) -> jax.Array:
+            read.add(path)
+            return self.layout.use(path, value, dtype)
+
+        model = blueprint.bind(params, model_state, use, compute)
         sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
-        return sums, blueprint.collect(model)
+        if not read:
+            raise refuse(
+                f"the loss reads no parameter of {blueprint.name}",
+                rule="a loss calls the model: what it does not read has no gradient",
+                fix='model(batch["inputs"]) in the loss',
+            )
+        after = blueprint.collect(model)
+        check_kept(blueprint.name, model_state, after)
+        return sums, after
 
     def _gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], specs: Tree, *, mean: bool):
         """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch, gradients placed by `specs`."""

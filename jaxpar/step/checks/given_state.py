@@ -1,11 +1,14 @@
-"""The state that a step is given: it is there still, and of the step's own layout, model and optimizer."""
+"""The state that a step is given, and hands on.
+
+It is there still, and of the step's own layout, model and optimizer; what the model keeps in it keeps its shape.
+"""
 
 from typing import Any
 
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.sharding.names import path_of
+from jaxpar.sharding.names import Tree, path_of
 from jaxpar.step.state import State
 
 _FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
@@ -63,6 +66,26 @@ def check_same(state: State, expected: State, placed: State) -> None:
         )
         for (keys, leaf), want, place in flat:
             _check_leaf(f"{part}/{path_of(keys)}", leaf, want, place, whose)
+
+
+def check_kept(name: str, before: Tree, after: Tree) -> None:
+    """Refuses a model that writes arrays of other shapes to its state.
+
+    Args:
+      name: The name of the model.
+      before: The state of the model before a call.
+      after: What the call made of it.
+
+    Raises:
+      JaxparError: With the first array that has another shape.
+    """
+    for (keys, kept), held in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(before), strict=True):
+        if kept.shape != held.shape:
+            raise refuse(
+                f"{name} writes {path_of(keys)} of {list(kept.shape)}, which was made as {list(held.shape)}",
+                rule="state that lasts keeps its shape: a compiled step cannot grow it",
+                fix="make it in the shape that is written, or return what only this call needs",
+            )
 
 
 def _check_leaf(path: str, leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding, whose: str) -> None:
