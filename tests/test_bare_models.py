@@ -1,10 +1,10 @@
 """Models that nobody annotated: their dims are read from use, siblings and words, and cut as an expert would."""
 
 import math
-import re
 from functools import cache, partial
 
 import bare_models as models
+import expert_rules
 import jax
 import jax.numpy as jnp
 import optax
@@ -166,6 +166,7 @@ def trained(name, **declared):
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:(GPT2|Whisper).* times its share")  # 4 devices share 6 heads
 def test_a_vocabulary_that_tensor_does_not_divide_trains_alike(name, declared):
     alone, one, _ = trained(name)
     losses, params, layout = trained(name, **declared)
@@ -185,6 +186,15 @@ def inspected(model, paths=(), **sizes):
     return jp.inspect(jp.train_step(layout, models.token_loss, optax.sgd(0.1)), tokens_of(8))
 
 
+@gpu_compiler
+@pytest.mark.slow
+def test_a_vocabulary_that_tensor_does_not_divide_is_sent_in_pieces():
+    found = inspected(SMALL["GPT2"], data=2, fsdp=2, tensor=2)
+    kinds = {entry.kind for entry in found.ledger if "wte" in entry.cause and "tensor" in entry.axis}
+    assert "all-to-all" in kinds
+    assert "all-gather" not in kinds  # of all of it, on every device
+
+
 QWEN3 = partial(models.Qwen3, 4096, 256, 512, 8, 8, 64)
 HEAD_DIM_CUT = (("[qkv]_proj/w", (None, None, "heads")), ("o_proj/w", (None, "heads", None)))
 
@@ -199,67 +209,14 @@ def test_scores_that_are_summed_over_tensor_are_a_flag():
     assert not [flag for flag in inspected(QWEN3, tensor=8).flags if flag.kind == "summed scores"]
 
 
-# What an expert writes for each model: columns, then rows, heads and vocabulary over `tensor`, nothing else.
-UP = {"(gate_proj|up_proj|wi_0|wi_1|fc1|linear1|intermediate/dense)/kernel": (None, "mlp")}
-DOWN = {r"(down_proj|wo|fc2|linear2|\d/output/dense)/kernel": ("mlp", None)}
-QKV = {"([qkv]_proj|[qkv]|query|key|value)/kernel": (None, "heads")}
-OUT = {"(o_proj|o|out_proj|attention/output/dense)/kernel": ("heads", None)}
-BIAS = {"([qv]_proj|query|key|value)/bias": ("heads",), "(fc1|linear1|intermediate/dense)/bias": ("mlp",)}
-TABLE = {"(input_embedding|(embed_tokens|shared|word_embeddings|wte)/embedding)": ("vocab", None)}
-HEAD = {"lm_head/(kernel|w)": (None, "vocab")}
-SOUND = jnp.zeros((1, 64, 80))
-EXPERTS = {
-    "Qwen3": (
-        partial(models.Qwen3, 4096, 256, 512, 16, 8, 64),
-        {"[qkv]_proj/w": (None, "heads", None), "o_proj/w": ("heads", None, None)} | UP | DOWN | TABLE | HEAD,
-    ),
-    "Gemma": (
-        partial(models.Gemma, 4096, 256, 512, 8, 1, 64),
-        {"(q|attn_vec)_einsum/w": ("heads", None, None), "kv_einsum/w": (None,) * 4} | UP | DOWN | TABLE,
-    ),
-    "PaLI": (
-        jp.linen(models.PaLI(4096, 256, 512, 8, 1, 64), TOKENS),
-        {
-            "(q|attn_vec)_einsum/w": ("layers", "heads", None, None), "kv_einsum/w": ("layers", *(None,) * 4),
-            "gating_einsum": ("layers", None, None, "mlp"), "mlp/linear": ("layers", "mlp", None),
-        } | TABLE,
-    ),
-    "Llama": (jp.linen(models.Llama(4096, 256, 512, 8), TOKENS), QKV | OUT | UP | DOWN | TABLE | HEAD),
-    "GPT2": (
-        jp.linen(models.GPT2(4096, 256, 8), TOKENS),
-        {
-            "c_attn/kernel": ("heads", None), "c_attn/bias": ("heads",), "attn/c_proj/kernel": (None, "heads"),
-            "c_fc/kernel": ("mlp", None), "c_fc/bias": ("mlp",), "mlp/c_proj/kernel": (None, "mlp"),
-        } | TABLE,
-    ),
-    "Bert": (
-        jp.linen(models.Bert(4096, 256, 512, 8), TOKENS),
-        QKV | OUT | UP | DOWN | BIAS | TABLE | {"0/bias": ("vocab",)},
-    ),
-    "ViT": (
-        partial(models.ViT, 256, 512, 8),
-        {"(query|key|value)/kernel": (None, "heads", None), "(query|key|value)/bias": ("heads", None)}
-        | {"out/kernel": ("heads", None, None)} | UP | DOWN | BIAS,
-    ),
-    "T5": (
-        jp.linen(models.T5(4096, 256, 512, 8, 32), TOKENS),
-        QKV | OUT | UP | DOWN | TABLE | HEAD | {"relative_attention_bias/embedding": (None, "heads")},
-    ),
-    "Whisper": (jp.linen(models.Whisper(4096, 256, 8), SOUND, TOKENS), QKV | OUT | UP | DOWN | BIAS | TABLE),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "sizes", [{"tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8, "tensor": 8}], ids=str
 )
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", expert_rules.SMALL)
 def test_what_is_chosen_is_what_an_expert_writes(name, sizes):
     """Equal specs are equal programs, so nothing is compiled."""
-    model, rules = EXPERTS[name]
+    model = expert_rules.SMALL[name]
     chosen = jp.compose(model, jp.Parallel(**sizes), math.prod(sizes.values()))
-    paths = {
-        end: dims for end, dims in rules.items() if any(re.search(rf"(^|/)({end})$", p) for p in chosen.placements)
-    }
-    byhand = jp.compose(model, jp.Parallel(**sizes, paths=paths), chosen.devices)
+    byhand = expert_rules.by_hand(model, expert_rules.RULES[name], sizes, chosen.devices)
     told = {path: (place.used, place.whole) for path, place in chosen.placements.items()}
     assert told == {path: (place.used, place.whole) for path, place in byhand.placements.items()}

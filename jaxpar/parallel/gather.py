@@ -1,11 +1,39 @@
-"""A parameter of ZeRO-3, gathered where the model reads it."""
+"""A parameter where the model reads it: gathered, or cut along another dim than it is stored."""
 
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from jaxpar.sharding.shard_bytes import pieces
+
 constrained = jax.lax.with_sharding_constraint
+
+
+def cut(value: jax.Array, used: NamedSharding, whole: NamedSharding) -> jax.Array:
+    """Returns an array as the model reads it, padded inside of the program where its pieces are not equal.
+
+    XLA would pad such pieces by itself, but where `fsdp` cuts the array too it cuts them out of a whole array that
+    every device has gathered. Padded first, each device sends every other one its piece (an all-to-all), and the slice
+    that takes the padding away moves nothing.
+
+    Args:
+      value: As it is stored.
+      used: Where the model reads it.
+      whole: As it is stored, but gathered over `fsdp`.
+    """
+    more = padding(value.shape, used)
+    if not any(more):
+        return constrained(value, used)
+    padded = constrained(jnp.pad(constrained(value, whole), [(0, n) for n in more]), whole)
+    return constrained(jax.lax.slice(constrained(padded, used), (0,) * value.ndim, value.shape), used)
+
+
+def padding(shape: tuple[int, ...], used: NamedSharding) -> tuple[int, ...]:
+    """Returns how many entries each dim lacks to be cut into equal pieces."""
+    ways = pieces(used.spec, len(shape), used.mesh.shape)
+    return tuple(-size % n for size, n in zip(shape, ways, strict=True))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

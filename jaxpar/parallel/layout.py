@@ -13,7 +13,7 @@ from jaxpar.errors import refuse
 from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
-from jaxpar.parallel.gather import constrained, gather
+from jaxpar.parallel.gather import constrained, cut, gather, padding
 from jaxpar.parallel.placement import Placement
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
@@ -200,19 +200,20 @@ class Layout:
             # stages 1 and 2 have gathered it at the beginning of the step
             if self.parallel.stage in (1, 2) or place.stored == place.used or self.mesh is None:
                 return value
-            stored, used = map(self.sharding, place.slice_specs(path, value.ndim, self.sizes))
+            stored, whole, used = map(self.sharding, place.slice_specs(path, value.ndim, self.sizes))
             if cast:  # else XLA may gather float32 and cast what arrives
                 value = jax.lax.with_sharding_constraint(value, stored)
             looked_up = place.names[:1] == ("vocab",)
             summed_once = self.sizes["data"] * self.sizes["context"] == 1
-            return constrained(value, used) if looked_up or summed_once else gather(value, used, stored)
+            straight = looked_up or summed_once or any(padding(value.shape, used))
+            return cut(value, used, whole) if straight else gather(value, used, stored)
 
     def _use_other(self, path: str, value: jax.Array) -> jax.Array:
         place = self.others[path]
         if place.stored == place.used or self.mesh is None:
             return value
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            _, used = place.slice_specs(path, value.ndim, self.sizes)
+            *_, used = place.slice_specs(path, value.ndim, self.sizes)
             return constrained(value, self.sharding(used))
 
     def describe(self, path: str) -> str:

@@ -45,8 +45,8 @@ class Placement:
             dims.append("/".join([str(name or size), *(axis for axis in axes if sizes[axis] > 1)]))
         return f"{short_dtype(self.leaf.dtype)}[{', '.join(dims)}]"
 
-    def slice_specs(self, path: str, rank: int, sizes: Mapping[str, int]) -> tuple[PartitionSpec, PartitionSpec]:
-        """Returns the specs, stored and used, of what the model reads: of all dims, or of one layer of a stack.
+    def slice_specs(self, path: str, rank: int, sizes: Mapping[str, int]) -> tuple[PartitionSpec, ...]:
+        """Returns the specs, stored, whole and used, of what the model reads: of all dims, or of one layer of a stack.
 
         Args:
           path: What the array is called, for messages.
@@ -69,5 +69,5 @@ class Placement:
                     fix=f'paths={{"{path}": {names}}} in Parallel, or names in the model',
                 )
         kept = [dim for dim in dims if dim not in out]
-        stored, used = ((*spec, *(None,) * (len(dims) - len(spec))) for spec in (self.stored, self.used))
-        return PartitionSpec(*(stored[dim] for dim in kept)), PartitionSpec(*(used[dim] for dim in kept))
+        padded = ((*spec, *(None,) * (len(dims) - len(spec))) for spec in (self.stored, self.whole, self.used))
+        return tuple(PartitionSpec(*(spec[dim] for dim in kept)) for spec in padded)

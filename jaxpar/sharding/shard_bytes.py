@@ -33,9 +33,18 @@ def shard_shape(shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, i
     >>> shard_shape((8, 6), PartitionSpec("fsdp"), {"fsdp": 4})
     (2, 6)
     """
-    entries = (*spec, *(None,) * (len(shape) - len(spec)))
+    return tuple(-(-size // ways) for size, ways in zip(shape, pieces(spec, len(shape), sizes), strict=True))
+
+
+def pieces(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the number of pieces that each dim of an array is cut into.
+
+    >>> pieces(PartitionSpec(("data", "fsdp")), 2, {"data": 2, "fsdp": 4})
+    (8, 1)
+    """
+    entries = (*spec, *(None,) * (rank - len(spec)))
     axes = ((entry,) if isinstance(entry, str) else entry or () for entry in entries)
-    return tuple(-(-size // math.prod(sizes[axis] for axis in each)) for size, each in zip(shape, axes, strict=True))
+    return tuple(math.prod(sizes[axis] for axis in each) for each in axes)
 
 
 def short_dtype(dtype: Any) -> str:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, Literal, Var
 
+from jaxpar.parallel.gather import cut
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Scan, Traced, needed, variables
 from jaxpar.sharding.names import SCOPE, Tree, path_of
@@ -55,8 +56,8 @@ def gathered(layout: Layout, params: Tree, forward: Callable, *known: Any, dtype
             light = value.astype(dtype) if read.casts and not read.others else value
             # else XLA may gather float32 and cast what arrives
             light = jax.lax.with_sharding_constraint(light, layout.sharding(place.stored))
-            whole = jax.lax.with_sharding_constraint(light, layout.sharding(place.used))
-            return whole if read.casts < 2 else whole.astype(value.dtype)
+            read_as = cut(light, layout.sharding(place.used), layout.sharding(place.whole))
+            return read_as if read.casts < 2 else read_as.astype(value.dtype)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
