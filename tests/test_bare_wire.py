@@ -1,0 +1,35 @@
+"""Bare models as they were published send no more and need no more memory than by the best rules an expert writes.
+
+Specs alone say this where `tensor` divides all that it cuts (`test_bare_models`); here the programs are compiled.
+"""
+
+from itertools import product
+
+import pytest
+from bare_wire import WAYS, ways
+from expert_rules import PUBLISHED
+
+from jaxpar.mesh.target import find_plugin
+
+pytestmark = [
+    pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}"),
+    pytest.mark.slow,
+]
+LAYOUTS = [
+    ("h100:1x8", (("tensor", 8),)),
+    ("h100:1x8", (("data", 2), ("fsdp", 2), ("tensor", 2))),
+    ("h100:8x8", (("fsdp", 8), ("tensor", 8))),
+]
+QUICK = "GPT2", LAYOUTS[-1]  # a vocabulary that no layout divides
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.full) for case in product(PUBLISHED, LAYOUTS)],
+    ids=str,
+)
+def test_what_is_chosen_needs_no_more_than_what_an_expert_writes(name, layout):
+    # of a table that is left whole every device of tensor computes all logits: no expert wants that
+    chosen, *experts = ways(name, *layout, odd=WAYS[3:]).values()
+    assert chosen.wire <= 1.05 * min(each.wire for each in experts)
+    assert chosen.memory <= 1.05 * min(each.memory for each in experts)
