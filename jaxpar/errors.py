@@ -99,13 +99,16 @@ def users_code(what: str, *, rule: str, fix: str) -> Iterator[None]:
     """Turns whatever a user's own code raises into a refusal that names the line; jaxpar's refusals pass.
 
     The one place that catches everything, because a user's code may raise anything; nothing is
-    swallowed: the error is raised again, with its cause.
+    swallowed: the error is raised again, with its cause. A collective of `pmap` has a rule and a fix of its own.
     """
     try:
         yield
     except JaxparError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, NameError) and "unbound axis name" in str(error):  # JAX's, of `lax.pmean` and its like
+            rule = "a model and its loss see all examples of the batch, so that there are no replicas to average over"
+            fix = "no pmean, and jnp.mean or jnp.sum over the batch, with a weight for padding, where a psum stands"
         raise refuse(f"{what}: {describe_exception(error)}", rule=rule, fix=fix) from error
 
 

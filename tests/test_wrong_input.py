@@ -633,6 +633,7 @@ VALUES = {
     "labels as numbers with a point": (lambda: step({**BATCH, "labels": Y.astype(np.float32)}), "labels float32[16]"),
     "a dict without loss": (lambda: step(loss=careless.without_loss), "lss", '"loss"'),
     "a loss that raises": (lambda: step(loss=careless.raises), "no luck", "careless.py"),
+    "a mean over replicas": (lambda: step(loss=careless.averaged), "unbound axis name: batch", "no pmean"),
     "a loss of a wrong key": (lambda: step(loss=careless.wrong_key), "'label'", "careless.py"),
     "a loss with an if": (lambda: step(loss=careless.python_if), "boolean", "careless.py"),
     "a loss without a gradient": (lambda: step(loss=careless.whole_number), "int32", "float32"),
