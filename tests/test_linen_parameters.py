@@ -6,7 +6,7 @@ import jax
 import pytest
 from flax.core import freeze, unfreeze
 
-from jaxpar.sharding.linen_parameters import Parameters
+from jaxpar.sharding.linen.parameters import Parameters
 
 STORED = {"embed": {"table": 1.0}, "norm": {"a/scale": 2.0}, "bias": 3.0, "pair": (4.0, 5.0)}
 

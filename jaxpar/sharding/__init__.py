@@ -1,6 +1,7 @@
 """From the names that a model gives its dims to specs of arrays: NNX and Linen stay at the edge, inside are pytrees.
 
     NNX factory or Linen module ──► Blueprint: leaves with names of dims, init, bind, collect
+    a Linen module's variables ◄─► jaxpar's, whose parameters are used as they are read       linen/
     a bare parameter's dims ──► names, by what the model does with them                       reading/
     names of a parameter's dims ──► mesh axes, each with the rule that chose it              rules.py
     layers whose dims have no names ─► a stack or a list, by the shapes of its parameters   stacks.py, lists.py

@@ -16,7 +16,7 @@ a primitive; while a model is traced, these are replaced here, and nowhere else.
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -50,7 +50,9 @@ def understood() -> Iterator[None]:
 @contextmanager
 def outside_of_meshes() -> Iterator[None]:
     """Forgets the mesh that a caller has set, while a model is made for one of a layout's own."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    # where there is none, nothing is set: to jax 0.10.2 that would be another context, in which all is traced again
+    none = get_abstract_mesh().empty
+    with nullcontext() if none else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         yield
 
 

@@ -7,6 +7,7 @@ nobody edited. So is each large variable of another kind, which is not cast.
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +22,67 @@ from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, pick
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Parts:
+    """A module taken apart: what of it is the same in every step, and what its variables are.
+
+    Attributes:
+      name: What the user calls the model.
+      graph: The module without its variables.
+      params: Its parameters, as shapes, with their metadata.
+      rest: Its other variables likewise, or arrays in `nnx.data`.
+      others: Every array of the rest by its path.
+      bridges: Paths of Linen modules inside. These hand their variables on by their exact type, all at once: they are
+        gathered before the call.
+    """
+
+    name: str
+    graph: Any
+    params: nnx.State
+    rest: nnx.State
+    others: Mapping[str, Leaf]
+    bridges: tuple[tuple[str, ...], ...]
+
+    def bind(self, values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
+        """Returns the module with these values."""
+        model = nnx.merge(
+            self.graph,
+            nnx.map_state(partial(self._read, values, use), self.params),
+            nnx.map_state(partial(self._refilled, state, use), self.rest),
+        )
+        return _configure(model, compute)
+
+    def _read(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:
+        """Returns a variable with its value, that is used where it is read."""
+        words = _words(path)
+        at_use, value = partial(use, "/".join(words)), pick(values, words)
+        if any(words[: len(bridge)] == bridge for bridge in self.bridges):
+            return variable.replace(at_use(value))
+        return _used(type(variable)).from_metadata(value, {**variable.get_metadata(), "at_use": at_use})
+
+    def _refilled(self, state: Tree, use: Use, path, variable: Any) -> Any:
+        """Returns what is no parameter with its value; what is written is as it was written."""
+        words = _words(path)
+        if not isinstance(variable, nnx.Variable):
+            return pick(state, words)  # an array in nnx.data
+        # what is small and no parameter is whole: BatchNorm's statistics, keys
+        large = self.others["/".join(words)].large
+        return self._read(state, use, path, variable) if large else variable.replace(pick(state, words))
+
+    def collect(self, model: nnx.Module) -> Tree:
+        """Returns the variables that were there when the model was made; what it sowed on the way is dropped."""
+        known = {_words(path) for path, _ in nnx.to_flat_state(self.rest)}
+        flat = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))}
+        for path, variable in flat.items():
+            if path not in known and not isinstance(variable, nnx.Intermediate):
+                raise refuse(
+                    f"{self.name} made the variable {'/'.join(path)} while it was called",
+                    rule="state that lasts is there from the start: a compiled step cannot grow it",
+                    fix="make it in __init__, or sow it as nnx.Intermediate, which a step drops",
+                )
+        return nest({path: _array(path, flat[path]) for path in sorted(known)})
+
+
 def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
     """Returns what jaxpar needs to know of the module that `factory(rngs)` builds.
 
@@ -30,11 +92,41 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
       JaxparError: If the factory cannot be called with `rngs`, or returns no NNX module.
     """
 
-    def build(key) -> nnx.Module:
+    def build(key) -> Any:
         with nnx.use_eager_sharding(False), understood():  # names stay metadata; jaxpar resolves them
             return _call(factory, nnx.Rngs(key), name)
 
-    def checked() -> nnx.Module:
+    # inline, so that a program which runs it is as if there were no jit: that is here to be traced once
+    @partial(jax.jit, inline=True)
+    def init(key) -> tuple[Tree, Tree]:
+        _, made, other = nnx.split(build(key), nnx.Param, ...)
+        return _values(made), _values(other)
+
+    abstract = _abstract(build, name)
+    graph, params, rest = nnx.split(abstract, nnx.Param, ...)
+    flat = _flat_dims(abstract)
+    leaves, others = (
+        {"/".join(_words(path)): _leaf(path, v, flat.get(path, ())) for path, v in nnx.to_flat_state(of)}
+        for of in (params, rest)
+    )
+    modules = list(nnx.iter_modules(abstract))
+    bridges = tuple(_words(path) for path, module in modules if isinstance(module, nnx.bridge.ToNNX))
+    parts = _Parts(name=name, graph=graph, params=params, rest=rest, others=others, bridges=bridges)
+    return Blueprint(
+        name=type(abstract).__name__,
+        leaves=leaves,
+        init=init,
+        bind=parts.bind,
+        collect=parts.collect,
+        takes_remat=any(hasattr(module, "remat") for _, module in modules),
+        others=others,
+    )
+
+
+def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module:
+    """Returns the module with shapes in its variables, and arrays nowhere else."""
+
+    def checked() -> Any:
         made = build(jax.random.key(0))
         if not isinstance(made, nnx.Module):
             raise refuse(
@@ -44,11 +136,9 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
             )
         return made
 
-    with users_code(
-        name, rule="a model can be made from `rngs`, on shapes alone", fix="the line of the model that this names"
-    ):
-        with outside_of_meshes():
-            abstract = nnx.eval_shape(checked)
+    rule = "a model can be made from `rngs`, on shapes alone"
+    with users_code(name, rule=rule, fix="the line of the model that this names"), outside_of_meshes():
+        abstract = nnx.eval_shape(checked)
     for path, module in nnx.iter_modules(abstract):
         for key, value in vars(module).items():
             if isinstance(value, jax.core.Tracer):
@@ -57,51 +147,7 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
                     rule="a model keeps arrays in variables, which are born sharded with it",
                     fix=f"self.{key} = nnx.Variable(...), or nnx.Param(...) if it is trained",
                 )
-    graph, params, model_state = nnx.split(abstract, nnx.Param, ...)
-    flat = _flat_dims(abstract)
-    leaf = lambda path, variable: _leaf(path, variable, flat.get(path, ()))  # noqa: E731
-    leaves, others = (
-        {"/".join(_words(path)): leaf(path, v) for path, v in nnx.to_flat_state(of)} for of in (params, model_state)
-    )
-    # a Linen module inside hands its variables on by their exact type, all at once: they are gathered before its call
-    bridges = [_words(path) for path, module in nnx.iter_modules(abstract) if isinstance(module, nnx.bridge.ToNNX)]
-
-    def init(key) -> tuple[Tree, Tree]:
-        _, made, other = nnx.split(build(key), nnx.Param, ...)
-        return _values(made), _values(other)
-
-    def bind(values: Tree, state: Tree, use: Use, compute: Compute) -> nnx.Module:
-        def hooked(path, variable, held):
-            words = _words(path)
-            at_use = partial(use, "/".join(words))
-            if any(words[: len(bridge)] == bridge for bridge in bridges):
-                return variable.replace(at_use(pick(held, words)))
-            metadata = {**variable.get_metadata(), "at_use": at_use}
-            return _used(type(variable)).from_metadata(pick(held, words), metadata)
-
-        # what is small and no parameter is whole: BatchNorm's statistics, keys. What is written is as it was written
-        def refilled(path, variable):
-            if others["/".join(_words(path))].large and isinstance(variable, nnx.Variable):
-                return hooked(path, variable, state)
-            value = pick(state, _words(path))
-            return variable.replace(value) if isinstance(variable, nnx.Variable) else value  # an array in nnx.data
-
-        model = nnx.merge(
-            graph,
-            nnx.from_flat_state([(path, hooked(path, v, values)) for path, v in nnx.to_flat_state(params)]),
-            nnx.from_flat_state([(path, refilled(path, v)) for path, v in nnx.to_flat_state(model_state)]),
-        )
-        return _configure(model, compute)
-
-    return Blueprint(
-        name=type(abstract).__name__,
-        leaves=leaves,
-        init=init,
-        bind=bind,
-        collect=partial(_collect, {_words(path) for path, _ in nnx.to_flat_state(model_state)}, name),
-        takes_remat=any(hasattr(module, "remat") for _, module in nnx.iter_modules(abstract)),
-        others=others,
-    )
+    return abstract
 
 
 def _flat_dims(model: nnx.Module) -> dict[tuple, tuple[int, ...]]:
@@ -143,19 +189,6 @@ def _used(kind: type[nnx.Variable]) -> type[nnx.Variable]:
 
     Used.__name__ = kind.__name__
     return Used
-
-
-def _collect(known: set[tuple[str, ...]], name: str, model: nnx.Module) -> Tree:
-    """Returns the variables that were there when the model was made; what it sowed on the way is dropped."""
-    flat = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))}
-    for path, variable in flat.items():
-        if path not in known and not isinstance(variable, nnx.Intermediate):
-            raise refuse(
-                f"{name} made the variable {'/'.join(path)} while it was called",
-                rule="state that lasts is there from the start: a compiled step cannot grow it",
-                fix="make it in __init__, or sow it as nnx.Intermediate, which a step drops",
-            )
-    return nest({path: _array(path, flat[path]) for path in sorted(known)})
 
 
 def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.Module:

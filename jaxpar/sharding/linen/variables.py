@@ -1,0 +1,140 @@
+"""The variables of a Linen module: as its initializer makes them, and as jaxpar keeps them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.core import meta
+
+from jaxpar.errors import refuse
+from jaxpar.sharding.flat_names import fitted, flat_dims
+from jaxpar.sharding.linen.parameters import Parameters
+from jaxpar.sharding.names import Leaf, Tree, Use, nest, path_of, pick
+from jaxpar.sharding.nnx_model import names_in
+
+HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
+
+
+class Initializer:
+    """Stands in for the model in the call that creates its parameters.
+
+    Attributes:
+      variables: What the module made, in boxes.
+      flat: Parameters whose initializers are called with flat dims, and these: see `flat_names`.
+    """
+
+    training = True
+
+    def __init__(self, module: nn.Module, key):
+        self.module, self.key = module, key
+        self.variables: Any = {}
+        self.flat: dict[str, tuple[int, ...]] = {}
+
+    def __call__(self, *args, method: Any = None, **kwargs):
+        """Creates the module's variables and returns what the call does."""
+        rngs = {"params": self.key, "dropout": jax.random.fold_in(self.key, 1)}
+        # eager sharding of NNX modules inside: names stay metadata, as those of Linen do
+        with nn.intercept_methods(self._noting), nnx.use_eager_sharding(False):
+            out, self.variables = self.module.init_with_output(rngs, *args, method=method, **kwargs)
+        return out
+
+    def _noting(self, call, args, kwargs, context):
+        """Notes the parameters whose initializers are called with flat dims."""
+        module = context.module
+        if isinstance(module, nn.DenseGeneral):
+            count = lambda dims: len(dims) if isinstance(dims, Sequence) else 1  # noqa: E731
+            dims = flat_dims(count(module.axis), count(module.features), count(module.batch_dims))
+            self.flat |= {"/".join((*module.path, name)): flat for name, flat in dims.items()}
+        return call(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variables:
+    """The variables of a module: in Linen's own trees, and in those of jaxpar.
+
+    Attributes:
+      params: Structure of Linen's tree of parameters; names in it may have a "/" (`nn.WeightNorm`), which in jaxpar's
+        leads to one more dict.
+      leaves: Every parameter by its path, in the order of that tree.
+      others: Every other array that lasts, by its path in jaxpar's tree.
+      lasting: Collections that last, such as BatchNorm's.
+      sown: Collections that every call makes anew.
+    """
+
+    params: Any
+    leaves: Mapping[str, Leaf]
+    others: Mapping[str, Leaf]
+    lasting: tuple[str, ...]
+    sown: tuple[str, ...]
+
+    @classmethod
+    def of(cls, boxed: Mapping[str, Any], name: str, flat: Mapping[str, tuple[int, ...]]) -> "Variables":
+        """Returns them for what a module made, as shapes in boxes, and the flat dims of its parameters."""
+        others = [collection for collection in boxed if collection not in HIDDEN]
+        sown = tuple(collection for collection in others if _has_tuple(boxed[collection]))
+        lasting = tuple(collection for collection in others if collection not in sown)
+        rest = {"collections": {each: boxed[each] for each in lasting}, "key": jax.eval_shape(jax.random.key, 0)}
+        params = boxed.get("params", {})
+        return cls(
+            params=jax.tree.structure(params, is_leaf=meta.is_axis_metadata),
+            leaves=_leaves(params, name, flat),
+            others=_leaves(rest, name),
+            lasting=lasting,
+            sown=sown,
+        )
+
+    @cached_property
+    def in_pieces(self) -> list[str]:
+        """The collections that hold a large array."""
+        return sorted({path.split("/")[1] for path, leaf in self.others.items() if leaf.large})
+
+    def stored(self, made: Mapping[str, Any], key: jax.Array) -> tuple[Tree, Tree]:
+        """Returns (params, rest) as jaxpar keeps them, for what the module made, and the key of its calls."""
+        values = self.params.flatten_up_to(made.get("params", {}))
+        params = nest(dict(zip(self._words, values, strict=True)))
+        return params, {"collections": {name: made[name] for name in self.lasting}, "key": key}
+
+    def parameters(self, values: Tree, use: Use) -> Parameters:
+        """Returns Linen's own tree of parameters that apply `use` where they are read."""
+        return Parameters(jax.tree.unflatten(self.params, [pick(values, words) for words in self._words]), use)
+
+    @cached_property
+    def _words(self) -> list[tuple[str, ...]]:
+        return [tuple(path.split("/")) for path in self.leaves]
+
+
+def _names(path: str, box: Any) -> tuple | None:
+    """Returns the names that a box gives to dims: Linen's own, or that of an NNX variable inside of Linen."""
+    return getattr(box, "names", None) or names_in(path, getattr(box, "metadata", {}))
+
+
+def unboxed(tree):
+    """Returns the values without their boxes, and without the constraint that a box would apply."""
+    return jax.tree.map(
+        lambda box: getattr(box, "value", box) if meta.is_axis_metadata(box) else box,
+        tree,
+        is_leaf=meta.is_axis_metadata,
+    )
+
+
+def _leaves(boxed: Tree, name: str, flat: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> dict[str, Leaf]:
+    """Returns every array of a tree, which may be in a box with names of its dims, or of its flat dims."""
+    leaves = {}
+    for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)[0]:
+        value, path = unboxed(box), path_of(keys)
+        names = _names(path, box)
+        names = names and fitted(names, len(value.shape), flat.get(path, ()))
+        if path in leaves:
+            raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
+        leaves[path] = Leaf(tuple(value.shape), value.dtype, names)
+    return leaves
+
+
+def _has_tuple(tree: Any) -> bool:
+    """Returns whether a collection was sown: each call appends to its tuples."""
+    return any(isinstance(node, tuple) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple)))
