@@ -125,6 +125,21 @@ def test_little_stays_whole_where_tensor_divides_neither_vocabulary_nor_heads(mo
     assert whole < 0.03 * sum(each.leaf.bytes for each in layout.placements.values())
 
 
+def test_a_summary_names_large_parameters_that_stay_whole_and_why():
+    model = jp.linen(models.GPT2(50257, 756, 12), TOKENS)
+    _, layout = placed(model, tensor=8)
+    table, total = layout.placements["wte/embedding"].leaf, sum(each.leaf.bytes for each in layout.placements.values())
+    share = round(100 * table.bytes / total)
+    assert (
+        f"; whole on every device: wte/embedding [50257, 756], 144.9 MiB, {share} % of the model "
+        "(vocab=50257 not divisible by tensor=8); h_0/attn/c_attn/kernel [2268, 756], 6.541 MiB, 4 % of the model "
+        "(36 heads not divisible by tensor=8); h_0/attn/c_proj/kernel [756, 756], 2.18 MiB, 1 % of the model "
+        "(12 heads not divisible by tensor=8)"
+    ) in layout.summary()
+    for sizes in ({"data": 8}, {"fsdp": 4, "data": 2}):  # nothing is asked to split; every matrix is split
+        assert "whole" not in placed(model, **sizes)[1].summary()
+
+
 SMALL = {
     "GPT2": jp.linen(models.GPT2(1027, 264, 6), TOKENS),
     "Whisper": jp.linen(models.Whisper(1027, 264, 6), jnp.zeros((1, 32, 80)), TOKENS),

@@ -15,6 +15,7 @@ from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.gather import constrained, cut, gather, padding
 from jaxpar.parallel.placement import Placement
+from jaxpar.parallel.unsplit import told
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.lists import Lists
@@ -247,7 +248,10 @@ class Layout:
         return f"exchange: {exchange.explain(self.sends())}" if exchange.apart else ""
 
     def summary(self) -> str:
-        """Returns one line: the mesh, the stage, and the parameters' size whole and per device; so of other state."""
+        """Returns one line: the mesh, the stage, and the parameters' size whole and per device; so of other state.
+
+        Large parameters that no axis splits, though others are split, are named with the reason.
+        """
         leaves = [place.leaf for place in self.placements.values()]
         per_device, besides = self.per_device(self.placements), self.per_device(self.other_arrays)
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
@@ -263,6 +267,7 @@ class Layout:
         return (
             f"{self.blueprint.name} on {axes}{stage}{sequence}{how}{updates}{apart}: "
             f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device{other}"
+            f"{told(self.placements)}"
         )
 
     def per_device(self, places: Mapping[str, Placement]) -> int:
