@@ -247,10 +247,6 @@ def returns_none(rngs):
     return None
 
 
-def returns_linen(rngs):
-    return Lin()
-
-
 def losses(model, batch):
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"])
 

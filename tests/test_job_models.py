@@ -1,5 +1,6 @@
 """Models that a job names: whatever `jp.compose` takes, and what makes it."""
 
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.run import train
 
 jp.simulate(8)
 
@@ -52,6 +54,18 @@ def returns_blueprint(width: int = WIDTH):
 
 def returns_module(config: Config):
     return Typed(config)
+
+
+def linen_of_rngs(rngs: nnx.Rngs):
+    return Typed(Config(WIDTH))
+
+
+def linen_of_settings_and_rngs(config: Config, *, rngs: nnx.Rngs):
+    return Typed(config)
+
+
+def blueprint_of_rngs(rngs: nnx.Rngs, width: int = WIDTH):
+    return returns_blueprint(width)
 
 
 def wide() -> Config:
@@ -101,6 +115,10 @@ def blueprint_of(name, settings=""):
         ("Untyped", NAMED),
         ("Untyped", 'config = "test_job_models:wide"'),
         ("Nnx", TABLE),
+        ("linen_of_rngs", ""),
+        ("linen_of_settings_and_rngs", TABLE),
+        ("blueprint_of_rngs", ""),
+        ("blueprint_of_rngs", f"width = {WIDTH}"),
     ],
 )
 def test_a_job_takes_a_model_as_python_does(name, settings):
@@ -118,3 +136,14 @@ def test_a_job_takes_a_model_as_python_does(name, settings):
 def test_settings_that_no_model_takes_are_refused(name, settings, words):
     with pytest.raises(JaxparError, match=words):
         blueprint_of(name, settings)
+
+
+def test_a_job_trains_the_linen_module_of_a_function_of_rngs(tmp_path):
+    words = [f"run.dir={tmp_path / 'run'}", "train.steps=1"]
+    job = loads(JOB.format(name="linen_of_rngs"), words, allow_import=True)
+    assert train(job, stream=io.StringIO())["step"] == 1
+
+
+def test_a_linen_module_of_rngs_without_an_example_is_refused_with_the_way_out():
+    with pytest.raises(JaxparError, match=r"jp.linen\(Typed\(\.\.\.\), jnp.zeros"):
+        jp.compose(linen_of_rngs, jp.Parallel(data=8))

@@ -301,7 +301,6 @@ JOBS = [
     (OWN, "model.name=careless:OverAnnotated", "w of shape [64, 10]", "one name (or None) per dim"),
     (OWN, "model.name=careless:ArrayAttribute", "table", "nnx.Variable"),
     (OWN, "model.name=careless:WrongConstrain", "batch", "embed"),
-    (OWN, "model.name=careless:returns_linen", "returned Lin", "jp.linen"),
     (OWN, "model.witdh=8", "witdh", "did you mean 'width'?"),
     (OWN, "model.width=wide", "'wide'"),
     (OWN, "model.name=careless:EmptyParameter", "[0, 4]", "empty"),  # trained, and then Orbax could not save it

@@ -106,7 +106,7 @@ def compose(
     """Returns where every array of a training job lives.
 
     Args:
-      model: A function of `rngs` that returns an `nnx.Module`, or `jp.linen(module, inputs)`.
+      model: A function of `rngs` that returns an `nnx.Module` or a `jp.linen(...)`; or `jp.linen(module, inputs)`.
       parallel: The declaration.
       devices: The devices to use, all visible ones by default, or a mesh of them; a number stands for
         devices that are not there, and gives a layout that can be explained but not trained.

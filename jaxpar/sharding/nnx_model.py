@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.core
+from flax import linen as nn
 from flax import nnx
 
 from jaxpar.errors import refuse, users_code
@@ -83,13 +84,17 @@ class _Parts:
         return nest({path: _array(path, flat[path]) for path in sorted(known)})
 
 
-def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
+def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
     """Returns what jaxpar needs to know of the module that `factory(rngs)` builds.
 
     Nothing is allocated: the module is built abstractly.
 
+    Args:
+      factory: Returns an NNX module, or the blueprint of another model.
+      name: What the user calls it.
+
     Raises:
-      JaxparError: If the factory cannot be called with `rngs`, or returns no NNX module.
+      JaxparError: If the factory cannot be called with `rngs`, or returns no such model.
     """
 
     def build(key) -> Any:
@@ -103,6 +108,8 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
         return _values(made), _values(other)
 
     abstract = _abstract(build, name)
+    if isinstance(abstract, Blueprint):
+        return abstract
     graph, params, rest = nnx.split(abstract, nnx.Param, ...)
     flat = _flat_dims(abstract)
     leaves, others = (
@@ -123,22 +130,31 @@ def blueprint(factory: Callable[..., nnx.Module], *, name: str) -> Blueprint:
     )
 
 
-def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module:
-    """Returns the module with shapes in its variables, and arrays nowhere else."""
+def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blueprint:
+    """Returns the module with shapes in its variables, and arrays nowhere else; or the blueprint that is built."""
+    known: list[Blueprint] = []
 
     def checked() -> Any:
         made = build(jax.random.key(0))
-        if not isinstance(made, nnx.Module):
-            raise refuse(
-                f"{name} returned {type(made).__name__}",
-                rule="a model is a function of `rngs` that returns an nnx.Module, or a Linen module in jp.linen",
-                fix="lambda rngs: MyNet(..., rngs=rngs)",
-            )
-        return made
+        if isinstance(made, Blueprint):
+            known.append(made)  # shapes alone already, and no tree of arrays
+            return None
+        if isinstance(made, nnx.Module):
+            return made
+        linen = isinstance(made, nn.Module)
+        raise refuse(
+            f"{name} returned {type(made).__name__}" + ", a Linen module on its own" * linen,
+            rule="a model is a function of `rngs` that returns an nnx.Module, or a Linen module in jp.linen",
+            fix=f"jp.linen({type(made).__name__}(...), jnp.zeros([1, ...])), with an example of its inputs"
+            if linen
+            else "lambda rngs: MyNet(..., rngs=rngs)",
+        )
 
     rule = "a model can be made from `rngs`, on shapes alone"
     with users_code(name, rule=rule, fix="the line of the model that this names"), outside_of_meshes():
         abstract = nnx.eval_shape(checked)
+    if known:
+        return known[0]
     for path, module in nnx.iter_modules(abstract):
         for key, value in vars(module).items():
             if isinstance(value, jax.core.Tracer):

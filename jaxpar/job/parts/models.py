@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -89,7 +89,21 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
         _check_settings(name, target, settings)
     if inspect.isfunction(target) and _is_complete(target, settings):
         return _returned(job, target, settings, loss)
-    return partial(target, **settings) if settings else target
+    factory = partial(target, **settings) if settings else target
+    return factory if inspect.isclass(target) else _of_either_flax(job, factory, loss)
+
+
+def _of_either_flax(job: Job, factory: Callable, loss: Callable) -> Callable:
+    """Returns a factory of models by `rngs` that may return a Linen module: called as the job's loss does, then."""
+    from flax import linen as nn
+
+    @wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        model = factory(*args, **kwargs)
+        return _linen(job, model, loss) if isinstance(model, nn.Module) else model
+
+    made.__name__ = job.model["name"]
+    return made
 
 
 def _is_complete(target: Callable, settings: Mapping[str, Any]) -> bool:
