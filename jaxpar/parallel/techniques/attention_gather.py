@@ -46,9 +46,10 @@ def _moved(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> jax.Array
     """Returns an array moved there, whose gradient is moved back.
 
     JAX's own rule constrains the gradient as it constrains the value: it would be made whole, by an all-reduce, and cut
-    afterwards. Constrained to where the value came from, it is a reduce-scatter, of half the bytes.
+    afterwards. Constrained to where the value came from, it is a reduce-scatter, of half the bytes. The value is
+    constrained to that too: else XLA may gather what it is made of, and every device projects all keys.
     """
-    return jax.lax.with_sharding_constraint(x, there)
+    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, back), there)
 
 
 _moved.defvjp(
