@@ -17,8 +17,6 @@ from tiny import assert_same_arrays, batches, models, on_one_device, optimizer, 
 
 import jaxpar as jp
 
-pytestmark = pytest.mark.filterwarnings("error:.*times its share")  # no device does another's work, on any layout
-
 LAYOUTS = {
     "ddp": jp.Parallel(data=8),
     "zero1": jp.Parallel(fsdp=8, zero=1),

@@ -81,10 +81,11 @@ class Excess:
         )
 
 
-# of every excess: which constraint it was, only the user can tell
+# of every excess: which constraint it was, or which size, only the user can tell
 FIX = (
     "a sharding constraint there that splits what is whole, by names that have a rule (jp.constrain, or rules in "
-    "Parallel), or the constraint gone that makes it whole; `jaxpar inspect` shows what is gathered"
+    "Parallel), or the constraint gone that makes it whole, or an axis of a size that divides heads and widths; "
+    "`explain()` says which it does not divide, `jaxpar inspect` what is gathered"
 )
 
 
