@@ -23,6 +23,7 @@ _MODULES = {
     "init_state": "jaxpar.step.state",
     "State": "jaxpar.step.state",
     "train_step": "jaxpar.step.step",
+    "Precision": "jaxpar.step.numerics",
     "next_token": "jaxpar.step.losses",
     "classify": "jaxpar.step.losses",
     "inspect": "jaxpar.inspector.report",

@@ -238,13 +238,14 @@ class PaLI(nn.Module):
     kv_heads: int
     head_dim: int
     layers: int = 2
+    embed_dtype: str = "float32"
 
     @nn.compact
     def __call__(self, tokens):
         table = self.param("input_embedding", nn.initializers.normal(0.02), (self.vocab, self.embed))
         layers = nn.scan(PaLIBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
         kind = (self.embed, self.mlp, self.heads, self.kv_heads, self.head_dim)
-        x, _ = layers(*kind, name="layers")(table[tokens], None)
+        x, _ = layers(*kind, name="layers")(table[tokens].astype(self.embed_dtype), None)
         return jnp.dot(Norm(name="final_norm")(x), table.T)
 
 

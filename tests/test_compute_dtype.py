@@ -1,18 +1,26 @@
-"""A module whose dtype is its class's default computes in what a step asks for; one that was told keeps its word."""
+"""A model computes in bf16 as its author wrote it: what stays in float32 is what somebody told to, and is listed."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
+import bare_models as bare
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import published
+import published_variables as variables
 import pytest
 from flax import linen as nn
 from flax import nnx, struct
 
 import jaxpar as jp
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.parse import loads
+from jaxpar.mesh.target import find_plugin
 
-DIM = 16
+DIM, VOCAB, ROWS, SEQ = 16, 32, 8, 8
 
 
 class Defaulted(nn.Module):
@@ -71,7 +79,62 @@ class Set(nnx.Module):
         return self.last(jnp.tanh(self.first(x)).astype(self.settings.dtype))
 
 
-INPUT = jax.ShapeDtypeStruct((8, DIM), jnp.float32)
+class TiedLinen(nn.Module):
+    """A normalization in float32 whose result nobody casts, and a head that reads the embedding's table."""
+
+    how: str
+
+    @nn.compact
+    def __call__(self, tokens):
+        table = nn.Embed(VOCAB, DIM)
+        h = rms(nn.Dense(DIM)(table(tokens)))
+        match self.how:
+            case "attend":
+                return table.attend(h)
+            case "@":
+                return h @ table.embedding.T
+            case _:
+                return jnp.einsum("bsd,vd->bsv", h, table.embedding)
+
+
+class TiedNNX(nnx.Module):
+    def __init__(self, how, rngs):
+        self.how = how
+        self.table = nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.dense = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, tokens):
+        h = rms(self.dense(self.table(tokens)))
+        match self.how:
+            case "attend":
+                return self.table.attend(h)
+            case "@":
+                return h @ self.table.embedding.T
+            case _:
+                return jnp.einsum("bsd,vd->bsv", h, self.table.embedding[...])
+
+
+def rms(x):
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+class Router(nn.Module):
+    """Scores of experts, which its author wants in float32."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, dtype=jnp.float32, param_dtype=jnp.float32, name="scores")(x.astype(jnp.float32))
+
+
+class Routed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(x) * Router()(x)
+
+
+INPUT = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+TOKENS = np.zeros((1, SEQ), np.int32)
 MODELS = {
     "a field of Linen's": jp.linen(Defaulted(), INPUT),
     "a config of Linen's": jp.linen(Configured(Config()), INPUT),
@@ -81,19 +144,41 @@ MODELS = {
 
 
 def squares(model, batch):
-    errors = jnp.square(model(batch["inputs"]).astype(jnp.float32).mean(axis=-1))
+    errors = jnp.square(model(batch["inputs"]).mean(axis=-1))
     return jnp.sum(errors), jnp.float32(errors.size)
 
 
-def lowered(model):
-    step = jp.train_step(jp.compose(model, jp.Parallel(), jax.devices()[:1]), squares, optax.sgd(0.1), precision="bf16")
-    step.lower(step.abstract(), {"inputs": INPUT})
+def step_of(model, loss=squares, devices=None, precision: Any = "bf16", **sizes):
+    layout = jp.compose(model, jp.Parallel(**sizes), devices or jax.devices()[:1])
+    return jp.train_step(layout, loss, optax.sgd(0.1), precision=precision)
+
+
+def lowered(model, batch=None, **given):
+    step = step_of(model, **given)
+    step.lower(step.abstract(), batch or {"inputs": INPUT})
     return step.products
+
+
+def tokens(length=SEQ):
+    ids = jax.ShapeDtypeStruct((ROWS, length), jnp.int32)
+    return {"tokens": ids, "targets": ids}
+
+
+def pixels(size, channels):
+    image = jax.ShapeDtypeStruct((ROWS, size, size, channels), jnp.float32)
+    return {"image": image, "label": jax.ShapeDtypeStruct((ROWS,), jnp.int32)}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_default_is_open(name):
     assert lowered(MODELS[name]).share == 1
+
+
+@pytest.mark.parametrize("how", ["attend", "@", "einsum"])
+@pytest.mark.parametrize("flax", ["linen", "nnx"])
+def test_a_tied_head_is_computed_in_bf16_whatever_it_is_given(flax, how):
+    model = jp.linen(TiedLinen(how), TOKENS) if flax == "linen" else lambda rngs: TiedNNX(how, rngs)
+    assert lowered(model, tokens(), loss=bare.token_loss).share == 1
 
 
 @pytest.mark.parametrize(
@@ -104,3 +189,104 @@ def test_a_default_is_open(name):
 def test_the_word_of_an_author_is_kept(model):
     with pytest.raises(jp.JaxparError, match=r"matrix products are bf16[\s\S]*f16\["):
         lowered(model)
+
+
+@pytest.mark.parametrize("allow", ["Router.__call__", "Rout*.__call__", "test_compute_dtype.py:*"])
+def test_what_stays_in_float32_is_listed_and_allowed_by_the_names_in_the_list(allow):
+    model = jp.linen(Routed(), INPUT)
+    with pytest.raises(jp.JaxparError, match=r"Router.__call__ \(test_compute_dtype.py:\d+\), f32\[.*, 50.0%"):
+        lowered(model)
+    found = lowered(model, precision=jp.Precision("bf16", allow=(allow,)))
+    assert (found.share, [each.function for each in found.kept]) == (0.5, ["Router.__call__"])
+    assert "Router.__call__ (test_compute_dtype.py" in found.notes[0]
+
+
+def test_a_pattern_that_allows_nothing_is_refused():
+    with pytest.raises(jp.JaxparError, match=r"allow='Rooter\.\*'[\s\S]*one of: Router.__call__"):
+        lowered(jp.linen(Routed(), INPUT), precision=jp.Precision("bf16", allow=("Router.*", "Rooter.*")))
+
+
+def test_a_job_names_what_may_stay_in_float32():
+    job = loads("[train]\nprecision = {compute = 'bf16', allow = ['Router.*']}")
+    assert job.train.precision == jp.Precision("bf16", allow=("Router.*",))
+    assert loads(dumps(job)) == job
+    assert loads("[train]\nprecision = 'bf16'").train.precision == jp.Precision("bf16")
+
+
+@pytest.mark.parametrize("model", [jp.linen(Defaulted(), INPUT), lambda rngs: Handed(rngs=rngs)], ids=["linen", "nnx"])
+def test_a_loss_gets_in_float32_what_a_model_returns(model):
+    def mean(model, batch):  # as a user of optax writes it
+        logits = model(batch["inputs"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+    def cast(model, batch):
+        return mean(lambda x: model(x).astype(jnp.float32), batch)
+
+    batch = {"inputs": INPUT, "labels": jax.ShapeDtypeStruct((ROWS,), jnp.int32)}
+    steps = [step_of(model, loss) for loss in (mean, cast)]
+    texts = [step.lower(step.abstract(), batch).as_text() for step in steps]
+    assert texts[0] == texts[1]
+    assert steps[0].products.share == 1
+
+
+# of what each author wrote: the model, its loss, a batch, and the functions whose matmuls stay in float32
+AUTHORS = {
+    # angles of positions are float32, and so are queries and keys that they turn
+    "qwen3": lambda: (partial(bare.Qwen3, 64, 32, 64, 4, 2, 8), bare.token_loss, tokens(), {"grouped"}),
+    "pali": lambda: (jp.linen(bare.PaLI(64, 32, 64, 4, 1, 8), TOKENS), bare.token_loss, tokens(), {"grouped"}),
+    "gpt2": lambda: (jp.linen(bare.GPT2(64, 32, 4, 32), TOKENS), bare.token_loss, tokens(), set()),
+    "whisper": lambda: (
+        jp.linen(bare.Whisper(64, 32, 4, SEQ, SEQ), np.zeros((1, 2 * SEQ, 4), np.float32), TOKENS),
+        bare.sound_loss,
+        tokens() | {"sound": jax.ShapeDtypeStruct((ROWS, 2 * SEQ, 4), jnp.float32)},
+        set(),
+    ),
+    "seq2seq": lambda: (
+        jp.linen(published.Seq2seq(), TOKENS, TOKENS, TOKENS[:, 0]),
+        published.translation_loss,
+        {
+            "source": tokens()["tokens"],
+            "target": tokens(SEQ + 1)["tokens"],
+            "length": jax.ShapeDtypeStruct((ROWS,), jnp.int32),
+        },
+        set(),
+    ),
+    "resnet": lambda: (
+        jp.linen(published.ResNet(), np.zeros((1, 8, 8, 1), np.float32)),
+        published.image_loss,
+        pixels(8, 1),
+        set(),
+    ),
+    # the power iteration of its SpectralNorm
+    "normed": lambda: (
+        jp.linen(variables.Normed(), np.zeros((1, 8, 8, 1), np.float32)),
+        published.image_loss,
+        pixels(8, 1),
+        {"Normed.__call__"},
+    ),
+    "bridged": lambda: (
+        jp.linen(variables.Bridged(), np.zeros((1, 8, 8, 1), np.float32)),
+        published.digit_loss,
+        pixels(8, 1),
+        set(),
+    ),
+    "back": lambda: (variables.Back, published.digit_loss, pixels(8, 1), set()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AUTHORS)
+def test_a_model_as_its_author_wrote_it_is_computed_in_bf16(name):
+    model, loss, batch, kept = AUTHORS[name]()
+    found = lowered(model, batch, loss=loss)
+    assert found.share >= 0.95
+    assert {each.function for each in found.kept} == kept
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+def test_gpus_compute_in_bf16_all_but_what_is_listed():
+    model = partial(bare.Gemma, 64, 32, 64, 4, 1, 8)
+    report = jp.inspect(step_of(model, bare.token_loss, jp.target_devices("h100:1x8"), data=8), tokens())
+    assert report.flop.by_dtype["bf16"] >= 0.95 * report.flop.total
+    assert any("not bf16" in note and "grouped (bare_models.py:" in note for note in report.notes)

@@ -9,6 +9,7 @@ Whisper  frames of sound and tokens; 1-dim convolutions; six heads, which tensor
 
 from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -112,7 +113,7 @@ def batch_of(rows):
 
 def loss_of(inputs):
     def loss(model, batch):
-        logits = model(*inputs(batch)).logits.astype(jnp.float32)
+        logits = model(*inputs(batch)).logits
         targets = batch["labels"] if logits.ndim == 2 else batch["tokens"]
         each = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return each.sum(), each.size
@@ -121,15 +122,29 @@ def loss_of(inputs):
 
 
 @cache
-def plainly(name):
-    """Returns the model as jaxpar takes it, its loss, and what a plain loop makes of it."""
+def described(name):
+    """Returns a Linen module, the model that jaxpar takes, and its loss."""
     module, inputs = MODELS[name]()
-    model, loss = jp.linen(module, *inputs(batch_of(1))), loss_of(inputs)
-    return model, loss, plain_loop.train(model, module, loss, SGD, batch_of(ROWS))
+    return module, jp.linen(module, *inputs(batch_of(1))), loss_of(inputs)
+
+
+@cache
+def plainly(name):
+    """Returns what a plain loop makes of it."""
+    module, model, loss = described(name)
+    return plain_loop.train(model, module, loss, SGD, batch_of(ROWS))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in MODELS])
 @plain_loop.each_layout
 def test_a_model_of_transformers_trains_as_a_plain_loop_does(name, layout):
-    model, loss, reference = plainly(name)
-    plain_loop.beside(reference, layout, model, loss, SGD, batch_of(ROWS))
+    _, model, loss = described(name)
+    plain_loop.beside(plainly(name), layout, model, loss, SGD, batch_of(ROWS))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_is_computed_in_bf16(name):
+    _, model, loss = described(name)
+    step = jp.train_step(jp.compose(model, jp.Parallel(), jax.devices()[:1]), loss, SGD, precision="bf16")
+    step.lower(step.abstract(), batch_of(ROWS))
+    assert step.products.share == 1

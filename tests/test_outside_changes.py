@@ -8,9 +8,9 @@ from jaxpar.job.file import changes
 from jaxpar.job.file.parse import loads
 
 BINDING = [
-    "train.global_batch=8", "train.seed=3", "train.precision=bf16", "train.loss=mine:loss", "data.shuffle=false",
-    "data.held_out=0.4", "data.seq=64", "data.tokenizer=bpe", "optimizer.learning_rate=2.0", "optimizer.beta1=0.5",
-    "optimizer.warmup=5", "model.dropout=0.5", "parallel.pipeline.weights=stash",
+    "train.global_batch=8", "train.seed=3", "train.precision.compute=bf16", "train.loss=mine:loss",
+    "data.shuffle=false", "data.held_out=0.4", "data.seq=64", "data.tokenizer=bpe", "optimizer.learning_rate=2.0",
+    "optimizer.beta1=0.5", "optimizer.warmup=5", "model.dropout=0.5", "parallel.pipeline.weights=stash",
 ]  # fmt: skip
 FREE = [
     "parallel.data=1", "parallel.fsdp=2", "parallel.zero=1", "parallel.pipe=2", "parallel.pipeline.microbatches=4",

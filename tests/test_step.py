@@ -112,10 +112,11 @@ def test_products_are_counted_with_their_weight():
         return (a @ b) @ c
 
     low, high = jnp.zeros((8, 16), jnp.bfloat16), jnp.zeros((8, 8), jnp.float32)
-    found = products(jax.jit(two).lower(low, low.T, high).as_text())
+    found = products(jax.make_jaxpr(two)(low, low.T, high))
     assert (found.total, found.low) == (2, 1)
     assert found.share == pytest.approx(8 * 8 * 16 / (8 * 8 * 16 + 8 * 8 * 8))
-    assert found.others == ("f32[8x8] * f32[8x8]",)
+    (kept,) = found.kept
+    assert (kept.function, kept.operands) == ("two", "bf16[8x8] * f32[8x8]")
 
 
 def test_offload_keeps_the_optimizer_in_host_memory_and_the_numbers_bitwise():

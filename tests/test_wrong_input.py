@@ -136,6 +136,8 @@ JOBS = [
     (DECODER, "train.loss=nexttoken", "'nexttoken'", "did you mean 'next_token'?"),
     (DECODER, "train.remat=ful", '"ful"', "did you mean 'full'?"),
     (DECODER, "train.precision=fp16", '"fp16"', "'bf16'"),
+    (DECODER, "train.precision={compute='bf16', alow=[]}", "unknown key train.precision.alow", "did you mean 'allow'"),
+    (DECODER, "train.precision.allow=['Router.*']", "precision fp32 with allow", 'compute="bf16"'),
     (DECODER, "optimizer.name=adamv", '"adamv"', "'adam'"),
     (DECODER, "data.source=txt", "'txt'", "did you mean 'text'?"),
     (DECODER, "run.resume=always", '"always"', "auto, must, never"),

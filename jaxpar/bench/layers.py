@@ -51,7 +51,7 @@ def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numer
         )
     taken = where()
     rows = next(iter(batch.values())).shape[0]
-    said = f"{rows} rows, {numerics.precision}, remat {numerics.remat}; measured on one {devices[0].device_kind}"
+    said = f"{rows} rows, {numerics.matmuls.compute}, remat {numerics.remat}; measured on one {devices[0].device_kind}"
     said += f" ({taken['machine']}), jax {jax.__version__}{', commit ' * bool(taken['commit'])}{taken['commit']}"
     profile = measure(model, loss, batch, numerics, said=said)
     print(f"Input: {said}; times measured, bytes exact")

@@ -20,7 +20,7 @@ from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.losses import as_sums
-from jaxpar.step.numerics import PRECISIONS, Numerics
+from jaxpar.step.numerics import Numerics
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Pieces:
                 rule="a model whose layers are measured has one stack of equal layers, between an embedding and a head",
                 fix="parameters stacked along a dim 0 named layers, as Decoder and ViT have them",
             )
-        compute = Compute(train=True, dtype=PRECISIONS[numerics.precision], remat=numerics.remat)
+        compute = Compute(train=True, dtype=numerics.dtype, remat=numerics.remat)
         return Pieces(blueprint, shaped(loss), compute, counts.pop(), frozenset(stacked))
 
     def arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:

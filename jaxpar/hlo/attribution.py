@@ -27,7 +27,7 @@ _MACHINERY = tuple(
         str(_HOME / "step" / file)
         for file in ("step.py", "gradients.py", "apart.py", "whole.py", "gathering.py", "inspectable.py")
     ]
-    + [str(_HOME / "models" / "remat.py")]
+    + [str(_HOME / "models" / file) for file in ("remat.py", "returned.py")]
     + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
     + [str(Path(jax.__file__).parents[1])]  # where it is linked to from another environment
     + ["<"]

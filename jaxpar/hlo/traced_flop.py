@@ -37,7 +37,7 @@ def traced_matmuls(jaxpr: Any, schedule: Schedule | None = None, times: float | 
       times: How often the jaxpr is run.
     """
     for equation in jaxpr.eqns:
-        if flop := _flop(equation):
+        if flop := matmul_flop(equation):
             yield equation, None if times is None else times * flop
             continue
         name, params = equation.primitive.name, equation.params
@@ -55,7 +55,8 @@ def traced_matmuls(jaxpr: Any, schedule: Schedule | None = None, times: float | 
                 yield from traced_matmuls(inner, schedule, each)
 
 
-def _flop(equation: Any) -> int:
+def matmul_flop(equation: Any) -> int:
+    """Returns the FLOP of one matmul or convolution; 0 of any other equation."""
     name = equation.primitive.name
     if name == "dot_general":
         (contract, _), _ = equation.params["dimension_numbers"]
@@ -73,7 +74,7 @@ def _count(jaxpr) -> int:
     total = 0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        total += _flop(equation)
+        total += matmul_flop(equation)
         times = equation.params.get("length", 1) if name == "scan" else 1
         inner = [_count(sub) for value in equation.params.values() for sub in _jaxprs(value)]
         total += max(inner, default=0) if name == "cond" else times * sum(inner)

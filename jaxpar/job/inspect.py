@@ -13,7 +13,9 @@ from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.mesh.devices import simulate
 from jaxpar.mesh.target import Target, find_plugin, parse_target, target_devices
+from jaxpar.step.checks.precision import NOT_BF16
 from jaxpar.step.inspectable import subject
+from jaxpar.step.numerics import Precision
 from jaxpar.units import show_count
 
 CPU = "cpu"
@@ -62,6 +64,8 @@ def observe(job: Job, target: str | Target) -> Report:
 def work(job: Job) -> str:
     """Returns, in a sentence, what each device of a job computes, as compiled for them: its share, or more than that.
 
+    Another says what is not computed in bf16, where that was asked for.
+
     Where it cannot be compiled, the sentence says so.
     """
     target = job.mesh.target or (CPU if job.mesh.simulate else "")
@@ -73,7 +77,8 @@ def work(job: Job) -> str:
     found = observe(job, target)
     repeated = [flag for flag in found.flags if flag.kind == REPEATED]
     made = f"matmuls of each device: {show_count(found.flop.total)} FLOP in a step, its share"
-    return "\n".join(map(str, repeated)) or made
+    kept = [note for note in found.notes if note.startswith(NOT_BF16)]
+    return "\n".join([*(map(str, repeated) if repeated else [made]), *kept])
 
 
 def _declared(job: Job) -> int:
@@ -94,8 +99,8 @@ def _knobs(job: Job, target: str, total: int) -> list[tuple[str, int]]:
         *(_pieces(job) if parallel.pipe == 1 else _pieces_of_pipeline(job)),
         (
             "train.precision = 'bf16'",
-            {"train": dataclasses.replace(train, precision="bf16")},
-            train.precision == "fp32",
+            {"train": dataclasses.replace(train, precision=Precision("bf16"))},
+            train.precision.compute == "fp32",
         ),
         (
             "parallel.zero = 3",

@@ -158,7 +158,7 @@ def _train(
             store.close()
             log.close()
         if built.step.products is not None:
-            progress.say(str(built.step.products))
+            progress.say("\n".join([str(built.step.products), *built.step.products.notes]))
         if outcome.stopped_by:
             done = int(outcome.state.step)
             progress.say(f"stopped by {outcome.stopped_by}, saved step {done}; the same command goes on from there")

@@ -4,6 +4,7 @@
     attention(q, k, v, causal=True)         runs as the layout of the step says          islands.py
     pipelined(layers, x)                    where a pipeline cuts the model              stack.py
     remat = "none" as an attribute          what the backward pass keeps of each layer   remat.py
+    what a model returns to its loss        float32, whatever it computes in             returned.py
 
 Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), names of dims, a stack of equal
 layers, an island.

@@ -9,8 +9,8 @@ A submodule that was built with the float32 of such a default is as open as the 
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,7 +20,12 @@ from flax import nnx
 
 
 def compute_linen(module: nn.Module, dtype: Any) -> None:
-    """Sets the dtype of a bound Linen module, and of the configs that it holds, where they are open."""
+    """Sets the dtype of a bound Linen module, and of the configs that it holds, where they are open.
+
+    So of an NNX module that it wraps (`nnx.bridge.to_linen`) and makes anew in every call.
+    """
+    if isinstance(module, nnx.bridge.ToLinen):
+        _set(module, "nnx_class", partial(_made, module.nnx_class, dtype))
     for field in dataclasses.fields(module):
         value: Any = getattr(module, field.name)
         if field.name == "dtype" and (value is None or _is_default(field.default, value)):
@@ -47,6 +52,12 @@ def compute_nnx(model: nnx.Module, dtype: Any) -> None:
             opened.append(path)
         for name, config in configs:
             setattr(held, name, dataclasses.replace(config, dtype=dtype))
+
+
+def _made(kind: Callable[..., nnx.Module], dtype: Any, *args: Any, **kwargs: Any) -> nnx.Module:
+    module = kind(*args, **kwargs)
+    compute_nnx(module, dtype)
+    return module
 
 
 def _open_configs(module: Any) -> Iterator[tuple[str, Any]]:

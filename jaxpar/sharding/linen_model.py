@@ -17,6 +17,7 @@ from flax.errors import InvalidRngError
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.models.returned import returned
 from jaxpar.sharding.compute_dtype import compute_linen
 from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.linen.parameters import Parameters, as_stored
@@ -54,7 +55,7 @@ class LinenModel:
         self._dtype, self._streams, self._calls, self._read = compute.dtype, streams, 0, read
 
     def __call__(self, *args, method: Any = None, **kwargs):
-        """Applies the module (or one method of it) and keeps what it wrote to its collections."""
+        """Applies the module (or one method of it), keeps what it wrote to its collections; see `returned`."""
         key = jax.random.fold_in(self.key, self._calls)
         self._calls += 1
         large = {name: Parameters(self.state[name], use, f"collections/{name}/") for name, use in self._read.items()}
@@ -71,7 +72,7 @@ class LinenModel:
         written = {name: unboxed(as_stored(tree)) for name, tree in written.items()}
         self.state = {name: written.get(name, value) for name, value in self.state.items()}
         self.sown = {name: written.get(name) for name in self.sown}
-        return out
+        return returned(out)
 
 
 def _computing_in(dtype, call, args, kwargs, context):

@@ -17,6 +17,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.models.returned import called_by_losses
 from jaxpar.sharding.compute_dtype import compute_nnx
 from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
@@ -51,6 +52,7 @@ class _Parts:
             nnx.map_state(partial(self._read, values, use), self.params),
             nnx.map_state(partial(self._refilled, state, use), self.rest),
         )
+        object.__setattr__(model, "__class__", called_by_losses(type(model)))
         return _configure(model, compute)
 
     def _read(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:

@@ -17,6 +17,7 @@ from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
+from jaxpar.step.checks.precision import Matmuls
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.numerics import Numerics
@@ -36,6 +37,7 @@ class Inspectable(Protocol):
     numerics: Numerics
     gradients: Gradients
     share: OwnShare | None
+    products: Matmuls | None
 
     def abstract(self) -> State:
         """Returns the state as shapes, dtypes and shardings."""
@@ -63,7 +65,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
     lowered = step.lower(state, batch, exchanges=exchanges)
     platform = layout.on.devices.flat[0].platform
     notes = []
-    if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.precision == "bf16":
+    if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.dtype:
         notes.append(
             "attention is XLA's own: cuDNN's fused kernel does not take pieces of a sequence, so scores are kept"
             if layout.sizes["context"] > 1
@@ -90,14 +92,14 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
         loss=((code.co_filename, code.co_name),) if code else (),
         model_flop=model_flop(step, batch),
         share=step.share,
-        precision=step.numerics.precision,
+        precision=step.numerics.matmuls.compute,
         batch_axes=layout.batch_axes,
         whole=("fsdp",) if layout.parallel.stage == 1 else (),
         silent=step.gradients.silent(exchanges=exchanges or step.gradients.every == 1),
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=step.gradients.updates,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
-        notes=(*notes, *step.gradients.notes, *_agreement(layout)),
+        notes=(*notes, *(step.products.notes if step.products else ()), *step.gradients.notes, *_agreement(layout)),
         own=True,
     )
 

@@ -209,9 +209,9 @@ class Step:
         asked.check(self.layout, self._used, lowered)
         schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
         self.share = own_share(traced.jaxpr.jaxpr, self.layout.devices, schedule)
-        if self.numerics.precision == "bf16":
-            self.products = check.products(lowered.as_text())
-            check.check_bf16(self.products)
+        if self.numerics.dtype:
+            self.products = check.products(traced.jaxpr.jaxpr, schedule)
+            check.check_bf16(self.products, self.numerics.matmuls)
         return lowered
 
     def abstract(self) -> State:

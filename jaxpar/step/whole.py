@@ -18,13 +18,14 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
+from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.checks.given_state import check_kept
 from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gathering import gathered
 from jaxpar.step.gradients import Gradients, constrained, one_update
 from jaxpar.step.losses import Sums, as_sums
-from jaxpar.step.numerics import PRECISIONS, Numerics
+from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
 
 
@@ -97,28 +98,30 @@ class Whole(Gradients):
         """Returns the parameters as every microbatch of a step reads them: stages 1 and 2 gather them once."""
         if self.layout.parallel.stage not in (1, 2):
             return params
-        dtype = PRECISIONS[self.numerics.precision]
-        return gathered(self.layout, params, partial(self._forward, train=train), model_state, batch, dtype=dtype)
+        forward = partial(self._forward, train=train)
+        return gathered(self.layout, params, forward, model_state, batch, dtype=self.numerics.dtype)
 
     def _forward(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> tuple[Sums, Tree]:
-        dtype = PRECISIONS[self.numerics.precision]
-        compute = Compute(train=train, dtype=dtype, remat=self.numerics.remat)
+        compute = Compute(train=train, dtype=self.numerics.dtype, remat=self.numerics.remat)
         blueprint = self.layout.blueprint
         read: set[str] = set()
 
         def use(path: str, value: jax.Array) -> jax.Array:
             read.add(path)
-            return self.layout.use(path, value, dtype)
+            return self.layout.use(path, value, compute.dtype)
 
-        model = blueprint.bind(params, model_state, use, compute)
-        sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
+        def run(params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Sums, Tree]:
+            model = blueprint.bind(params, model_state, use, compute)
+            sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
+            return sums, blueprint.collect(model)
+
+        sums, after = (in_bfloat16(run) if compute.dtype else run)(params, model_state, batch)
         if not read:
             raise refuse(
                 f"the loss reads no parameter of {blueprint.name}",
                 rule="a loss calls the model: what it does not read has no gradient",
                 fix='model(batch["inputs"]) in the loss',
             )
-        after = blueprint.collect(model)
         check_kept(blueprint.name, model_state, after)
         return sums, after
 

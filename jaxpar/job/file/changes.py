@@ -22,7 +22,7 @@ from jaxpar.job.file.schema import Job
 UNSAID = ("run.", "metrics.")
 FREE = ("data.path", "data.pattern", "data.source")  # the data itself is compared by its fingerprint
 BINDING = ("data.", "model.", "optimizer.", "parallel.exchange.", "parallel.pipeline.weights", "train.global_batch",
-           "train.loss", "train.precision", "train.seed")  # fmt: skip
+           "train.loss", "train.precision.compute", "train.seed")  # fmt: skip
 SPLIT = ("data.held_out", "data.seq")  # where held-out examples begin
 MISSING = "not set"
 

@@ -169,9 +169,12 @@ def validated(cls: type, table: dict[str, Any], section: str) -> tuple[Any, list
     """
     inner, problems = {}, []
     for key, usual in inner_tables(cls).items():
-        if isinstance(table.get(key), dict):
-            kind, problem = _named(usual, table[key], f"{section}.{key}")
-            inner[key], more = validated(kind, {} if problem else table[key], f"{section}.{key}")
+        given: Any = table.get(key)
+        if isinstance(given, str) and (short := getattr(usual, "SHORT", "")):
+            given = {short: given}
+        if isinstance(given, dict):
+            kind, problem = _named(usual, given, f"{section}.{key}")
+            inner[key], more = validated(kind, {} if problem else given, f"{section}.{key}")
             problems += [*problem, *more]
     made, more = _validated_flat(cls, {key: value for key, value in table.items() if key not in inner}, section)
     made = None if made is None or None in inner.values() else dataclasses.replace(made, **inner)

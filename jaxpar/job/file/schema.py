@@ -15,6 +15,7 @@ from jaxpar.errors import check_ranges, refuse
 from jaxpar.mesh.target import parse_target
 from jaxpar.optim.chain import Optimizer
 from jaxpar.parallel.declare import Parallel
+from jaxpar.step.numerics import Precision
 from jaxpar.train.faults import Faults
 from jaxpar.train.metrics import Metrics
 
@@ -91,7 +92,7 @@ class TrainTable:
       seed: Of the parameters, of dropout, of a loss's random keys and of the order of examples.
       loss: next_token, classify, or "package.module:function" of (model, batch), or of (model, batch, key): a random
         key, another one in every step, and the same in all evaluations.
-      precision: fp32, or bf16: matmuls in bfloat16, parameters and optimizer in float32.
+      precision: The dtype of matmuls; precision = "bf16" for short.
       remat: How much the backward pass recomputes: none (keeps all), dots, all_dots or full (keeps least).
       offload: Keep the optimizer state in host memory between steps.
       eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
@@ -103,7 +104,7 @@ class TrainTable:
     accumulate: int = 1
     seed: int = 0
     loss: str = "next_token"
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Precision = field(default_factory=Precision)
     remat: Literal["none", "dots", "all_dots", "full"] = "none"
     offload: bool = False
     eval_every: int = 0

@@ -31,7 +31,7 @@ from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.losses import as_sums
-from jaxpar.step.numerics import PRECISIONS
+from jaxpar.step.numerics import DTYPES
 
 
 def subject(job: Job, devices: int) -> Model:
@@ -46,9 +46,9 @@ def subject(job: Job, devices: int) -> Model:
     recipe = _recipe(job, blueprint)
     if getattr(model, "func", None) is not Decoder:
         return _traced(job, blueprint, loss, recipe, devices)
-    if job.train.precision != "bf16":
+    if job.train.precision.compute != "bf16":
         raise refuse(
-            f"train.precision = {job.train.precision!r}",
+            f"train.precision = {job.train.precision.compute!r}",
             rule="the planner's formulas are of a decoder that computes in bfloat16",
             fix="train.precision=bf16, after JOB on the command line",
         )
@@ -69,7 +69,7 @@ def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
 
 
 def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devices: int) -> Traced:
-    alone, dtype = compose(blueprint, Parallel(), 1), PRECISIONS[job.train.precision]
+    alone, dtype = compose(blueprint, Parallel(), 1), DTYPES[job.train.precision.compute]
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
     batch = abstract_batch(job)
 

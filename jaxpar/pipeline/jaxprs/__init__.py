@@ -1,1 +1,3 @@
-"""Functions as jaxprs: the dependencies in them, and backward passes that run in two halves in different ticks."""
+"""Functions as jaxprs: the dependencies in them, backward passes that run in two halves in different ticks, and
+functions whose lookups, lengths or dtypes of matmuls are changed before they run.
+"""

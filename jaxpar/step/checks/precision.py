@@ -1,81 +1,144 @@
-"""Checks the dtype that matmuls really run in, read off the lowered program.
+"""Checks the dtype that matmuls are asked to run in, read off the step as it was traced.
 
-Casting parameters to bfloat16 can leave every product in float32: one float32 operand (a table
-that froze its dtype, an input nobody cast) promotes the rest. So the program is asked.
+Casting parameters to bfloat16 can leave matmuls in float32: where a model says so, and where both of its operands came
+to be float32 on the way (by angles of positions, or a mask). So the program is asked, and says which lines they are.
 """
 
 import math
-import re
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
-from jaxpar.errors import refuse
+import jax.numpy as jnp
 
-_PRODUCT = re.compile(
-    r"stablehlo\.(dot_general|convolution)[ (].*?:\s*\(tensor<([^>]*)>,\s*tensor<([^>]*)>\)\s*->\s*tensor<([^>]*)>"
-)
-_CONTRACTING = re.compile(r"contracting_dims = \[([\d, ]*)\]")
-_TOLERATED = 0.05  # share of matrix FLOP that may stay in float32: a router, a final norm
+from jaxpar.errors import nearest, refuse
+from jaxpar.hlo.attribution import users_frame
+from jaxpar.hlo.text import Frame
+from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
+from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.step.numerics import Precision
+
+NOT_BF16 = "matmuls that are not bf16, with their share of FLOP: "
+_TOLERATED = 0.05  # share of matmul FLOP that may stay in float32 unnamed: a router, a small head
+_NAMED = 8  # lines that a message lists, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A line of a model whose matmuls do not have two bfloat16 operands.
+
+    Attributes:
+      function: Where it stands, such as `Router.__call__`.
+      line: `moe.py:41`.
+      operands: Of the largest of them, as `f32[8x32x64] * f32[64x128]`.
+      share: Of the FLOP of all matmuls.
+    """
+
+    function: str
+    line: str
+    operands: str
+    share: float
+
+    def matches(self, pattern: str) -> bool:
+        """Returns whether a pattern names it, by its function or its line."""
+        return fnmatchcase(self.function, pattern) or fnmatchcase(self.line, pattern)
+
+    def __str__(self) -> str:
+        return f"{self.function} ({self.line}), {self.operands}, {self.share:.1%}"
 
 
 @dataclass(frozen=True, slots=True)
 class Matmuls:
-    """The matrix products and convolutions of a lowered program.
+    """The matmuls and convolutions of a traced step.
 
     Attributes:
-      total: How many there are.
+      total: How many there are; those in a loop count once.
       low: How many have two bfloat16 operands.
-      share: Share of their multiplications that is bfloat16; loop bodies count once.
-      others: The largest that are not, as `f32[8x32x64] * f32[64x128]`.
+      share: Share of their FLOP that is bfloat16.
+      kept: The lines of the others, largest first.
     """
 
     total: int
     low: int
     share: float
-    others: tuple[str, ...]
+    kept: tuple[Kept, ...] = field(default=())
 
     def __str__(self) -> str:
+        """Returns how many are bf16; `notes` has the others."""
         return f"{self.low} of {self.total} matrix products are bf16 ({self.share:.1%} of their multiplications)"
 
-
-def products(stablehlo: str) -> Matmuls:
-    """Returns the matrix products of a StableHLO text."""
-    rows = []
-    for line in stablehlo.splitlines():
-        if match := _PRODUCT.search(line):
-            kind, left, right, out = match.groups()
-            *dims, _ = out.split("x")
-            work = math.prod(map(int, dims))
-            if kind == "dot_general" and (contracting := _CONTRACTING.search(line)):
-                left_dims = left.split("x")[:-1]
-                work *= math.prod(int(left_dims[int(d)]) for d in contracting[1].split(",") if d.strip())
-            else:
-                work *= math.prod(map(int, right.split("x")[:-1])) // max(1, int(dims[-1]))
-            low = left.endswith("bf16") and right.endswith("bf16")
-            rows.append((work, low, f"{_shown(left)} * {_shown(right)}"))
-    total = sum(work for work, _, _ in rows)
-    others = sorted({(work, text) for work, low, text in rows if not low}, reverse=True)
-    return Matmuls(
-        total=len(rows),
-        low=sum(low for _, low, _ in rows),
-        share=sum(work for work, low, _ in rows if low) / total if total else 1.0,
-        others=tuple(text for _, text in others[:3]),
-    )
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A line of text on those that are not bf16, where there are some."""
+        return (f"{NOT_BF16}{listed(self.kept)}",) if self.kept else ()
 
 
-def check_bf16(found: Matmuls) -> None:
-    """Refuses a program that was asked for bfloat16 and computes in float32.
+def listed(kept: tuple[Kept, ...]) -> str:
+    """Returns the lines in a row."""
+    more = f"; and {len(kept) - _NAMED} more" if len(kept) > _NAMED else ""
+    return "; ".join(map(str, kept[:_NAMED])) + more
+
+
+def products(jaxpr: Any, schedule: Schedule | None = None) -> Matmuls:
+    """Returns the matmuls of a traced step.
+
+    Args:
+      jaxpr: As `jax.jit(...).trace(...)` has it.
+      schedule: The table that it runs, where it is a pipeline's.
+    """
+    total = low = 0
+    flop, flop_low = 0.0, 0.0
+    others: dict[tuple[str, str], list[tuple[float, str]]] = defaultdict(list)
+    for equation, work in traced_matmuls(jaxpr, schedule):
+        left, right = (var.aval for var in equation.invars)
+        work = matmul_flop(equation) if work is None else work  # a loop that turns as often as the data says: once
+        total, flop = total + 1, flop + work
+        if left.dtype == right.dtype == jnp.bfloat16:
+            low, flop_low = low + 1, flop_low + work
+        else:
+            others[_place(equation)].append((work, f"{_shown(left)} * {_shown(right)}"))
+    kept = [
+        Kept(*place, max(found)[1], math.fsum(work for work, _ in found) / flop if flop else 0.0)
+        for place, found in others.items()
+    ]
+    kept.sort(key=lambda each: -each.share)
+    return Matmuls(total, low, flop_low / flop if flop else 1.0, tuple(kept))
+
+
+def check_bf16(found: Matmuls, asked: Precision) -> None:
+    """Refuses a step that was asked for bfloat16 and computes in float32 what nobody allowed.
 
     Raises:
-      JaxparError: If more than 5 % of the multiplications are not bfloat16.
+      JaxparError: If more than 5 % of the FLOP are neither bfloat16 nor allowed, or a pattern allows nothing.
     """
-    if found.share < 1 - _TOLERATED:
+    for pattern in asked.allow:
+        if not any(each.matches(pattern) for each in found.kept):
+            raise refuse(
+                f"allow={pattern!r}, and {listed(found.kept) or 'all matmuls are bf16'}",
+                rule="a pattern of `allow` matches a matmul that stays in float32, by its function or its line",
+                fix=nearest(pattern, [name for each in found.kept for name in (each.function, each.line)])
+                if found.kept
+                else "leave it out",
+            )
+    refused = tuple(each for each in found.kept if not any(map(each.matches, asked.allow)))
+    if sum(each.share for each in refused) > _TOLERATED:
         raise refuse(
-            f"precision bf16, but {found}; the largest others: {'; '.join(found.others)}",
-            rule="with bf16 at least 95 % of the multiplications have two bf16 operands",
-            fix="give the layers dtype=jnp.bfloat16, or cast what the model is fed; one f32 operand promotes the rest",
+            f"precision bf16, but {found}; not: {listed(refused)}",
+            rule="with bf16 at least 95 % of the multiplications have two bf16 operands, or are allowed another dtype",
+            fix=f'.astype(x.dtype) where float32 comes in, or {{compute = "bf16", allow = ["{refused[0].function}"]}}',
         )
 
 
-def _shown(tensor: str) -> str:
-    *dims, dtype = tensor.split("x")
-    return f"{dtype}[{'x'.join(dims)}]"
+def _place(equation: Any) -> tuple[str, str]:
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    stack = [Frame(each.file_name, each.line_num, each.function_name) for each in frames]
+    frame = users_frame(stack) or Frame("", 0, "")
+    return frame.function.rpartition("<locals>.")[2], f"{Path(frame.file).name}:{frame.line}"
+
+
+def _shown(aval: Any) -> str:
+    dtype = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(aval.dtype.name, aval.dtype.name)
+    return f"{dtype}[{'x'.join(map(str, aval.shape))}]"

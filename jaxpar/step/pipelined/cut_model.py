@@ -19,6 +19,7 @@ from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.techniques.context import tables_in_pieces
 from jaxpar.pipeline.jaxprs.lookups import whole_lookups
+from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.pipeline.jaxprs.shorten import shortened
 from jaxpar.pipeline.run.gathers import gathered_again
 from jaxpar.pipeline.run.traced_model import Model
@@ -120,6 +121,8 @@ class CutModel:
                 return as_sums(called(shared, known)(), accumulate=layout.microbatches)
 
         pieces = {"embed": embed, "stage": stage, "head": head}
+        if compute.dtype:
+            pieces = {name: in_bfloat16(piece) for name, piece in pieces.items()}
         if tables_in_pieces(layout):
             whole = lambda x: shardings.constrained(x, ())  # noqa: E731
             pieces = {name: whole_lookups(piece, whole) for name, piece in pieces.items()}

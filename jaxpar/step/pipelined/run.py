@@ -32,7 +32,7 @@ from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
 from jaxpar.step.frozen import zeroed
 from jaxpar.step.gradients import Gradients, one_update
 from jaxpar.step.losses import Sums
-from jaxpar.step.numerics import PRECISIONS, Numerics
+from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined import lists
 from jaxpar.step.pipelined.cut_model import CutModel
 from jaxpar.step.pipelined.model_state import ModelStates, folded
@@ -52,7 +52,7 @@ class Pipelined(Gradients):
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
         self.layout, self.schedule, self.frozen = layout, layout.schedule, frozen
-        self.shardings = Shardings(as_stacks(layout), PRECISIONS[numerics.precision])
+        self.shardings = Shardings(as_stacks(layout), numerics.dtype)
         self.cut_model = CutModel(self.shardings, loss, numerics)
         self.model_states = ModelStates(self.shardings, layout, loss, numerics)
         self.fill = 0.0  # what buffers hold before they are written: a test makes it nan

@@ -1,0 +1,33 @@
+"""What a model returns to its loss: float32, whatever it computes in.
+
+A loss is a sum over many tokens, and 16 bits count 3001 of them as 3008.
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def returned(out: Any) -> Any:
+    """Returns what a model returned, as its loss computes with it: floating-point arrays of 16 bits as float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_short(x) else x, out)
+
+
+@cache
+def called_by_losses(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """Returns the type of an NNX model whose loss gets what it returns in float32."""
+    known = {} if getattr(kind, "_pytree__is_pytree", True) else {"pytree": False}  # else it would be one to NNX
+
+    class Model(kind, **known):
+        def __call__(self, *args, **kwargs):
+            return returned(super().__call__(*args, **kwargs))
+
+    Model.__name__ = kind.__name__
+    return Model
+
+
+def _is_short(value: Any) -> bool:
+    return getattr(value, "dtype", None) in (jnp.bfloat16, jnp.float16)
