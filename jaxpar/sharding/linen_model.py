@@ -34,7 +34,7 @@ class LinenModel:
       training: Whether this is a training step; pass it on where the module wants to
         know (`model(x, train=model.training)`).
       state: The collections that last (BatchNorm's), updated by every call.
-      sown: What the last call sowed, by collection.
+      sown: What the last call sowed, by collection: `model.sown["intermediates"]`.
     """
 
     def __init__(

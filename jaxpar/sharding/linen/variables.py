@@ -85,7 +85,7 @@ class Variables:
             leaves=_leaves(params, name, flat),
             others=_leaves(rest, name),
             lasting=lasting,
-            sown=sown,
+            sown=("intermediates", *sown),  # of which Linen says nothing when it makes a module's variables
         )
 
     @cached_property
