@@ -18,6 +18,7 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
+from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.checks.given_state import check_kept
@@ -116,7 +117,8 @@ class Whole(Gradients):
             return sums, blueprint.collect(model)
 
         sums, after = (in_bfloat16(run) if compute.dtype else run)(params, model_state, batch)
-        if not read:
+        # a loss may take values out of an NNX model, for a penalty, past what notes where they are used
+        if not read and not any(jax.tree.leaves(Traced(run, params, model_state, batch).reads()[0])):
             raise refuse(
                 f"the loss reads no parameter of {blueprint.name}",
                 rule="a loss calls the model: what it does not read has no gradient",
