@@ -201,6 +201,15 @@ def test_what_stays_in_float32_is_listed_and_allowed_by_the_names_in_the_list(al
     assert "Router.__call__ (test_compute_dtype.py" in found.notes[0]
 
 
+def test_gradients_of_scores_that_are_float32_are_listed_and_refused_nowhere():
+    """JAX's attention on a processor: of long sequences they are more than 5 % of the FLOP, and no author's."""
+    settings = jp.DecoderSettings(vocab=VOCAB, seq=128, layers=1, dim=32, heads=2, hidden=32)
+    batch = {name: jax.ShapeDtypeStruct((2, 128), jnp.int32) for name in ("inputs", "targets")}
+    found = lowered(partial(jp.Decoder, settings), batch, loss=jp.next_token)
+    (each,) = found.kept
+    assert each.share == each.mixed > 0.05
+
+
 def test_a_pattern_that_allows_nothing_is_refused():
     with pytest.raises(jp.JaxparError, match=r"allow='Rooter\.\*'[\s\S]*one of: Router.__call__"):
         lowered(jp.linen(Routed(), INPUT), precision=jp.Precision("bf16", allow=("Router.*", "Rooter.*")))
