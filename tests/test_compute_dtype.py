@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import published
-import published_variables as variables
 import pytest
 from flax import linen as nn
 from flax import nnx, struct
+from published import EXAMPLES
 
 import jaxpar as jp
 from jaxpar.job.file.dump import dumps
@@ -164,11 +163,6 @@ def tokens(length=SEQ):
     return {"tokens": ids, "targets": ids}
 
 
-def pixels(size, channels):
-    image = jax.ShapeDtypeStruct((ROWS, size, size, channels), jnp.float32)
-    return {"image": image, "label": jax.ShapeDtypeStruct((ROWS,), jnp.int32)}
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_default_is_open(name):
     assert lowered(MODELS[name]).share == 1
@@ -238,6 +232,11 @@ def test_a_loss_gets_in_float32_what_a_model_returns(model):
     assert steps[0].products.share == 1
 
 
+def example(name):
+    found = EXAMPLES[name]
+    return found.model, found.loss, found.numbers()
+
+
 # of what each author wrote: the model, its loss, a batch, and the functions whose matmuls stay in float32
 AUTHORS = {
     # angles of positions are float32, and so are queries and keys that they turn
@@ -250,36 +249,12 @@ AUTHORS = {
         tokens() | {"sound": jax.ShapeDtypeStruct((ROWS, 2 * SEQ, 4), jnp.float32)},
         set(),
     ),
-    "seq2seq": lambda: (
-        jp.linen(published.Seq2seq(), TOKENS, TOKENS, TOKENS[:, 0]),
-        published.translation_loss,
-        {
-            "source": tokens()["tokens"],
-            "target": tokens(SEQ + 1)["tokens"],
-            "length": jax.ShapeDtypeStruct((ROWS,), jnp.int32),
-        },
-        set(),
-    ),
-    "resnet": lambda: (
-        jp.linen(published.ResNet(), np.zeros((1, 8, 8, 1), np.float32)),
-        published.image_loss,
-        pixels(8, 1),
-        set(),
-    ),
+    "seq2seq": lambda: (*example("seq2seq"), set()),
+    "resnet": lambda: (*example("resnet"), set()),
     # the power iteration of its SpectralNorm
-    "normed": lambda: (
-        jp.linen(variables.Normed(), np.zeros((1, 8, 8, 1), np.float32)),
-        published.image_loss,
-        pixels(8, 1),
-        {"Normed.__call__"},
-    ),
-    "bridged": lambda: (
-        jp.linen(variables.Bridged(), np.zeros((1, 8, 8, 1), np.float32)),
-        published.digit_loss,
-        pixels(8, 1),
-        set(),
-    ),
-    "back": lambda: (variables.Back, published.digit_loss, pixels(8, 1), set()),
+    "normed": lambda: (*example("normed"), {"Normed.__call__"}),
+    "bridged": lambda: (*example("bridged"), set()),
+    "back": lambda: (*example("back"), set()),
 }
 
 

@@ -13,23 +13,11 @@ import jax
 import numpy as np
 import pytest
 from covering import covering
+from layouts import LAYOUTS, kept_bytes, on_device
 from tiny import assert_same_arrays, batches, models, on_one_device, optimizer, token_loss, train
 
 import jaxpar as jp
 
-LAYOUTS = {
-    "ddp": jp.Parallel(data=8),
-    "zero1": jp.Parallel(fsdp=8, zero=1),
-    "zero2": jp.Parallel(fsdp=8, zero=2),
-    "zero3": jp.Parallel(fsdp=8, zero=3),
-    "hsdp": jp.Parallel(data=2, fsdp=4),
-    "tp": jp.Parallel(data=4, tensor=2),
-    "tp+sp": jp.Parallel(data=2, tensor=4, sequence=True),
-    "2x2x2 zero0": jp.Parallel(data=2, fsdp=2, tensor=2, zero=0),
-    "2x2x2 zero1": jp.Parallel(data=2, fsdp=2, tensor=2, zero=1),
-    "2x2x2 zero2": jp.Parallel(data=2, fsdp=2, tensor=2, zero=2, sequence=True),
-    "2x2x2 zero3": jp.Parallel(data=2, fsdp=2, tensor=2, zero=3),
-}
 VARIANTS = {"plain": {}, "accumulation": {"accumulate": 2}, "remat": {"remat": "full"}}
 MODELS = ("annotated", "bare", "linen")
 
@@ -76,29 +64,11 @@ def test_losses_and_parameters_equal_one_device(kind, variant, layout):
 
 
 def assert_bytes_follow_zero(layout, state):
-    """Bytes on one device equal ZeRO's formula, with what does not divide counted whole.
-
-    P bytes of parameters after `tensor`, W of them in arrays that fsdp = N does not divide:
-    parameters P (stage >= 1: (P - W)/N + W), Adam twice that, plus its count.
-    """
-    ways, stage, tensor = layout.sizes["fsdp"], layout.parallel.stage, layout.sizes["tensor"]
-    split = whole = 0
-    for place in layout.placements.values():
-        mine = place.leaf.bytes // (tensor if "tensor" in str(place.used) and tensor > 1 else 1)
-        dims = [
-            size // (tensor if "tensor" in str(place.used[d : d + 1]) else 1) for d, size in enumerate(place.leaf.shape)
-        ]
-        divides = any(size % ways == 0 for size, name in zip(dims, place.names, strict=True) if name != "layers")
-        split, whole = (split + mine, whole) if divides else (split, whole + mine)
-    sharded = split // ways + whole
-    kept = sharded if stage >= 1 else split + whole
+    """Bytes on one device equal ZeRO's formula: Adam keeps twice the parameters, and its count."""
+    kept = kept_bytes(layout)
     assert on_device(state.params) == kept
     counts = [x for x in jax.tree.leaves(state.optimizer) if x.ndim == 0]
     assert on_device(state.optimizer) == 2 * kept + sum(x.nbytes for x in counts)
-
-
-def on_device(tree):
-    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
 # copies of one stacked matrix that the loop over microbatches carries: (whole, sharded), parameter and accumulator

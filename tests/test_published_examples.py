@@ -1,115 +1,97 @@
-"""Models after Flax's own examples, unedited: every layout trains them as one device does."""
+"""Models of every trade as their authors write them: on every layout each trains as a plain loop of optax does.
 
-from functools import cache
+SOME    in every run: a few models
+ONCE    marked slow beyond those: most models once
+EVERY   marked full beyond ONCE: models x layouts
+"""
+
+import itertools
+import warnings
+from dataclasses import replace
 
 import jax
 import numpy as np
 import optax
-import published
-import published_variables as variables
 import pytest
+from layouts import LAYOUTS, kept_bytes, on_device
+from published import EXAMPLES
+from published.generative import GAN, PLAYERS, discriminator_loss, generator_loss, players
+from published.plain import STEPS, in_turns, plainly
+from tiny import assert_same_arrays
 
 import jaxpar as jp
+from jaxpar.errors import JaxparError
 
-jp.simulate(8)
-# SpectralNorm multiplies parameters alone; between a lookup and a tied head there is no matmul to be cut with another
-pytestmark = pytest.mark.filterwarnings("ignore:(Normed|Tied).* times its share")
-
-NAMES = "mnist", "gemma", "vae", "seq2seq", "resnet", "normed", "tied", "lm1b", "bridged", "back"
-QUICK = "gemma", "resnet", "normed", "tied"
-MIXED = {"data": 2, "fsdp": 2, "tensor": 2}
-SHARDED = [{"fsdp": 8, "zero": stage} for stage in (1, 2, 3)]
-CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def example(name):
-    """Returns the model, its loss, and an optimizer like the one its example uses."""
-    match name:
-        case "mnist":
-            # not Adam: norm2 cancels the bias of conv2, and Adam would scale up that zero gradient's rounding
-            return published.MnistCNN, published.mnist_loss, optax.sgd(0.1, 0.9)
-        case "gemma":
-            return published.Gemma, published.language_loss, optax.adamw(5e-3)
-        case "vae":
-            model = jp.linen(published.VAE(), np.zeros([1, 64], np.float32), jax.random.key(0))
-            return model, published.vae_loss, optax.adam(1e-2)
-        case "seq2seq":
-            tokens = np.zeros([1, 6], np.int32)
-            model = jp.linen(published.Seq2seq(), tokens, tokens, tokens[:, 0])
-            return model, published.translation_loss, optax.adam(3e-3)
-        case "resnet":
-            model = jp.linen(published.ResNet(), np.zeros([1, 8, 8, 1], np.float32))
-            return model, published.image_loss, optax.sgd(0.1, 0.9, nesterov=True)
-        case "normed":
-            model = jp.linen(variables.Normed(), np.zeros([1, 8, 8, 1], np.float32))
-            return model, published.image_loss, optax.sgd(0.1, 0.9)
-        case "tied":
-            return jp.linen(variables.Tied(), np.zeros([1, 8], np.int32)), published.language_loss, optax.adam(5e-3)
-        case "lm1b":
-            return jp.linen(variables.Lm1b(), np.zeros([1, 8], np.int32)), published.language_loss, optax.adam(5e-3)
-        case "bridged":
-            model = jp.linen(variables.Bridged(), np.zeros([1, 8, 8, 1], np.float32))
-            return model, published.digit_loss, optax.sgd(0.1, 0.9)
-        case "back":
-            return variables.Back, published.digit_loss, optax.sgd(0.1, 0.9)
+# few of them name the dim that `sequence` splits, and are told so
+pytestmark = pytest.mark.filterwarnings("ignore:sequence=True, but")
+# what devices do for each other in models that have little to split, and say at the first step; but one, over `tensor`
+REPEATED = {
+    "gan": "convolutions whose channels become pixels",
+    "vit": "a head with one token for each example",
+    "sentiment": "matmuls of LSTM cells, each of a single token",
+    "word2vec": "a dot of two embeddings, which is all that it computes",
+    "normed": "the norm of a matrix, which is of no example",
+    "tied": "a matrix between two streams that are not split",
+    "gemma": "two heads of keys over tensor 4",
+    "qwen3": "two heads of keys over tensor 4",
+}
+EVERY = list(itertools.product(EXAMPLES, LAYOUTS))
+RARELY = "gan", "normed", "sentiment", "word2vec", "tied"
+CHOSEN = ["ddp", "zero1", "zero2", "zero3", "hsdp", "tp", "tp+sp", "2x2x2 zero0", None, "2x2x2 zero2"]
+ONCE = [
+    (name, {"mixtral": "zero2", "qwen3": "2x2x2 zero3"}.get(name, layout))
+    for name, layout in zip(EXAMPLES, itertools.chain(CHOSEN, itertools.repeat("tp+sp")), strict=False)
+    if name not in RARELY
+]
+SOME = [case for case in ONCE if case[0] in ("convnext", "mixtral", "mamba", "graph net")]
 
 
-def make_batch(size=16):
-    """Returns noise of every kind that the models read."""
-    rng = np.random.default_rng(0)
-    image = rng.random([size, 8, 8, 1], np.float32)
-    ints = {
-        "label": rng.integers(0, 10, size),
-        "tokens": rng.integers(0, 32, [size, 9]),
-        "source": rng.integers(1, 16, [size, 6]),
-        "length": rng.integers(1, 7, size),
-        "target": rng.integers(1, 16, [size, 7]) * (np.arange(7) < rng.integers(3, 8, [size, 1])),
-    }
-    return {"image": image, **{name: value.astype(np.int32) for name, value in ints.items()}}
+def case_of(case):
+    rarely = [] if case in SOME else [pytest.mark.slow if case in ONCE else pytest.mark.full]
+    # a model stays in one worker of pytest-xdist, which runs its plain loop once
+    return pytest.param(*case, id=", ".join(case), marks=[pytest.mark.xdist_group(case[0]), *rarely])
 
 
-def train(name, sizes, devices=None, **numerics):
-    """Returns the losses of three steps on one batch, and the state after them."""
-    model, loss, optimizer = example(name)
-    layout = jp.compose(model, jp.Parallel(**sizes), devices)
-    state, step = jp.init_state(layout, optimizer), jp.train_step(layout, loss, optimizer, **numerics)
+def train(name, parallel, **numerics):
+    """Returns the layout, the losses of some steps on one batch, and the state after them."""
+    example = EXAMPLES[name]
+    layout = jp.compose(example.model, replace(parallel, rules=example.rules))
+    state = jp.init_state(layout, example.optimizer)
+    step = jp.train_step(layout, example.loss, example.optimizer, **numerics)
     losses = []
-    for _ in range(3):
-        state, metrics = step(state, make_batch())
+    for _ in range(STEPS):
+        state, metrics = step(state, example.numbers())
         losses.append(float(metrics["loss"]))
-    return losses, state
+    return layout, losses, state
 
 
-@cache
-def on_one_device(name):
-    return train(name, {}, jax.devices()[:1])
+@pytest.mark.parametrize(("name", "layout"), [case_of(case) for case in EVERY])
+def test_a_published_model_trains_as_a_plain_loop_does(name, layout):
+    expected, params, rest = plainly(name)
+    with warnings.catch_warnings():
+        if name in REPEATED and (LAYOUTS[layout].tensor > 1 or name == "normed"):
+            warnings.filterwarnings("ignore", message=".*times its share")
+        placed, losses, state = train(name, LAYOUTS[layout])
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_arrays((state.params, state.model_state), (params, rest))
+    assert on_device(state.params) == kept_bytes(placed)
+    assert_even(state)
 
 
-def assert_same(found, reference):
-    """Compares parameters, statistics or random keys, path by path."""
-
-    def compare(path, ours, theirs):
-        if jax.dtypes.issubdtype(ours.dtype, jax.dtypes.prng_key):
-            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
-        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), **CLOSE, err_msg=str(path))
-
-    jax.tree.map_with_path(compare, found, reference)
+def assert_even(state):
+    """Every device holds as much as any other."""
+    held = dict.fromkeys(jax.devices(), 0)
+    for array in jax.tree.leaves((state.params, state.optimizer, state.model_state)):
+        for shard in array.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    assert max(held.values()) <= 1.01 * min(held.values())
 
 
-# a model stays in one worker of pytest-xdist, which trains it on one device once
-@pytest.mark.parametrize("sizes", [*(pytest.param(s, marks=pytest.mark.slow) for s in SHARDED), MIXED], ids=str)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.xdist_group(n)] + [pytest.mark.slow] * (n not in QUICK)) for n in NAMES],
-)
-def test_a_published_model_trains_as_on_one_device(name, sizes):
-    losses, state = train(name, sizes)
-    expected, reference = on_one_device(name)
-    np.testing.assert_allclose(losses, expected, **CLOSE)
-    assert_same((state.params, state.model_state), (reference.params, reference.model_state))
-    assert losses[-1] < losses[0]
-    held = state.params if sizes.get("zero", 3) == 3 else state.optimizer
-    assert any(x.addressable_shards[0].data.size < x.size for x in jax.tree.leaves(held))
+@pytest.mark.full
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in EXAMPLES])
+def test_a_pipeline_of_a_model_that_says_no_layers_is_refused(name):
+    with pytest.raises(JaxparError, match=r"jp\.pipelined"):
+        train(name, jp.Parallel(pipe=2, data=4))
 
 
 @pytest.mark.slow
@@ -121,7 +103,30 @@ def test_a_published_model_trains_as_on_one_device(name, sizes):
     ],
 )
 def test_remat_and_accumulation_change_nothing_in_a_published_model(name, numerics):
-    losses, state = train(name, MIXED, **numerics)
-    expected, reference = on_one_device(name)
-    np.testing.assert_allclose(losses, expected, **CLOSE)
-    assert_same(state.params, reference.params)
+    """Of losses that draw no noise of their own, which is another for each microbatch."""
+    expected, params, _ = plainly(name)
+    _, losses, state = train(name, LAYOUTS["2x2x2 zero3"], **numerics)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_arrays(state.params, params)
+
+
+@pytest.mark.full
+def test_two_optimizers_take_turns_on_one_layout():
+    """Each has a step and a state of its own, and hands parameters on to the other's."""
+    layout, batch, frozen = jp.compose(GAN, LAYOUTS["zero3"]), EXAMPLES["gan"].numbers(), optax.set_to_zero()
+    turns = [
+        (discriminator_loss, optax.multi_transform(PLAYERS | {"generator": frozen}, players)),
+        (generator_loss, optax.multi_transform(PLAYERS | {"discriminator": frozen}, players)),
+    ]
+    steps = [jp.train_step(layout, *turn) for turn in turns]
+    states = [jp.init_state(layout, optimizer) for _, optimizer in turns]
+    losses, last = [], states[0]
+    for _ in range(STEPS):
+        for turn, step in enumerate(steps):
+            mine = replace(states[turn], params=last.params, model_state=last.model_state)
+            states[turn], metrics = step(mine, batch)
+            last = states[turn]
+            losses.append(float(metrics["loss"]))
+    expected, params, rest = in_turns(EXAMPLES["gan"], turns)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_arrays((last.params, last.model_state), (params, rest))

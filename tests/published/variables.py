@@ -10,8 +10,11 @@ Back       nnx     a Linen module inside, by `nnx.bridge.ToNNX`
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 from flax import linen as nn
 from flax import nnx
+
+from published.example import Example, context, digit_loss, image, image_loss, images, language_loss, tokens
 
 VOCAB, EMBED = 32, 16
 
@@ -107,3 +110,13 @@ class Back(nnx.Module):
 
     def __call__(self, x):
         return self.head(nnx.relu(self.norm(self.linear(x.reshape(x.shape[0], -1)))))
+
+
+STEPS, ADAM = optax.sgd(0.1, 0.9), optax.adam(5e-3)
+EXAMPLES = {
+    "normed": Example(module=Normed(), loss=image_loss, batch=images, inputs=image, optimizer=STEPS),
+    "tied": Example(module=Tied(), loss=language_loss, batch=tokens, inputs=context, optimizer=ADAM),
+    "lm1b": Example(module=Lm1b(), loss=language_loss, batch=tokens, inputs=context, optimizer=ADAM),
+    "bridged": Example(module=Bridged(), loss=digit_loss, batch=images, inputs=image, optimizer=STEPS),
+    "back": Example(module=Back, loss=digit_loss, batch=images, optimizer=STEPS),
+}
