@@ -74,7 +74,7 @@ def groups(combinations):
     return [combinations[at : at + TOGETHER] for at in range(0, len(combinations), TOGETHER)]
 
 
-SLOW = [each for each in EVERY[::4] if each not in OFTEN]
+SLOW = [each for each in EVERY[::8] if each not in OFTEN]
 REST = [each for each in EVERY if each not in OFTEN and each not in SLOW]
 MARKED = [
     pytest.param(each, marks=mark)

@@ -35,7 +35,6 @@ CASES = {
 
 
 SLOW = [
-    "gathered where it runs, HSDP, what the backward reads kept",
     "seven layers on 2 x 2, split backward",
     "the head spread, interleaved, sequence",
 ]

@@ -66,7 +66,6 @@ ONE, EIGHT = LAYOUTS  # their names
 CASES = list(itertools.product(MODELS, LAYOUTS, ("1f1b_phased", "1f1b")))
 OFTEN = [("nnx.vmap", EIGHT, "1f1b_phased"), ("a list of setup", ONE, "1f1b_phased")]
 SLOW = [
-    ("nn.scan with a length", ONE, "1f1b"),
     ("nnx.List", EIGHT, "1f1b"),
     ("two stacks", EIGHT, "1f1b_phased"),
     ("a first layer of another kind", ONE, "1f1b"),

@@ -13,6 +13,7 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
+import jaxpar as jp
 from published.example import Example, images
 
 
@@ -182,9 +183,14 @@ class GAN(nnx.Module):
 bce = optax.sigmoid_binary_cross_entropy
 
 
+def drawn_with(key, model, batch):
+    """Returns noise for as many images as the batch has, split like it: nothing else tells XLA that it is."""
+    return jp.constrain(jax.random.normal(key, (len(batch["image"]), model.latents)), "batch", None)
+
+
 def gan_loss(model, batch, key):
     """Both losses at once: each player's gradients are of its own loss alone."""
-    fake = model.generator(jax.random.normal(key, (len(batch["image"]), model.latents)))
+    fake = model.generator(drawn_with(key, model, batch))
     graph, weights = nnx.split(model.discriminator)
     critic = nnx.merge(graph, jax.lax.stop_gradient(weights))
     of_generator = bce(critic(fake), jnp.ones(len(fake))).sum()
@@ -195,13 +201,13 @@ def gan_loss(model, batch, key):
 
 
 def discriminator_loss(model, batch, key):
-    fake = model.generator(jax.random.normal(key, (len(batch["image"]), model.latents)))
+    fake = model.generator(drawn_with(key, model, batch))
     real, drawn = model.discriminator(batch["image"]), model.discriminator(fake)
     return (bce(real, jnp.ones(len(real))) + bce(drawn, jnp.zeros(len(drawn)))).sum(), len(real)
 
 
 def generator_loss(model, batch, key):
-    fake = model.generator(jax.random.normal(key, (len(batch["image"]), model.latents)))
+    fake = model.generator(drawn_with(key, model, batch))
     return bce(model.discriminator(fake), jnp.ones(len(fake))).sum(), len(fake)
 
 
