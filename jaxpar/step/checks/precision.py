@@ -34,8 +34,9 @@ class Kept:
       line: `moe.py:41`.
       operands: Of the largest of them, as `f32[8x32x64] * f32[64x128]`.
       share: Of the FLOP of all matmuls.
-      mixed: The part of it with one bfloat16 operand. In a traced step that is the gradient of a matmul in bfloat16
-        whose result was float32, as the scores of attention are: its author has no word in it.
+      mixed: The part of it with one bfloat16 operand. `in_bfloat16` has left none in a forward pass but those that
+        their author chose (a `precision` of its own, a custom gradient, a `shard_map`); the others are gradients of
+        matmuls in bfloat16 whose result was float32, as scores of attention are, where an author has no word.
     """
 
     function: str
