@@ -5,10 +5,12 @@ import math
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from beside import DIM, MODELS, Adapted, batches, squares
+from flax import nnx
 from tiny import assert_same_arrays, on_one_device, train
 
 import jaxpar as jp
@@ -142,3 +144,53 @@ def test_a_plan_and_a_check_count_it(tmp_path, monkeypatch, capsys):
     assert main(["check", "own.toml", "mesh.simulate=8", "parallel.fsdp=8", "--allow-import", "--json", "c.json"]) == 0
     assert "other state 64 KiB, 8 KiB per device" in capsys.readouterr().out
     assert json.loads((tmp_path / "c.json").read_text())["other_state"] == {"base": "f32[64, 256/fsdp]"}
+
+
+class Assigning(nnx.Module):
+    """Changes a parameter itself, in one of the ways that there are."""
+
+    def __init__(self, how, kind=nnx.Param, *, rngs):
+        self.how, self.head = how, nnx.Linear(DIM, DIM, rngs=rngs)
+        self.seen = kind(jnp.zeros((DIM,)))
+
+    def __call__(self, x):
+        mean = 0.9 * self.seen[...] + 0.1 * x.mean(0)
+        if self.how == "entries":
+            self.seen[:] = mean
+        elif self.how == "value":
+            self.seen.set_value(mean)
+        elif self.how == "attribute":
+            self.seen = nnx.Param(mean)
+        elif self.how == "another":
+            self.more = nnx.Param(mean)
+        return self.head(x - mean)
+
+
+def traced(how, kind=nnx.Param, loss=squares):
+    layout = jp.compose(partial(Assigning, how, kind), jp.Parallel(data=8))
+    step = jp.train_step(layout, loss, CHAIN)
+    return step.lower(step.abstract(), next(iter(batches(1))))
+
+
+def by_its_loss(model, batch):
+    model.seen[...] = model.seen[...] + 1
+    return squares(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (partial(traced, "entries"), "the parameter seen is assigned"),
+        (partial(traced, "value"), "the parameter seen is assigned"),
+        (partial(traced, "attribute"), "the parameter seen is assigned"),
+        (partial(traced, "another"), "Assigning made the variable more while it was called"),
+        (partial(traced, "", loss=by_its_loss), "the parameter seen is assigned"),
+    ],
+)
+def test_a_parameter_that_a_model_assigns_is_refused_not_dropped(case, words):
+    with pytest.raises(JaxparError, match=words):
+        case()
+
+
+def test_what_a_model_assigns_is_kept_in_a_variable_of_another_kind():
+    traced("entries", nnx.Variable)

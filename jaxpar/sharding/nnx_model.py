@@ -8,7 +8,7 @@ nobody edited. So is each large variable of another kind, which is not cast.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jaxpar.sharding.compute_dtype import compute_nnx
 from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, pick
+from jaxpar.sharding.nnx.variables import assigned, is_used, used
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,9 +60,12 @@ class _Parts:
         """Returns a variable with its value, that is used where it is read."""
         words = _words(path)
         at_use, value = partial(use, "/".join(words)), pick(values, words)
-        if any(words[: len(bridge)] == bridge for bridge in self.bridges):
+        if self._is_bridged(words):
             return variable.replace(at_use(value))
-        return _used(type(variable)).from_metadata(value, {**variable.get_metadata(), "at_use": at_use})
+        return used(type(variable)).from_metadata(value, {**variable.get_metadata(), "at_use": at_use})
+
+    def _is_bridged(self, words: tuple[str, ...]) -> bool:
+        return any(words[: len(bridge)] == bridge for bridge in self.bridges)
 
     def _refilled(self, state: Tree, use: Use, path, variable: Any) -> Any:
         """Returns what is no parameter with its value; what is written is as it was written."""
@@ -74,15 +78,17 @@ class _Parts:
 
     def collect(self, model: nnx.Module) -> Tree:
         """Returns the variables that were there when the model was made; what it sowed on the way is dropped."""
-        known = {_words(path) for path, _ in nnx.to_flat_state(self.rest)}
-        flat = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Param)))}
+        params, known = ({_words(path) for path, _ in nnx.to_flat_state(each)} for each in (self.params, self.rest))
+        flat = {_words(path): variable for path, variable in nnx.to_flat_state(nnx.state(model))}
         for path, variable in flat.items():
-            if path not in known and not isinstance(variable, nnx.Intermediate):
+            if path not in known | params and not isinstance(variable, nnx.Intermediate):
                 raise refuse(
                     f"{self.name} made the variable {'/'.join(path)} while it was called",
                     rule="state that lasts is there from the start: a compiled step cannot grow it",
                     fix="make it in __init__, or sow it as nnx.Intermediate, which a step drops",
                 )
+            if path in params and not is_used(variable) and not self._is_bridged(path):
+                raise assigned("/".join(path))
         return nest({path: _array(path, flat[path]) for path in sorted(known)})
 
 
@@ -176,37 +182,6 @@ def _flat_dims(model: nnx.Module) -> dict[tuple, tuple[int, ...]]:
             dims = flat_dims(len(module.in_features), len(module.out_features), len(module.batch_axis))
             found |= {(*path, name): each for name, each in dims.items()}
     return found
-
-
-@cache
-def _used(kind: type[nnx.Variable]) -> type[nnx.Variable]:
-    """Returns the type of variable that applies `use` to its whole value before anything else is done with it.
-
-    NNX's own hook `on_get_value` comes after indexing, and not at all where an attribute of the
-    value is read (`self.table.T`).
-    """
-
-    class Used(kind):
-        def get_value(self, *, index=...):
-            # the whole value first: the spec that it is gathered to is that of its own dims, not of a slice's
-            value = self.get_metadata()["at_use"](super().get_value())
-            return (
-                value
-                if index is ... or not hasattr(value, "shape") or type(index).__name__ == "Missing"
-                else value[index]
-            )
-
-        # What the variable itself has not is the value's, such as `.T`. Metadata comes first, as in NNX; private names
-        # are those that copying and pickling ask for, and must gather nothing
-        def __getattr__(self, name):
-            if name in object.__getattribute__(self, "_var_metadata"):
-                return self._var_metadata[name]
-            if name.startswith("_"):
-                raise AttributeError(name)
-            return getattr(self.get_value(), name)
-
-    Used.__name__ = kind.__name__
-    return Used
 
 
 def _call(factory: Callable[..., nnx.Module], rngs: nnx.Rngs, name: str) -> nnx.Module:
