@@ -28,11 +28,12 @@ def versions() -> dict[str, str]:
 
     jaxpar's own is that of its code: it may be on the path and not installed. A package that is missing is "missing".
     """
-    found = {"jaxpar": jaxpar.__version__} | {name: _installed(name) for name in PACKAGES}
+    found = {"jaxpar": jaxpar.__version__} | {name: installed(name) for name in PACKAGES}
     return found | {"python": platform.python_version()}
 
 
-def _installed(name: str) -> str:
+def installed(name: str) -> str:
+    """Returns the version of a package that is installed, or "missing"."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

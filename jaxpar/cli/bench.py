@@ -23,8 +23,11 @@ EXAMPLE = """\
   for a minibatch of train.global_batch rows; the file is a profile for `jaxpar partition`
   $ jaxpar bench layouts configs/gpu_llama_8b_fsdp8.toml --devices 64
   the planner's seconds and bytes beside what XLA compiles, for thirty layouts drawn by chance; 15 minutes
+  $ jaxpar bench gpu --minutes 9
+  everything that jaxpar claims about GPUs, on one of them, as far as nine minutes go; the next call goes on from there,
+  and what was predicted with --plan, anywhere, stands beside what is measured
 
-The first four and the last end with status 1 where a bound does not hold.
+The first four and `layouts` end with status 1 where a bound does not hold.
 """
 
 
@@ -36,7 +39,7 @@ def add(verbs) -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = "overhead|pipeline|faults|planner|gemm|links|layers|layouts"
+    names = "overhead|pipeline|faults|planner|gemm|links|layers|layouts|gpu"
     inner = verb.add_subparsers(dest="name", metavar=names, required=True)
 
     def add_one(name: str, meaning: str, function: Any) -> argparse.ArgumentParser:
@@ -70,6 +73,16 @@ def add(verbs) -> None:
     one.add_argument("--chip", default="h100", help="which (default: h100)")
     one.add_argument("--count", metavar="N", type=int, default=30, help="layouts to draw (default 30)")
     one.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    one = add_one("gpu", "everything that is claimed about GPUs, on one of them, within some minutes", gpu)
+    one.add_argument("--out", metavar="DIR", default="gpu", help="folder of record and predictions (default: gpu)")
+    one.add_argument("--minutes", type=float, default=9.0, help="stages that do not fit are left out (default 9)")
+    one.add_argument("--only", metavar="STAGES", default="", help="names with commas between them (default: all)")
+    one.add_argument("--chip", default="h100", help="with --plan: predictions for which GPU (default: h100)")
+    one.add_argument("--rehearse", action="store_true", help="tiny sizes, on any machine: times mean nothing")
+    instead = one.add_mutually_exclusive_group()
+    instead.add_argument("--plan", action="store_true", help="predict, on any machine, and measure nothing")
+    instead.add_argument("--table", action="store_true", help="print the README's tables, from the record")
+    add_json(one)
 
 
 def overhead(args: argparse.Namespace) -> tuple[Any, int]:
@@ -135,6 +148,32 @@ def layouts(args: argparse.Namespace) -> tuple[Any, int]:
     leave_alone()
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     return _held(layouts(job, devices=args.devices, chip=args.chip, count=args.count, seed=args.seed))
+
+
+def gpu(args: argparse.Namespace) -> tuple[Any, int]:
+    """Predicts, measures on a GPU, or prints what was measured."""
+    from pathlib import Path
+
+    from jaxpar.bench.gpu import day
+    from jaxpar.bench.gpu.table import chosen
+
+    stages, folder = chosen(args.only), Path(args.out)
+    if args.plan:
+        from jaxpar.mesh.devices import leave_alone
+
+        leave_alone()
+        return day.plan(stages, folder, chip=args.chip, rehearsal=args.rehearse), 0
+    if args.table:
+        return day.table(folder), 0
+    return day.measure(stages, folder, minutes=_minutes(args), rehearsal=args.rehearse)
+
+
+def _minutes(args: argparse.Namespace) -> float:
+    from jaxpar.errors import refuse
+
+    if not 0 < args.minutes < 1e6:
+        raise refuse(f"--minutes {args.minutes}", rule="a number above 0", fix="--minutes 9")
+    return args.minutes
 
 
 def _held(result: dict[str, Any]) -> tuple[Any, int]:

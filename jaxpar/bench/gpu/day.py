@@ -1,0 +1,89 @@
+"""The three things to do on the day: predict, measure, and make the tables; what `jaxpar bench gpu` calls."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxpar.bench.gpu import predicted, runner, show
+from jaxpar.bench.gpu.identity import Identity, identify
+from jaxpar.bench.gpu.lines import NAME, Lines, read
+from jaxpar.bench.gpu.process import Ended, run_limited
+from jaxpar.bench.gpu.stage import Stage
+from jaxpar.errors import refuse
+from jaxpar.files import make_folder
+from jaxpar.mesh.chips import find_chip
+from jaxpar.plan.machine.hardware import HARDWARE, Hardware
+
+LOG = "gpu.log"
+
+
+def plan(stages: Sequence[Stage], folder: Path, *, chip: str = "h100", rehearsal: bool = False) -> dict[str, Any]:
+    """Predicts what the stages will measure on a chip, without one, and writes the predictions.
+
+    Raises:
+      JaxparError: If the chip's constants are not known, or XLA's compiler for GPUs is missing.
+    """
+    if chip not in HARDWARE:
+        raise refuse(f"--chip {chip}", rule=f"predicted for {', '.join(HARDWARE)}", fix="--chip h100")
+    make_folder(folder)
+    found: dict[str, dict[str, predicted.Numbers]] = {}
+    for stage in stages:
+        if stage.predict is None:
+            continue
+        begin = time.perf_counter()
+        found[stage.name] = dict(stage.predict(stage.sizes(rehearsal=rehearsal), HARDWARE[chip]))
+        print(f"{stage.name:<12}{len(found[stage.name])} predicted in {time.perf_counter() - begin:.0f} s", flush=True)
+    path = predicted.write(folder, chip, found, identify(rehearsal=True), rehearsal=rehearsal)
+    print(f"{path}: commit it before anything is measured")
+    return {"file": str(path), "predicted": found}
+
+
+def measure(
+    stages: Sequence[Stage], folder: Path, *, minutes: float, rehearsal: bool = False
+) -> tuple[dict[str, Any], int]:
+    """Runs the stages that fit into so many minutes, and returns how each ended, with an exit status.
+
+    Raises:
+      JaxparError: If there is no GPU and it is no rehearsal, the predictions are of other code, or the disk is full.
+    """
+    clock = time.monotonic
+    budget = runner.Budget(60 * minutes, clock, clock())
+    identity = identify(rehearsal=rehearsal)
+    make_folder(folder)
+    known = predicted.find(folder, hardware_of(identity).chip.key, identity)
+    print(f"{identity.device}, sources {identity.sources}, predictions {known.file}; {minutes:g} minutes", flush=True)
+    lines = Lines(folder / NAME, identity)
+
+    def start(stage: Stage, limit: float) -> Ended:
+        command = [sys.executable, "-m", "jaxpar.bench.gpu", stage.name, str(folder), *["--rehearse"] * rehearsal]
+        return run_limited(command, limit=limit, log=folder / LOG, environment=os.environ)
+
+    found = runner.run(stages, lines, budget, start)
+    whole = all(outcome in ("measured", "there already") for outcome in found.values())
+    return {"stages": found, "predictions": known.file, "record": str(lines.path)}, 0 if whole else 1
+
+
+def table(folder: Path) -> str:
+    """Prints the tables of a record, and returns them."""
+    text = show.tables(read(folder / NAME), predicted.all_of(folder))
+    print(text)
+    return text
+
+
+def hardware_of(identity: Identity) -> Hardware:
+    """Returns the planner's constants of a device; a rehearsal's are those of an H100.
+
+    Raises:
+      JaxparError: If they are not known.
+    """
+    chip = find_chip("h100" if identity.rehearsal else identity.device)
+    if chip is None or chip.key not in HARDWARE:
+        raise refuse(
+            f"bench gpu on {identity.device}",
+            rule=f"what is measured was predicted, for {', '.join(HARDWARE)}",
+            fix="jaxpar bench gemm --write mine.toml measures a chip of your own",
+        )
+    return HARDWARE[chip.key]

@@ -1,0 +1,44 @@
+"""A stage of `jaxpar bench gpu`: what it measures, beside what, how long it takes, and its sizes."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpar.bench.gpu.predicted import Numbers
+from jaxpar.bench.gpu.work import Work
+from jaxpar.plan.machine.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage, run as a process of its own.
+
+    Attributes:
+      name: Its name, for `--only`.
+      seconds: How long it takes: an estimate. It is not started when less is left.
+      limit: Seconds after which it is stopped.
+      measures: What, in words.
+      beside: What its numbers are compared with.
+      real: Its sizes on a GPU.
+      tiny: Its sizes in a rehearsal, of the same kind.
+      run: Takes the measurements, each through `Work.measure`.
+      predict: From sizes and hardware to predictions, by the names of the measurements; None where there are none.
+    """
+
+    name: str
+    seconds: float
+    limit: float
+    measures: str
+    beside: str
+    real: Any
+    tiny: Any
+    run: Callable[[Work], None]
+    predict: Callable[[Any, Hardware], Iterator[tuple[str, Numbers]]] | None = None
+
+    def sizes(self, *, rehearsal: bool) -> Any:
+        """Returns the sizes to run with."""
+        return self.tiny if rehearsal else self.real
+
+    def to_dict(self) -> Mapping[str, Any]:
+        """Returns what a list of stages shows."""
+        return {"name": self.name, "seconds": self.seconds, "measures": self.measures, "beside": self.beside}

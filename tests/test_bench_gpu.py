@@ -1,0 +1,283 @@
+"""The day a GPU comes, rehearsed without one: every stage with tiny sizes, and all that may befall a run of them."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxpar.bench.gpu import identity, predicted, show
+from jaxpar.bench.gpu.__main__ import work
+from jaxpar.bench.gpu.identity import REHEARSED, Identity, identify, sources
+from jaxpar.bench.gpu.lines import NAME, Lines, read
+from jaxpar.bench.gpu.process import Ended, run_limited
+from jaxpar.bench.gpu.runner import WHOLE, Budget, run
+from jaxpar.bench.gpu.stage import Stage
+from jaxpar.bench.gpu.stages import machine
+from jaxpar.bench.gpu.table import STAGES, chosen
+from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError
+from jaxpar.plan.machine.hardware import HARDWARE
+
+H100 = Identity("NVIDIA H100 80GB HBM3", "580.1", {"jax": "0.11.2", "jaxlib": "0.11.2"}, "abc")
+
+
+@pytest.fixture
+def nobody(monkeypatch):
+    """Starts no process of the stage `machine`: it asks other programs about the machine."""
+    monkeypatch.setattr(machine, "said", lambda command, **variables: "12345")
+
+
+def rehearse(stage, folder):
+    stage.run(work(stage, folder, identify(rehearsal=True)))
+    return read(folder / NAME)
+
+
+class KilledError(BaseException):
+    """Stands for SIGKILL: nothing handles it, and nothing is written after it."""
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+@pytest.mark.usefixtures("nobody")
+def test_a_stage_that_is_killed_goes_on_where_it_stopped(stage, tmp_path, monkeypatch):
+    add, wanted = Lines.add, []
+
+    def kill_in_the_second(self, **fields):
+        wanted.append(fields["what"])
+        if len(wanted) == 2:
+            whole = (tmp_path / NAME).read_text()
+            (tmp_path / NAME).write_text(whole + '{"stage": "' + fields["stage"])  # a line half written
+            raise KilledError
+        return add(self, **fields)
+
+    monkeypatch.setattr(Lines, "add", kill_in_the_second)
+    with pytest.raises(KilledError):
+        rehearse(stage, tmp_path)
+    lines = rehearse(stage, tmp_path)
+    names = [line["what"] for line in lines]
+    assert len(names) == len(set(names)) >= 2
+    assert wanted == [names[0], *names[1:2], *names[1:]]  # the one that was cut off is taken again, the first is not
+    assert all(line["rehearsal"] and line["sources"] == sources() for line in lines)
+    assert rehearse(stage, tmp_path) == lines
+    if stage.predict:
+        expected = dict(stage.predict(stage.tiny, HARDWARE["h100"]))
+        held = show.rows(lines, {stage.name: expected})
+        assert {what for _, what, *_ in held} == expected.keys()
+
+
+def test_every_stage_has_a_limit_above_its_estimate_and_sizes_of_both_kinds():
+    assert len({stage.name for stage in STAGES}) == len(STAGES)
+    for stage in STAGES:
+        assert 0 < stage.seconds <= stage.limit <= 240
+        assert type(stage.real) is type(stage.tiny)
+        assert stage.real != stage.tiny
+    assert [stage.name for stage in chosen("gemm, machine")] == ["machine", "gemm"]
+    with pytest.raises(JaxparError, match="--only gem"):
+        chosen("gem")
+
+
+def stages(*names, seconds=10.0, limit=30.0):
+    return [
+        Stage(name=name, seconds=seconds, limit=limit, measures="", beside="", real=1, tiny=0, run=print)
+        for name in names
+    ]
+
+
+class FakeRun:
+    """Stages without processes, on a clock that moves as they say."""
+
+    def __init__(self, folder, *, minutes=10.0, who=H100, **ends):
+        self.now, self.ends, self.begun, self.limits = 0.0, ends, [], {}
+        self.lines, self.minutes = Lines(folder / NAME, who), minutes
+
+    def start(self, stage, limit):
+        self.begun.append(stage.name)
+        self.limits[stage.name] = limit
+        status, took = self.ends.get(stage.name, (0, 10.0))
+        ended = Ended(None, limit, "still waiting") if took > limit else Ended(status, took, "the last line")
+        self.now += ended.seconds
+        return ended
+
+    def run(self, *names, **keywords):
+        budget = Budget(60 * self.minutes, lambda: self.now, self.now)
+        return run(stages(*names, **keywords), self.lines, budget, self.start)
+
+
+def test_what_is_there_for_this_device_version_and_commit_is_skipped(tmp_path):
+    assert FakeRun(tmp_path).run("a", "b") == {"a": "measured", "b": "measured"}
+    again = FakeRun(tmp_path)
+    assert again.run("a", "b", "c") == {"a": "there already", "b": "there already", "c": "measured"}
+    assert again.begun == ["c"]
+    for key, other in (("device", "NVIDIA H200"), ("driver", "590"), ("versions", {"jax": "0.12"}), ("sources", "d")):
+        other = FakeRun(tmp_path, who=dataclasses.replace(H100, **{key: other}))
+        assert other.run("a") == {"a": "measured"}
+
+
+def test_no_stage_is_started_that_does_not_fit_and_a_shorter_one_is(tmp_path):
+    fake = FakeRun(tmp_path, minutes=0.5, a=(0, 15.0))
+    assert fake.run("a") == {"a": "measured"}
+    long, short = stages("long", seconds=20.0)[0], stages("short", seconds=12.0)[0]
+    budget = Budget(30.0, lambda: fake.now, 0.0)
+    found = run([long, short], fake.lines, budget, fake.start)
+    assert found == {"long": "no time left", "short": "measured"}
+    assert fake.limits["short"] == 15.0  # never more than is left
+
+
+def test_a_stage_that_crashes_or_hangs_is_said_and_the_others_run(tmp_path):
+    fake = FakeRun(tmp_path, crash=(-11, 1.0), hang=(0, 1e9))
+    assert fake.run("crash", "hang", "good") == {
+        "crash": "crashed", "hang": "stopped at its limit", "good": "measured"
+    }  # fmt: skip
+    said = {line["stage"]: line for line in read(tmp_path / NAME)}
+    assert (said["crash"]["status"], said["crash"]["said"]) == (-11, "the last line")
+    assert (said["hang"]["outcome"], said["hang"]["took_seconds"]) == ("stopped at its limit", 30.0)
+    later = FakeRun(tmp_path, crash=(1, 1.0))
+    assert list(later.run("crash", "new")) == ["new", "crash"]  # what failed comes last
+    assert FakeRun(tmp_path).run("crash") == {"crash": "given up"}
+
+
+def test_a_stage_that_the_minutes_cut_off_did_not_fail(tmp_path):
+    fake = FakeRun(tmp_path, minutes=0.2, slow=(0, 20.0))
+    assert fake.run("slow") == {"slow": "out of time"}
+    assert FakeRun(tmp_path).run("slow") == {"slow": "measured"}
+
+
+def test_a_full_disk_stops_the_run_and_leaves_whole_lines(tmp_path, monkeypatch):
+    fake = FakeRun(tmp_path)
+    fake.run("a")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[: len(data) // 2]))
+    with pytest.raises(JaxparError, match="No space left"):
+        fake.run("b", "c")
+    assert fake.begun == ["a", "b"]
+    monkeypatch.undo()
+    assert (tmp_path / NAME).read_text().count("\n") == 1
+    assert FakeRun(tmp_path).run("a", "b") == {"a": "there already", "b": "measured"}
+
+
+def test_a_record_has_a_size_that_it_does_not_outgrow(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxpar.bench.gpu.lines.MOST", 1000)
+    lines = Lines(tmp_path / NAME, H100)
+    lines.add(stage="a", what="b")
+    with pytest.raises(JaxparError, match="the file is full"):
+        lines.add(stage="a", what="c", text="x" * 1000)
+    assert len(read(tmp_path / NAME)) == 1
+
+
+def test_at_its_limit_a_process_is_killed_with_all_that_it_started(tmp_path):
+    code = (
+        "import os, subprocess, sys, time; print('begun', flush=True)\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid)); time.sleep(60)"
+    )
+    ended = run_limited([sys.executable, "-S", "-c", code], limit=1.0, log=tmp_path / "gpu.log", environment=os.environ)
+    assert (ended.status, ended.said) == (None, "begun")
+    assert (tmp_path / "gpu.log").read_text() == "begun\n"
+    child = int((tmp_path / "child").read_text())
+    for _ in range(50):
+        if not running(child):
+            break
+        time.sleep(0.02)
+    assert not running(child)
+    crashed = run_limited(["false"], limit=5.0, log=tmp_path / "gpu.log", environment=os.environ)
+    assert crashed.status == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child", "gpu.log"]
+
+
+def running(number):
+    try:
+        with open(f"/proc/{number}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def planned(folder, **changes):
+    code = dataclasses.replace(identify(rehearsal=True), **changes)
+    predicted.write(folder, "h100", {"gemm": {}}, code, rehearsal=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"sources": "other"}, "sources other"), ({"versions": {"jax": "0.1", "jaxlib": "0.1"}}, "jax 0.1")],
+)
+def test_a_prediction_of_other_code_or_another_compiler_is_refused(changes, said, tmp_path, capsys):
+    planned(tmp_path, **changes)
+    assert main(["bench", "gpu", "--rehearse", "--out", str(tmp_path)]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_prediction_with_tiny_sizes_is_no_prediction_of_a_measurement(tmp_path):
+    planned(tmp_path)
+    mine = identify(rehearsal=True)
+    assert predicted.find(tmp_path, "h100", mine).numbers == {"gemm": {}}
+    with pytest.raises(JaxparError, match="rehearsal True, here False"):
+        predicted.find(tmp_path, "h100", dataclasses.replace(mine, device=H100.device))
+    with pytest.raises(JaxparError, match="chips h100, here h200"):
+        predicted.find(tmp_path, "h200", mine)
+
+
+def test_predictions_of_a_second_chip_stand_beside_those_of_the_first(tmp_path):
+    code = identify(rehearsal=True)
+    for chip in ("h100", "h200"):
+        predicted.write(tmp_path, chip, {"gemm": {}}, code, rehearsal=False)
+    assert list(json.loads((tmp_path / predicted.NAME).read_text())["chips"]) == ["h100", "h200"]
+    predicted.write(tmp_path, "h200", {}, dataclasses.replace(code, sources="new"), rehearsal=False)
+    assert list(json.loads((tmp_path / predicted.NAME).read_text())["chips"]) == ["h200"]
+
+
+def test_sources_are_those_of_the_code_and_not_of_records(tmp_path):
+    for name, text in {"a.py": "x = 1\n", "bench/b.py": "y = 2\n"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    before = sources(tmp_path)
+    (tmp_path / "bench" / "predicted.json").write_text("{}")
+    sources.cache_clear()
+    assert sources(tmp_path) == before
+    (tmp_path / "a.py").write_text("x = 2\n")
+    sources.cache_clear()
+    assert sources(tmp_path) != before
+    sources.cache_clear()
+
+
+def test_without_a_gpu_nothing_is_measured_and_the_way_out_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    assert main(["bench", "gpu", "--out", str(tmp_path / "gpu")]) == 1
+    assert "bench gpu without a GPU" in capsys.readouterr().err
+    assert not (tmp_path / "gpu").exists()
+
+
+def test_the_driver_says_which_gpu_it_is(monkeypatch):
+    done = SimpleNamespace(returncode=0, stdout="NVIDIA H100 80GB HBM3, 580.159.04\n", stderr="")
+    monkeypatch.setattr(identity, "subprocess", SimpleNamespace(run=lambda *_, **__: done, TimeoutExpired=OSError))
+    found = identify(rehearsal=False)
+    assert (found.device, found.driver, found.rehearsal) == ("NVIDIA H100 80GB HBM3", "580.159.04", False)
+
+
+def test_tables_hold_measurements_to_predictions_and_take_no_rehearsal(tmp_path, capsys):
+    lines = Lines(tmp_path / NAME, H100)
+    lines.add(stage="gemm", what="bf16 8", seconds=1.1)
+    code = dataclasses.replace(identify(rehearsal=True), sources=H100.sources)
+    predicted.write(tmp_path, "h100", {"gemm": {"bf16 8": {"planner_seconds": 1.0}}}, code, rehearsal=False)
+    assert main(["bench", "gpu", "--table", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "One NVIDIA H100 80GB HBM3, driver 580.1, jax 0.11.2, sources abc." in said
+    assert "| gemm | bf16 8 | 1.1 s | planner 1 s (+10.0%) |" in said
+    (tmp_path / NAME).unlink()
+    Lines(tmp_path / NAME, identify(rehearsal=True)).add(stage="gemm", what="bf16 8", seconds=1.1)
+    assert main(["bench", "gpu", "--table", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said == "No run on a GPU is on record yet. 1 lines of a rehearsal are none.\n"
+
+
+def test_a_rehearsal_prints_no_times_of_a_measurement(tmp_path, capsys):
+    who = dataclasses.replace(H100, device=REHEARSED)
+    FakeRun(tmp_path, who=who).run("a")
+    assert capsys.readouterr().out == "a           measured; 590 s left\n"
+    assert [line["what"] for line in read(tmp_path / NAME)] == [WHOLE]
+    assert jax.devices()[0].platform == "cpu"
