@@ -14,6 +14,7 @@ _MODULES = {
     "simulate": "jaxpar.mesh.devices",
     "Parallel": "jaxpar.parallel.declare",
     "Pipeline": "jaxpar.parallel.pipe",
+    "Exchange": "jaxpar.exchange.table",
     "pipelined": "jaxpar.models.stack",
     "Layout": "jaxpar.parallel.layout",
     "compose": "jaxpar.parallel.compose",

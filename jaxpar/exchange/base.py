@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from jaxpar.errors import Keywords, Problem, nearest, refuse
 from jaxpar.exchange.sent import Sent
 from jaxpar.units import show_bytes
 
@@ -36,11 +37,29 @@ class Replicas:
     own: Tree
 
 
+EXCHANGES: dict[str, type["Exchange"]] = {}  # by the name that a job has for it; `table` fills it
+
+
+class _Named(type):
+    """The type of exchanges: `Exchange("diloco", every=20)` makes the one of that name."""
+
+    def __call__(cls, *args: Any, **settings: Any) -> Any:
+        if cls is not Exchange:
+            return super().__call__(*args, **settings)
+        name = args[0] if args else settings.pop("name", "")
+        if not isinstance(name, str) or name not in EXCHANGES:
+            raise refuse(
+                f"exchange {name!r:.60}", rule=f"one of {', '.join(EXCHANGES)}", fix=nearest(str(name), EXCHANGES)
+            )
+        return EXCHANGES[name](*args[1:], **settings)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Exchange(Keywords, metaclass=_Named):
     """A way in which replicas agree; its fields are the keys of `[parallel.exchange]` in a job.
 
-    A subclass says what it is by `differ`, `apart` and `every`, which may be fields, and what it does by its methods.
+    `Exchange("diloco", every=20)` is the one of that name. A subclass says what it is by `differ`, `apart` and `every`,
+    which may be fields, and what it does by its methods.
 
     Attributes:
       name: What a job calls it.
@@ -49,6 +68,7 @@ class Exchange:
     name: str
     every = 0  # steps from one `agree` to the next; 0 for an exchange that has none
     differ = False  # whether parameters and optimizer states of replicas may differ
+    averages_predictions = False  # whether an evaluation shows all examples to all, and averages what they return
     apart = True  # whether replicas make their steps apart; else XLA sums gradients over them like over any axis
 
     def init(self, params: Tree, replicas: int) -> Tree:
@@ -78,12 +98,24 @@ class Exchange:
         """
         return (local if self.differ else between.mean(local)), own
 
+    def problems(self, replicas: int) -> list[Problem]:
+        """Returns what is wrong with it between so many replicas."""
+        return []
+
+    def meeting(self, step: int) -> int:
+        """Returns which of its meetings a step ends with, from 1; 0 for none. Each kind is a program of its own.
+
+        Args:
+          step: Its number, from 1.
+        """
+        return int(bool(self.every) and step % self.every == 0)
+
     def agree(self, replicas: Replicas, between: "Between") -> Replicas:
-        """Returns the replicas after they met, which they do every so many steps.
+        """Returns the replicas after they met.
 
         Args:
           replicas: After the step's own update.
-          between: Where parameters are.
+          between: Where parameters are, and which meeting it is.
         """
         return replicas
 

@@ -1,15 +1,17 @@
 """Where replicas meet: trees [replica, ...] are averaged over the mesh axis `data`, and spread again.
 
 x [replica, ...] over data ─► mean ─► [...] on every replica ─► spread ─► [replica, ...], all entries equal
+                           └► mixed ─► [replica, ...], each a weighted mean of its own entry and some others
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.exchange.algorithms import padded, table
@@ -30,10 +32,14 @@ class Between:
     Attributes:
       mesh: With an axis `data`, whose devices are the replicas.
       specs: Spec of every array of a tree of one replica.
+      optimizer: Likewise of an optimizer's state.
+      meeting: Which of the exchange's meetings it is, from 1.
     """
 
     mesh: Mesh
     specs: Tree
+    optimizer: Tree = ()
+    meeting: int = 1
 
     @property
     def replicas(self) -> int:
@@ -65,6 +71,47 @@ class Between:
         )(*leaves)
         return jax.tree.unflatten(structure, [x / self.replicas for x in summed])
 
+    @property
+    def held(self) -> "Between":
+        """The same replicas, for trees that are optimizer states."""
+        return replace(self, specs=self.optimizer)
+
+    def averaged(self, tree: Tree) -> Tree:
+        """Returns a tree [replica, ...] whose entries are their mean; counts, which are whole numbers, as they are."""
+
+        def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                return x
+            return self._spread(self._on(jnp.mean(x, axis=0), spec), spec)
+
+        return jax.tree.map(one, tree, self.specs)
+
+    def mixed(self, tree: Tree, weights: np.ndarray) -> Tree:
+        """Returns a tree [replica, ...] with the entry sum_j weights[i, j] x[j] on replica i.
+
+        A replica sends its entry to those that hear it, and to no other.
+
+        Args:
+          tree: Arrays with `specs`.
+          weights: Shape [replicas, replicas].
+        """
+        leaves, structure = jax.tree.flatten(tree)
+        specs = tuple(PartitionSpec(AXIS, *spec) for spec in structure.flatten_up_to(self.specs))
+
+        def inside(*parts: jax.Array) -> list[jax.Array]:
+            device = jax.lax.axis_index(AXIS)
+            own = [jnp.asarray(weights.diagonal(), x.dtype)[device] * x for x in parts]
+            for pairs in shifts(weights):
+                heard = np.zeros(len(weights))
+                for source, target in pairs:
+                    heard[target] = weights[target, source]
+                came = [jax.lax.ppermute(x, AXIS, pairs) for x in parts]
+                own = [x + jnp.asarray(heard, x.dtype)[device] * y for x, y in zip(own, came, strict=True)]
+            return own
+
+        made = jax.shard_map(inside, mesh=self.mesh, in_specs=specs, out_specs=list(specs), check_vma=False)(*leaves)
+        return jax.tree.unflatten(structure, made)
+
     def _summed(self, parts: list[jax.Array], algorithm: str) -> list[jax.Array]:
         """Returns this device's parts, summed over replicas: those of a dtype travel as one vector."""
         for dtype in dict.fromkeys(part.dtype for part in parts):
@@ -80,11 +127,10 @@ class Between:
 
     def spread(self, tree: Tree) -> Tree:
         """Returns a tree as [replica, ...] with equal entries: nothing travels, as every replica has it."""
+        return jax.tree.map(self._spread, tree, self.specs)
 
-        def one(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-            return self._on(jnp.broadcast_to(x, (self.replicas, *x.shape)), PartitionSpec(AXIS, *spec))
-
-        return jax.tree.map(one, tree, self.specs)
+    def _spread(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return self._on(jnp.broadcast_to(x, (self.replicas, *x.shape)), PartitionSpec(AXIS, *spec))
 
     def _on(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
@@ -102,6 +148,29 @@ def averaged(shards: Mapping[str, Any], replicas: int, *, every: int = 1, algori
                 payload=shard.size * jnp.dtype(shard.dtype).itemsize, cause=path, parameters=(path,),
             ),
         )
+        for path, shard in shards.items()
+    )  # fmt: skip
+
+
+def shifts(weights: np.ndarray) -> list[list[tuple[int, int]]]:
+    """Returns who sends to whom, as few permutes: in the k-th each sends to the one k after it, if that hears it."""
+    count = len(weights)
+    each = ([(i, (i + k) % count) for i in range(count) if weights[(i + k) % count, i]] for k in range(1, count))
+    return [pairs for pairs in each if pairs]
+
+
+def mixing(shards: Mapping[str, Any], weights: np.ndarray, *, every: int = 1) -> tuple[Sent, ...]:
+    """Returns what `Between.mixed` sends of these parts of arrays: a permute of each for every shift."""
+    return tuple(
+        Sent(
+            every=every,
+            collective=Collective(
+                kind="collective-permute", axes=(AXIS,), dtype=short_dtype(shard.dtype), group=len(weights), times=1,
+                payload=shard.size * jnp.dtype(shard.dtype).itemsize, senders=len(pairs) / len(weights), cause=path,
+                parameters=(path,),
+            ),
+        )
+        for pairs in shifts(weights)
         for path, shard in shards.items()
     )  # fmt: skip
 

@@ -5,10 +5,16 @@ from contextlib import contextmanager
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.averaging.diloco import DiLoCo
+from jaxpar.exchange.averaging.easgd import Easgd
+from jaxpar.exchange.averaging.ensemble import Ensemble
+from jaxpar.exchange.averaging.gossip import Gossip
+from jaxpar.exchange.averaging.local import Local
+from jaxpar.exchange.base import EXCHANGES, Exchange
 from jaxpar.tables import changed
 
-EXCHANGES: dict[str, type[Exchange]] = {"all_reduce": AllReduce}
+for _kind in (AllReduce, Local, DiLoCo, Easgd, Gossip, Ensemble):
+    EXCHANGES[_kind.__dataclass_fields__["name"].default] = _kind
 
 
 @contextmanager

@@ -66,8 +66,8 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
       roles: For a jitted function, what each of its arguments is: `parameters`, `optimizer state`, `other state`,
         `batch` or `arguments`.
       mesh: For a jitted function whose arguments have no mesh.
-      **kwargs: Passed on to the jitted function. For a `Step`, `exchanges=True` inspects the one after which replicas
-        come to agree, where they do so every so many steps.
+      **kwargs: Passed on to the jitted function. For a `Step`, `exchanges=1` inspects the one that ends with a meeting
+        of the replicas, where they do not meet in every step (2, 3, ... where there are several kinds of meetings).
 
     Raises:
       JaxparError: If it is not jitted, does not compile, or its arguments are on several meshes; or if the table of a

@@ -25,7 +25,8 @@ from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.step.gradients import Batch, Gradients, metrics, updated
 from jaxpar.step.losses import Sums
-from jaxpar.step.state import State
+from jaxpar.step.predicting import REPLICA
+from jaxpar.step.state import State, of_one_replica
 
 
 def of_one(layout: Layout) -> Layout:
@@ -38,11 +39,12 @@ class Apart(Gradients):
 
     Attributes:
       one: What differentiates the model of one replica.
+      evaluated: What measures it; an ensemble, if the exchange averages predictions.
       exchange: How they agree.
     """
 
-    def __init__(self, layout: Layout, one: Gradients):
-        self.layout, self.one, self.exchange = layout, one, layout.parallel.exchange
+    def __init__(self, layout: Layout, one: Gradients, evaluated: Gradients):
+        self.layout, self.one, self.evaluated, self.exchange = layout, one, evaluated, layout.parallel.exchange
         self.every = self.exchange.every
         self._scalars = jax.jit(_scalars)
 
@@ -51,9 +53,14 @@ class Apart(Gradients):
         return self._each(self.one.gradients)(params, model_state, self._rows(batch))
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
-        """Returns the sums over replicas, each of its own rows."""
-        sums = self._each(self.one.evaluate)(params, model_state, self._rows(batch))
-        return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        """Returns the sums over replicas, each of its own rows; or those of the mean prediction, of all rows."""
+        if not self.exchange.averages_predictions:
+            sums = self._each(self.evaluated.evaluate)(params, model_state, self._rows(batch))
+            return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        axes = self.layout.sharding(PartitionSpec(tuple(axis for axis in self.layout.batch_axes if axis != AXIS)))
+        batch = {name: jax.lax.with_sharding_constraint(value, axes) for name, value in batch.items()}
+        sums = self._each(self.evaluated.evaluate, rows=None)(params, model_state, batch)
+        return jax.tree.map(lambda x: x[0], sums)  # all have the same
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Batch, on_device: Callable[[Any], Any]
@@ -82,14 +89,19 @@ class Apart(Gradients):
 
         return jax.tree.map(one, gradients)
 
-    def agree(self, state: State) -> State:
+    def meeting(self, step: int) -> int:
+        """Returns which meeting a step ends with, as the exchange says."""
+        return self.exchange.meeting(step)
+
+    def agree(self, state: State, meeting: int) -> State:
         """Returns the state after the replicas met."""
-        between = Between(mesh=self.layout.on, specs=self.layout.stored)
+        held = self.layout.optimizer_specs(of_one_replica(state.optimizer) if self.exchange.differ else state.optimizer)
+        between = Between(mesh=self.layout.on, specs=self.layout.stored, optimizer=held, meeting=meeting)
         replicas = Replicas(params=state.params, optimizer=state.optimizer, own=state.exchange)
         met = self.exchange.agree(replicas, between)
         return dataclasses.replace(state, params=met.params, optimizer=met.optimizer, exchange=met.own)
 
-    def silent(self, *, exchanges: bool) -> tuple[str, ...]:
+    def silent(self, *, exchanges: int) -> tuple[str, ...]:
         """Returns `data`, but for steps in which replicas meet."""
         return () if exchanges or not self.exchange.differ else (AXIS,)
 
@@ -100,15 +112,20 @@ class Apart(Gradients):
         """
         return self._scalars(found)
 
-    def _each(self, function: Callable) -> Callable:
-        """Returns a function of (params, model state, batch) of one replica as one of all."""
+    def _each(self, function: Callable, *, rows: int | None = 0) -> Callable:
+        """Returns a function of (params, model state, batch) of one replica as one of all.
+
+        Args:
+          function: Of one.
+          rows: 0 where each has its own entry of the batch; None where all see all of it.
+        """
         params = 0 if self.exchange.differ else None
 
         def inside(*args):
             with activation_names(self.one.layout.names, self.one.layout.sizes):
                 return function(*args)
 
-        return jax.vmap(inside, in_axes=(params, 0, 0), spmd_axis_name=AXIS)
+        return jax.vmap(inside, in_axes=(params, 0, rows), axis_name=REPLICA, spmd_axis_name=AXIS)
 
     def _rows(self, batch: Batch) -> Batch:
         """Returns a batch as [replica, rows, ...]: each has its rows already."""

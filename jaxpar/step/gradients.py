@@ -28,7 +28,7 @@ class Gradients(Protocol):
     Attributes:
       layout: Where arrays live.
       updates: How often the weights change in a step.
-      every: Steps from one `agree` to the next; 0 for none.
+      every: Steps from one `agree` to the next, at least; 0 for none.
       notes: What the reader of an inspection should know of it.
     """
 
@@ -61,12 +61,16 @@ class Gradients(Protocol):
         """
         ...
 
-    def agree(self, state: State) -> State:
-        """Returns a state whose replicas have come to agree; traced after every so many updates."""
+    def meeting(self, step: int) -> int:
+        """Returns which meeting of replicas a step of this number ends with, from 1; 0 for none."""
+        return 0
+
+    def agree(self, state: State, meeting: int) -> State:
+        """Returns a state whose replicas have come to agree at such a meeting."""
         return state
 
-    def silent(self, *, exchanges: bool) -> tuple[str, ...]:
-        """Returns the mesh axes over which a step sends nothing, one after which replicas agree or not."""
+    def silent(self, *, exchanges: int) -> tuple[str, ...]:
+        """Returns the mesh axes over which a step sends nothing, one that ends with such a meeting, or 0 for none."""
         return ()
 
     def told(self, found: dict[str, Any]) -> dict[str, jax.Array]:

@@ -47,18 +47,18 @@ class Inspectable(Protocol):
         """Returns the shape of a batch array with the sharding that it will have."""
         ...
 
-    def lower(self, state: State, batch: Mapping[str, Any], *, exchanges: bool = False) -> Any:
+    def lower(self, state: State, batch: Mapping[str, Any], *, exchanges: int = 0) -> Any:
         """Returns the step lowered for these shapes."""
         ...
 
 
-def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = False) -> Subject:
+def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) -> Subject:
     """Returns a step lowered for a batch of these shapes, and what its arrays are called.
 
     Args:
       step: The step.
       batch: Name to anything with shape and dtype.
-      exchanges: Whether it is the step after which replicas come to agree.
+      exchanges: Which meeting of replicas the step ends with, from 1; 0 for none.
     """
     layout, state = step.layout, step.abstract()
     batch = {name: step.shaped(name, value) for name, value in batch.items()}
@@ -95,7 +95,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: bool = Fa
         precision=step.numerics.matmuls.compute,
         batch_axes=layout.batch_axes,
         whole=("fsdp",) if layout.parallel.stage == 1 else (),
-        silent=step.gradients.silent(exchanges=exchanges or step.gradients.every == 1),
+        silent=step.gradients.silent(exchanges=exchanges or step.gradients.meeting(1) * (step.gradients.every == 1)),
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=step.gradients.updates,
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,

@@ -11,6 +11,7 @@ from jaxpar.step.keyed.loss import key_of
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.run import Pipelined
 from jaxpar.step.pipelined.unflushed import Unflushed
+from jaxpar.step.predicting import of_mean_prediction
 from jaxpar.step.whole import Whole
 
 
@@ -42,7 +43,9 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
                 rule="replicas that step apart keep their optimizer states on their devices",
                 fix="offload = false, or zero=1 with a larger fsdp",
             )
-        return Apart(layout, Whole(of_one(layout), loss, numerics, frozen))
+        one, together = of_one(layout), layout.parallel.exchange.averages_predictions
+        seen = of_mean_prediction(loss, layout.blueprint.name) if together else loss
+        return Apart(layout, Whole(one, loss, numerics, frozen), Whole(one, seen, numerics, frozen))
     if layout.sizes["pipe"] == 1:
         return Whole(layout, loss, numerics, frozen)
     if numerics.accumulate > 1:

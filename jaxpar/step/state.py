@@ -159,7 +159,7 @@ def specs(layout: Layout, state: State) -> State:
     """Returns a `PartitionSpec` for every array of a state."""
     exchange = layout.parallel.exchange
     params = layout.stored
-    optimizer = layout.optimizer_specs(_of_one(state.optimizer) if exchange.differ else state.optimizer)
+    optimizer = layout.optimizer_specs(of_one_replica(state.optimizer) if exchange.differ else state.optimizer)
     model_state = layout.other_specs(state.model_state)
     return State(
         step=PartitionSpec(),  # pyright: ignore[reportArgumentType]
@@ -178,11 +178,11 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
         return owner is not None and tuple(leaf.shape[1:]) == layout.placements[owner].leaf.shape
 
     apart = jax.tree_util.tree_map_with_path(each, own)
-    one = jax.tree.map(lambda leaf, alone: _of_one(leaf) if alone else leaf, own, apart)
+    one = jax.tree.map(lambda leaf, alone: of_one_replica(leaf) if alone else leaf, own, apart)
     return jax.tree.map(lambda alone, spec: _over_data(spec) if alone else spec, apart, layout.optimizer_specs(one))
 
 
-def _of_one(tree: Tree) -> Tree:
+def of_one_replica(tree: Tree) -> Tree:
     """Returns the shapes of one replica, without the dim of replicas."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
 

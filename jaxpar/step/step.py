@@ -13,6 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import jax
@@ -86,11 +87,7 @@ class Step:
         self.guard, update = guard, self._update
         if guard:
             update = guarded(update, self._on_device, self.gradients.told)
-        each = {"train": update, "exchange": self._agreeing(update)}
-        self._train = {
-            kind: jax.jit(function, donate_argnums=0, out_shardings=(self.placed, None))
-            for kind, function in each.items()
-        }
+        self._train = cache(lambda meeting: self._jitted(self._agreeing(update, meeting) if meeting else update))
         self._eval = jax.jit(self._measure)
         self._last: tuple[jax.Array | None, int] = (None, 0)  # the newest count of steps, on devices and on the host
 
@@ -110,8 +107,8 @@ class Step:
         check_there(state)
         batch = self.put(batch)
         number = self._number(state)
-        exchanges = bool(self.gradients.every) and number % self.gradients.every == 0
-        key = _signature("exchange" if exchanges else "train", batch)
+        exchanges = self.gradients.meeting(number)
+        key = _signature(f"exchange {exchanges}" if exchanges else "train", batch)
         if key not in self._compiled:
             self._check_state(state)
             with self.compiling():
@@ -192,17 +189,18 @@ class Step:
             fix="the line of the model or the loss that this names",
         )
 
-    def lower(self, state: State, batch: Batch, *, exchanges: bool = False):
+    def lower(self, state: State, batch: Batch, *, exchanges: int = 0):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision.
 
         Args:
           state: Arrays, or what `abstract` returns.
           batch: Likewise.
-          exchanges: Whether it is the step after which replicas come to agree, where they do so every so many steps.
+          exchanges: Which meeting of replicas it ends with, from 1; 0 for none, where they do not meet in every step.
         """
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
         with self._users_code(batch), self._traced():
-            train = self._train["exchange" if exchanges or self.gradients.every == 1 else "train"]
+            always = self.gradients.meeting(1) if self.gradients.every == 1 else 0
+            train = self._train(exchanges or always)
             traced = train.trace(state, batch, *((np.float32(math.inf),) if self.guard else ()))
             lowered = traced.lower()
         check_rules(self.layout.parallel, self.layout.blueprint, self._used.names)
@@ -219,7 +217,7 @@ class Step:
         shapes = states.abstract(self.layout, self.optimizer)
         return jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), shapes, self.placed)
 
-    def subject(self, batch: Batch, *, exchanges: bool = False) -> Subject:
+    def subject(self, batch: Batch, *, exchanges: int = 0) -> Subject:
         """Returns this step, lowered for such a batch, as `jp.inspect` wants it; nothing is run. See `lower`."""
         return subject(self, batch, exchanges=exchanges)
 
@@ -243,12 +241,15 @@ class Step:
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         return self.gradients.update(self.optimizer, state, batch, self._on_device)
 
-    def _agreeing(self, update: Callable) -> Callable:
-        """Returns an update after which the replicas come to agree."""
+    def _jitted(self, function: Callable):
+        return jax.jit(function, donate_argnums=0, out_shardings=(self.placed, None))
+
+    def _agreeing(self, update: Callable, meeting: int) -> Callable:
+        """Returns an update after which the replicas meet."""
 
         def _exchange(state: State, batch: Batch, *limit: jax.Array):
             state, metrics = update(state, batch, *limit)
-            return self.gradients.agree(state), metrics
+            return self.gradients.agree(state, meeting), metrics
 
         return _exchange
 

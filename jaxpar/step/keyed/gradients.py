@@ -78,11 +78,15 @@ class KeyedGradients(Gradients):
         """Returns the sums of a batch, with the key that every evaluation has."""
         return self.one.evaluate(params, self._with(model_state, jax.random.key(self.seed)), batch)
 
-    def agree(self, state: State) -> State:
-        """Returns a state whose replicas have come to agree."""
-        return self.one.agree(state)
+    def meeting(self, step: int) -> int:
+        """Returns which meeting of replicas a step ends with."""
+        return self.one.meeting(step)
 
-    def silent(self, *, exchanges: bool) -> tuple[str, ...]:
+    def agree(self, state: State, meeting: int) -> State:
+        """Returns a state whose replicas have come to agree."""
+        return self.one.agree(state, meeting)
+
+    def silent(self, *, exchanges: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a step sends nothing."""
         return self.one.silent(exchanges=exchanges)
 

@@ -1,0 +1,51 @@
+"""Model averaging: every so many steps all replicas take the mean of their parameters."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxpar.errors import check_ranges
+from jaxpar.exchange.averaging.settings import SECTION, STEPS, check_algorithm
+from jaxpar.exchange.base import Exchange, Replicas
+from jaxpar.exchange.sent import Sent
+
+if TYPE_CHECKING:
+    from jaxpar.exchange.between import Between
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local(Exchange):
+    """Local SGD, also called model averaging (Stich 2019, arXiv:1805.09767; Lin et al. 2020, arXiv:1808.07217).
+
+    With `every=1`, plain SGD and as many tokens on each replica, a step is a synchronous one.
+
+    Attributes:
+      name: local (every so many steps replicas take the mean of their parameters).
+      every: Steps from one meeting to the next.
+      optimizer: Whether an optimizer's averages, such as momentum, are "kept" by each replica or "averaged" too.
+      algorithm: By whose messages they average: ring, halving, butterfly or tree; "" is XLA's all-reduce.
+    """
+
+    name: str = "local"
+    every: int = 20
+    optimizer: Literal["kept", "averaged"] = "kept"
+    algorithm: str = ""
+    differ = True
+
+    def __post_init__(self):
+        check_ranges(self, SECTION, {"every": (1, STEPS)})
+        check_algorithm(self.algorithm)
+
+    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
+        """Returns the replicas, all with the mean of their parameters."""
+        met = dataclasses.replace(replicas, params=between.spread(between.mean(replicas.params, self.algorithm)))
+        if self.optimizer == "kept":
+            return met
+        return dataclasses.replace(met, optimizer=between.held.averaged(replicas.optimizer))
+
+    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
+        """Returns the all-reduce of parameters; what is averaged of an optimizer comes on top."""
+        from jaxpar.exchange.between import averaged
+
+        return averaged(shards, replicas, every=self.every, algorithm=self.algorithm)

@@ -1,0 +1,16 @@
+"""What settings of exchanges have in common: their table in a job, and their ranges."""
+
+from jaxpar.exchange import algorithms
+
+SECTION = "parallel.exchange"
+STEPS = 2**31 - 1
+
+
+def check_algorithm(name: str) -> None:
+    """Refuses an all-reduce that there is not; "" is XLA's own.
+
+    Raises:
+      JaxparError: If there is none of that name.
+    """
+    if name:
+        algorithms.check(name)

@@ -1,0 +1,272 @@
+"""Replicas that differ: identities between the ways in which they meet, and what travels when they do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_seams_exchange import CHAIN, alone, batch, born, composed, loss, over_data, rows_of, sums_of
+from tiny import assert_same_arrays
+
+import jaxpar as jp
+from jaxpar.errors import JaxparError
+from jaxpar.exchange.averaging import graphs
+from jaxpar.exchange.between import Between
+
+WHOLE = {"data": 4, "fsdp": 2}
+SGD = optax.sgd(0.1)
+
+
+def every_token(step):
+    """A batch of which each replica counts as many examples."""
+    return batch(step) | {"mask": np.ones(16, np.float32)}
+
+
+def trained(exchange, steps=6, *, sizes=WHOLE, optimizer=CHAIN, rows=batch):
+    layout = composed(sizes, exchange)
+    state, step, losses = jp.init_state(layout, optimizer), jp.train_step(layout, loss, optimizer), []
+    for i in range(steps):
+        state, metrics = step(state, rows(i))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def assert_equal_bits(one, other):
+    for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+# identities
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [WHOLE, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_the_mean_after_every_step_of_sgd_is_a_synchronous_step(sizes):
+    state, losses = trained(jp.Exchange("local", every=1), optimizer=SGD, rows=every_token, sizes=sizes)
+    same, expected = trained(jp.Exchange("all_reduce"), optimizer=SGD, rows=every_token, sizes=sizes)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert_same_arrays([x[0] for x in jax.tree.leaves(state.params)], jax.tree.leaves(same.params), 1e-6)
+
+
+def test_diloco_that_goes_all_the_way_is_local():
+    local = trained(jp.Exchange("local", every=3))
+    diloco = trained(jp.Exchange("diloco", every=3, lr=1.0, momentum=0.0))
+    assert diloco[1] == local[1]
+    assert_equal_bits(diloco[0].params, local[0].params)
+
+
+def test_an_elastic_center_that_draws_nobody_is_an_ensemble():
+    elastic, ensemble = trained(jp.Exchange("easgd", every=2, alpha=0.0)), trained(jp.Exchange("ensemble"))
+    assert elastic[1] == ensemble[1]
+    assert_equal_bits(elastic[0].params, ensemble[0].params)
+
+
+def test_gossip_of_all_with_all_is_local():
+    matrix = np.full((4, 4), 1 / 4)
+    gossip, losses = trained(jp.Exchange("gossip", every=2, graph=matrix))
+    local, expected = trained(jp.Exchange("local", every=2))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert_same_arrays(gossip.params, local.params, 1e-6)
+
+
+# each beside its equations in plain JAX, replica by replica
+
+
+def by_hand(meet, steps=6, replicas=4, every=2):
+    """Replicas one after the other on one device; `meet` takes and returns (their parameters, own state)."""
+    each, kept, own, losses = [born()] * replicas, [CHAIN.init(born())] * replicas, None, []
+    for i in range(steps):
+        made = [alone(each[r], kept[r], rows_of(i, r, replicas)) for r in range(replicas)]
+        each, kept, sums = ([*column] for column in zip(*made, strict=True))
+        losses.append(float(sum(total for total, _ in sums) / sum(count for _, count in sums)))
+        if (i + 1) % every == 0:
+            each, own = meet(each, own)
+    return jax.tree.map(lambda *x: jnp.stack(x), *each), losses
+
+
+def mean(each):
+    return jax.tree.map(lambda *x: sum(x) / len(x), *each)
+
+
+def nesterov(each, own):
+    anchor, trace = own or (born(), jax.tree.map(jnp.zeros_like, born()))
+    way = jax.tree.map(jnp.subtract, anchor, mean(each))
+    trace = jax.tree.map(lambda g, t: g + 0.9 * t, way, trace)
+    anchor = jax.tree.map(lambda a, g, t: a - 0.7 * (g + 0.9 * t), anchor, way, trace)
+    return [anchor] * len(each), (anchor, trace)
+
+
+def elastic(each, own):
+    center = own or born()
+    drawn = [jax.tree.map(lambda w, c: w - 0.25 * (w - c), one, center) for one in each]
+    return drawn, jax.tree.map(lambda c, m: 0.5 * c + 0.5 * m, center, mean(each))
+
+
+def heard(each, own):
+    count = len(each)
+    return [mean([each[i - 1], each[i], each[(i + 1) % count]]) for i in range(count)], own
+
+
+@pytest.mark.parametrize(
+    ("exchange", "meet"),
+    [
+        (jp.Exchange("diloco", every=2), nesterov),
+        (jp.Exchange("diloco", every=2, outer=optax.sgd(0.7, 0.9, nesterov=True)), nesterov),
+        (jp.Exchange("easgd", every=2, alpha=0.25, beta=0.5), elastic),
+        (jp.Exchange("gossip", every=2, graph="ring"), heard),
+    ],
+    ids=["diloco", "diloco of a chain", "easgd", "gossip"],
+)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(WHOLE, id="fsdp"), pytest.param({"data": 4, "tensor": 2}, id="tensor", marks=pytest.mark.slow)],
+)
+def test_replicas_meet_as_the_equations_say(exchange, meet, sizes):
+    want, expected = by_hand(meet)
+    state, losses = trained(exchange, sizes=sizes)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_arrays(jax.tree.leaves(state.params), jax.tree.leaves(want))
+
+
+@pytest.mark.slow
+def test_momentum_is_averaged_where_it_is_asked_for():
+    for said, equal in (("averaged", True), ("kept", False)):
+        state, _ = trained(jp.Exchange("local", every=2, optimizer=said), steps=4)
+        moments = [x for x in jax.tree.leaves(state.optimizer) if x.ndim > 1]
+        assert all((np.asarray(x) == np.asarray(x)[:1]).all() for x in moments) == equal
+
+
+# gossip
+
+
+@pytest.mark.parametrize("graph", graphs.GRAPHS)
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8, 12])
+def test_a_graph_is_doubly_stochastic(graph, count):
+    found = graphs.matrix(graph, count)
+    graphs.check(tuple(map(tuple, found)))
+    if graph == "ring" and count > 2:
+        assert graphs.contraction(found) == pytest.approx(
+            max(abs(1 + 2 * np.cos(2 * np.pi * k / count)) / 3 for k in range(1, count))
+        )
+
+
+@pytest.mark.parametrize("graph", [*graphs.GRAPHS, "skewed"])
+def test_gossip_keeps_the_mean_and_forgets_differences_as_its_spectrum_says(graph):
+    count = 8
+    matrix = graphs.matrix(graph, count) if graph != "skewed" else 0.9 * np.roll(np.eye(count), 3, 0) + 0.1 / count
+    mesh = jax.make_mesh((count,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    between = Between(mesh=mesh, specs={"w": jax.P()})
+    met = jax.jit(lambda tree: between.mixed(tree, matrix))
+    slowest = np.linalg.svd(matrix - 1 / count)[2][0]  # the difference that is forgotten most slowly
+    tree = {
+        "w": jax.device_put(jnp.asarray(3.0 + slowest[:, None], jnp.float32), jax.NamedSharding(mesh, jax.P("data")))
+    }
+    after = met(tree)["w"]
+    np.testing.assert_allclose(np.mean(after), np.mean(tree["w"]), rtol=1e-6)
+    shrunk = np.var(after) / np.var(tree["w"])
+    assert shrunk == pytest.approx(graphs.contraction(matrix) ** 2, rel=0.01)
+
+
+# ensembles
+
+
+@pytest.mark.slow
+def test_an_ensemble_is_evaluated_by_its_mean_prediction():
+    for sizes in (WHOLE, {"data": 2, "fsdp": 2, "tensor": 2}):
+        state, _ = trained(jp.Exchange("ensemble"), 3, sizes=sizes)
+        step = jp.train_step(composed(sizes, jp.Exchange("ensemble")), loss, CHAIN)
+        total, count = step.evaluate(state, batch(9))["loss"]
+        models = [jax.tree.map(lambda x, r=r: x[r], jax.device_get(state.params)) for r in range(sizes["data"])]
+        rows = batch(9)
+        predicted = np.mean([prediction(model, rows["x"]) for model in models], axis=0)
+        want = np.sum(np.mean((predicted - rows["y"]) ** 2, axis=-1) * rows["mask"])
+        np.testing.assert_allclose(total, want, rtol=1e-5)
+        assert count == rows["mask"].sum()
+        apart = sum(float(sums_of(model, rows)[0]) for model in models) / len(models)
+        assert total < 0.999 * apart  # Jensen's inequality, strictly, for models that differ
+
+
+def prediction(params, x):
+    up, down = params["up"], params["down"]
+    return np.tanh(x @ up["kernel"] + up["bias"]) @ down["kernel"] + down["bias"]
+
+
+def test_a_loss_past_the_models_call_has_no_mean_prediction():
+    layout = composed(WHOLE, jp.Exchange("ensemble"))
+
+    def past(model, batch):
+        error = jnp.mean((model.down(model.up(batch["x"])) - batch["y"]) ** 2, axis=-1)
+        return jnp.sum(error), error.size
+
+    with pytest.raises(JaxparError, match="a loss that does not call Net"):
+        jp.train_step(layout, past, CHAIN).evaluate(jp.init_state(layout, CHAIN), batch(0))
+
+
+# what travels
+
+
+def compiled(exchange, meeting, sizes=WHOLE):
+    layout = composed(sizes, exchange, jp.target_devices("h100:1x8"))
+    shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch(0).items()}
+    return layout, over_data(jp.inspect(jp.train_step(layout, loss, CHAIN), shapes, exchanges=meeting))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "exchange", [jp.Exchange("diloco"), jp.Exchange("easgd"), jp.Exchange("gossip", every=2)], ids=str
+)
+def test_a_meeting_sends_what_is_said_and_other_steps_nothing(exchange):
+    layout, found = compiled(exchange, 1)
+    sent = [each.collective for each in layout.sends()]
+    assert {each.kind for each in found} == {each.kind for each in sent}
+    assert sum(each.step_wire for each in found) == sum(each.step_wire for each in sent)
+    assert {each.every for each in layout.sends()} == {exchange.every}
+    assert compiled(exchange, 0)[1] == []
+
+
+def test_an_ensemble_sends_nothing():
+    layout, found = compiled(jp.Exchange("ensemble"), 0)
+    assert layout.sends() == ()
+    assert found == []
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("dilco", {}, "exchange 'dilco'"),
+        ("local", {"evry": 2}, "Local(evry=2)"),
+        ("local", {"every": 0}, "every = 0"),
+        ("local", {"algorithm": "rign"}, "algorithm='rign'"),
+        ("diloco", {"every": -1}, "every = -1"),
+        ("diloco", {"lr": float("nan")}, "lr = nan"),
+        ("diloco", {"momentum": 1.0}, "momentum = 1.0"),
+        ("diloco", {"outer": "sgd"}, "outer='sgd'"),
+        ("easgd", {"alpha": 2.0}, "alpha = 2.0"),
+        ("easgd", {"beta": -0.5}, "beta = -0.5"),
+        ("gossip", {"graph": "rign"}, "graph = 'rign'"),
+        ("gossip", {"graph": [[0.5, 0.5], [0.9, 0.1]]}, "graph = [[0.5, 0.5], [0.9, 0.1]]"),
+        ("gossip", {"graph": [[1.5, -0.5], [-0.5, 1.5]]}, "graph = [[1.5, -0.5], [-0.5, 1.5]]"),
+        ("gossip", {"graph": [[1.0], [0.0, 1.0]]}, "graph = [[1.0], [0.0, 1.0]]"),
+    ],
+)
+def test_settings_that_are_none_are_refused(name, settings, said):
+    with pytest.raises(JaxparError) as caught:
+        jp.Exchange(name, **settings)
+    assert said in str(caught.value)
+
+
+def test_a_graph_of_another_number_of_replicas_is_refused():
+    with pytest.raises(JaxparError, match="a graph of 2 rows with data=4"):
+        composed(WHOLE, jp.Exchange("gossip", graph=[[0.5, 0.5], [0.5, 0.5]]))
+
+
+def test_an_exchange_is_a_value():
+    diloco = jp.Exchange("diloco", every=7)
+    assert diloco == dataclasses.replace(jp.Exchange("diloco"), every=7)
+    assert hash(diloco) == hash(jp.Exchange(name="diloco", every=7))
+    assert str(diloco) == "diloco every 7 steps"
