@@ -1,19 +1,23 @@
 """Replicas that differ: identities between the ways in which they meet, and what travels when they do."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import traverse_util
 from test_seams_exchange import CHAIN, alone, batch, born, composed, loss, over_data, rows_of, sums_of
 from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.exchange.averaging import graphs
+from jaxpar.exchange.averaging.fragments import fragments
 from jaxpar.exchange.between import Between
+from jaxpar.exchange.part import Part
 
 WHOLE = {"data": 4, "fsdp": 2}
 SGD = optax.sgd(0.1)
@@ -138,6 +142,77 @@ def test_momentum_is_averaged_where_it_is_asked_for():
         assert all((np.asarray(x) == np.asarray(x)[:1]).all() for x in moments) == equal
 
 
+# fragments
+
+
+def test_one_fragment_without_delay_is_diloco():
+    streaming = trained(jp.Exchange("streaming", every=3, fragments=1))
+    diloco = trained(jp.Exchange("diloco", every=3))
+    assert streaming[1] == diloco[1]
+    assert_equal_bits(streaming[0].params, diloco[0].params)
+
+
+def flat(tree):
+    return traverse_util.flatten_dict(tree, sep="/")
+
+
+def test_fragments_are_sent_in_turn_and_applied_later():
+    """Beside its equations: two fragments of a period of four, applied three steps after they were sent."""
+    one, other = {"down/kernel", "up/bias"}, {"up/kernel", "down/bias"}
+    assert [{*each} for each in fragments(composed(WHOLE).parts, 2, "strided")] == [one, other]
+    sends, applies = {2: one, 4: other, 6: one, 8: other}, {5: one, 7: other, 9: one}
+    each, kept, losses = [born()] * 4, [CHAIN.init(born())] * 4, []
+    anchor = flat(born())
+    trace, sent = {path: 0 * x for path, x in anchor.items()}, {}
+    for i in range(9):
+        made = [alone(each[r], kept[r], rows_of(i, r, 4)) for r in range(4)]
+        each, kept, sums = ([*column] for column in zip(*made, strict=True))
+        losses.append(float(sum(total for total, _ in sums) / sum(count for _, count in sums)))
+        sent |= {path: flat(mean(each))[path] for path in sends.get(i + 1, ())}
+        for path in applies.get(i + 1, ()):
+            way = anchor[path] - sent[path]
+            trace[path] = way + 0.9 * trace[path]
+            anchor[path] = anchor[path] - 0.7 * (way + 0.9 * trace[path])
+            mixed = [flat(model) | {path: 0.25 * flat(model)[path] + 0.75 * anchor[path]} for model in each]
+            each = [traverse_util.unflatten_dict(model, sep="/") for model in mixed]
+    state, found = trained(jp.Exchange("streaming", every=4, fragments=2, delay=3, blend=0.25), 9)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert_same_arrays(jax.tree.leaves(state.params), jax.tree.leaves(jax.tree.map(lambda *x: jnp.stack(x), *each)))
+
+
+@pytest.mark.parametrize("order", ["depth", "strided"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_fragments_have_every_parameter_once(order, count):
+    parts = {f"blocks/{i}/{name}": Part((4, 4), "float32") for i in range(6) for name in ("in", "out")}
+    parts |= {"stack/kernel": Part((6, 4, 4), "float32", layers=True), "embed": Part((64, 4), "float32")}
+    found = fragments(parts, count, order)
+    for path, part in parts.items():
+        rows = [row for each in found if path in each for row in np.arange(part.shape[0])[each[path]]]
+        assert sorted(rows) == list(range(part.shape[0])), path
+    if count == 3:
+        wanted = {"depth": ([0, 1], [2, 3], [4, 5]), "strided": ([0, 3], [1, 4], [2, 5])}[order]
+        assert [list(np.arange(6)[each["stack/kernel"]]) for each in found] == [*wanted]
+        assert [[i for i in range(6) if f"blocks/{i}/in" in each] for each in found] == [*wanted]
+
+
+@pytest.mark.slow
+def test_layers_of_a_stack_meet_by_fragments():
+    """A decoder that scans its layers: each fragment's all-reduce has its layers alone, as compiled for GPUs."""
+    exchange = jp.Exchange("streaming", every=4, fragments=2, order="depth")
+    settings = jp.DecoderSettings(vocab=64, seq=16, layers=4, dim=16, heads=2)
+    layout = jp.compose(
+        partial(jp.Decoder, settings), jp.Parallel(**WHOLE, exchange=exchange), jp.target_devices("h100:1x8")
+    )
+    ids = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    step = jp.train_step(layout, jp.next_token, CHAIN)
+    both = [over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, exchanges=at)) for at in (2, 4)]
+    sizes = [sum(each.step_payload for each in found) for found in both]
+    wanted = [sum(s.collective.step_payload for s in layout.sends() if s.meeting == at) for at in (1, 2)]
+    assert sizes == wanted
+    assert sum(sizes) == sum(part.size * 4 for part in layout.parts.values())
+    assert max(sizes) < 0.6 * sum(sizes)
+
+
 # gossip
 
 
@@ -246,6 +321,9 @@ def test_an_ensemble_sends_nothing():
         ("diloco", {"lr": float("nan")}, "lr = nan"),
         ("diloco", {"momentum": 1.0}, "momentum = 1.0"),
         ("diloco", {"outer": "sgd"}, "outer='sgd'"),
+        ("streaming", {"every": 10, "fragments": 4}, "fragments = 4 with every = 10"),
+        ("streaming", {"every": 4, "delay": 4}, "delay = 4 with every = 4"),
+        ("streaming", {"blend": 1.0}, "blend = 1.0"),
         ("easgd", {"alpha": 2.0}, "alpha = 2.0"),
         ("easgd", {"beta": -0.5}, "beta = -0.5"),
         ("gossip", {"graph": "rign"}, "graph = 'rign'"),

@@ -6,7 +6,7 @@ x [replica, ...] over data ─► mean ─► [...] on every replica ─► spre
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.exchange.algorithms import padded, table
+from jaxpar.exchange.part import Part
 from jaxpar.exchange.replay import check_all_reduce
 from jaxpar.exchange.run import permutes, run
 from jaxpar.exchange.sent import Sent
@@ -34,12 +35,14 @@ class Between:
       specs: Spec of every array of a tree of one replica.
       optimizer: Likewise of an optimizer's state.
       meeting: Which of the exchange's meetings it is, from 1.
+      parts: Path of each parameter to what a device holds of it.
     """
 
     mesh: Mesh
     specs: Tree
     optimizer: Tree = ()
     meeting: int = 1
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
     @property
     def replicas(self) -> int:
@@ -74,7 +77,11 @@ class Between:
     @property
     def held(self) -> "Between":
         """The same replicas, for trees that are optimizer states."""
-        return replace(self, specs=self.optimizer)
+        return self.of(self.optimizer)
+
+    def of(self, specs: Tree) -> "Between":
+        """Returns the same replicas, for trees with other specs."""
+        return replace(self, specs=specs)
 
     def averaged(self, tree: Tree) -> Tree:
         """Returns a tree [replica, ...] whose entries are their mean; counts, which are whole numbers, as they are."""

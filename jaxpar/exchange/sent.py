@@ -12,7 +12,9 @@ class Sent:
     Attributes:
       collective: As the ledger has it, in a step that sends it.
       every: Steps from one such step to the next.
+      meeting: At which of the exchange's meetings, from 1.
     """
 
     collective: Collective
     every: int = 1
+    meeting: int = 1

@@ -10,10 +10,11 @@ from jaxpar.exchange.averaging.easgd import Easgd
 from jaxpar.exchange.averaging.ensemble import Ensemble
 from jaxpar.exchange.averaging.gossip import Gossip
 from jaxpar.exchange.averaging.local import Local
+from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import EXCHANGES, Exchange
 from jaxpar.tables import changed
 
-for _kind in (AllReduce, Local, DiLoCo, Easgd, Gossip, Ensemble):
+for _kind in (AllReduce, Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble):
     EXCHANGES[_kind.__dataclass_fields__["name"].default] = _kind
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.errors import refuse
+from jaxpar.exchange.part import Part
 from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
@@ -174,11 +175,17 @@ class Layout:
 
     def sends(self) -> tuple[Sent, ...]:
         """Returns what the replicas over `data` send each other, by their exchange; nothing where there is but one."""
-        parts = {
-            path: jax.ShapeDtypeStruct(shard_shape(place.leaf.shape, place.stored, self.sizes), place.leaf.dtype)
-            for path, place in self.placements.items()
-        }
-        return self.parallel.exchange.sends(parts, self.sizes["data"]) if self.sizes["data"] > 1 else ()
+        return self.parallel.exchange.sends(self.parts, self.sizes["data"]) if self.sizes["data"] > 1 else ()
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """Path of each parameter to what a device holds of it between steps."""
+
+        def one(place: Placement) -> Part:
+            shape = shard_shape(place.leaf.shape, place.stored, self.sizes)
+            return Part(shape, place.leaf.dtype, layers=place.names[:1] == ("layers",))
+
+        return {path: one(place) for path, place in self.placements.items()}
 
     def batch_spec(self, shape) -> PartitionSpec:
         """Returns where a batch array goes: examples over `data`, `fsdp` and other axes that see other examples."""

@@ -96,7 +96,9 @@ class Apart(Gradients):
     def agree(self, state: State, meeting: int) -> State:
         """Returns the state after the replicas met."""
         held = self.layout.optimizer_specs(of_one_replica(state.optimizer) if self.exchange.differ else state.optimizer)
-        between = Between(mesh=self.layout.on, specs=self.layout.stored, optimizer=held, meeting=meeting)
+        between = Between(
+            mesh=self.layout.on, specs=self.layout.stored, optimizer=held, meeting=meeting, parts=self.layout.parts
+        )
         replicas = Replicas(params=state.params, optimizer=state.optimizer, own=state.exchange)
         met = self.exchange.agree(replicas, between)
         return dataclasses.replace(state, params=met.params, optimizer=met.optimizer, exchange=met.own)

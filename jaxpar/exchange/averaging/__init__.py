@@ -2,6 +2,7 @@
 
     local      they take the mean of their parameters (model averaging, local SGD)
     diloco     the way that the mean has gone is a gradient for an outer optimizer
+    streaming  diloco of one fragment of the model at a time (`fragments`)
     easgd      each is drawn to a center, and the center to their mean
     gossip     each takes a weighted mean of its own parameters and its neighbours' (`graphs`)
     ensemble   they never meet: evaluation averages what they predict

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxpar.exchange.part import Part
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Look
 from jaxpar.plan.machine.hardware import Hardware
@@ -51,7 +52,7 @@ def kept(model: Counted, candidate: Candidate, software: SoftwareModel, recipe: 
     held = stage_parameters(model, candidate, "last") if isinstance(model, Shape) else model.parameters
 
     def size(parameters: float, replicas: int) -> float:
-        part = _part(parameters)
+        part = {path: jax.ShapeDtypeStruct(each.shape, each.dtype) for path, each in _part(parameters).items()}
         own = jax.tree.leaves(jax.eval_shape(lambda params: exchange.init(params, replicas), part))
         alone = (replicas, *part["parameters"].shape)
         return sum(leaf.size * leaf.dtype.itemsize / (replicas if leaf.shape == alone else 1) for leaf in own)
@@ -59,11 +60,9 @@ def kept(model: Counted, candidate: Candidate, software: SoftwareModel, recipe: 
     return {"exchange": _each(size, held / candidate.fsdp, candidate.data)}
 
 
-def _part(parameters: float) -> dict[str, Any]:
+def _part(parameters: float) -> dict[str, Part]:
     """Returns the parameters that a device holds as one array, which is how an exchange is asked about them."""
-    import jax  # planning without such an exchange needs none of it
-
-    return {"parameters": jax.ShapeDtypeStruct((max(int(parameters), 1),), "float32")}
+    return {"parameters": Part((max(int(parameters), 1),), np.dtype("float32"))}
 
 
 def _each(price: Callable[..., float], *numbers: Any) -> Any:

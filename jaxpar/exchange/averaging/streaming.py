@@ -1,0 +1,148 @@
+"""Streaming DiLoCo: a fragment of the model at a time, applied some steps after it was sent.
+
+    step      1 2 3 4 5 6 7 8 9      every 6, fragments 3, delay 1
+    sends       0   1   2   0
+    applies       0   1   2   0      so that what is sent in a step is of one fragment
+
+One program makes one step, so that here the delay is in what is computed, not in time: a step waits for what it sends.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from jaxpar.errors import check_ranges, refuse
+from jaxpar.exchange.averaging.diloco import Outer, stepped
+from jaxpar.exchange.averaging.fragments import ALL, Fragment, fragments, put, share, take
+from jaxpar.exchange.averaging.settings import SECTION, STEPS
+from jaxpar.exchange.base import Replicas, Tree
+from jaxpar.exchange.sent import Sent
+
+if TYPE_CHECKING:
+    from jaxpar.exchange.between import Between
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Outer):
+    """Streaming DiLoCo (Douillard et al. 2025, arXiv:2501.18512).
+
+    With one fragment, no delay and a blend of 0 it is `diloco`.
+
+    Attributes:
+      name: streaming (DiLoCo of one fragment of the model at a time, applied some steps after it was sent).
+      every: Steps from one meeting of a fragment to its next.
+      fragments: Into how many the model is divided; they meet one after the other. Divides `every`.
+      order: depth (layers in a row are a fragment), or strided (every so many layers).
+      delay: Steps from when a fragment's mean is taken to when it is applied.
+      blend: Of a replica's own parameters, how much it keeps when the fragment's are applied.
+      lr: The outer optimizer's learning rate.
+      momentum: Its momentum; 0 for none.
+      nesterov: Whether its momentum is Nesterov's.
+      outer: In Python, any optax chain in place of these three.
+    """
+
+    name: str = "streaming"
+    every: int = 20
+    fragments: int = 4
+    order: Literal["depth", "strided"] = "strided"
+    delay: int = 0
+    blend: float = 0.0
+    differ = True
+
+    def __post_init__(self):
+        check_ranges(
+            self,
+            SECTION,
+            {"every": (1, STEPS), "fragments": (1, STEPS), "delay": (0, STEPS), "blend": (0.0, 1.0)},
+            below=("blend",),
+        )
+        self.check()
+        if self.every % self.fragments:
+            fits = max(count for count in range(1, self.fragments) if self.every % count == 0)
+            raise refuse(
+                f"{SECTION}.fragments = {self.fragments} with every = {self.every}",
+                rule="fragments meet at equal distances: their number divides `every`",
+                fix=f"fragments = {fits}",
+            )
+        if self.delay >= self.every:
+            raise refuse(
+                f"{SECTION}.delay = {self.delay} with every = {self.every}",
+                rule="a fragment is applied before it is sent again: delay is below `every`",
+                fix=f"delay = {self.every - 1}",
+            )
+
+    def init(self, params: Tree, replicas: int) -> Tree:
+        """Returns the anchor, the outer optimizer's state, and what was sent and not applied yet."""
+        flat, _ = _flat(params)
+        return {"anchor": flat, "outer": self.chain.init(flat), "sent": flat}
+
+    def meeting(self, step: int) -> int:
+        """Returns the step's place in the period, where something is sent or applied then; other numbers at first."""
+        place = (step - 1) % self.every
+        applied = self._at(place - self.delay)
+        if applied is not None and step <= self.delay:  # of what no one has sent yet
+            applied = None
+            place += self.every
+        return place + 1 if self._at(place % self.every) is not None or applied is not None else 0
+
+    def agree(self, replicas: Replicas, between: "Between") -> Replicas:
+        """Returns the replicas after a fragment was sent, or applied, or both."""
+        params, structure = _flat(replicas.params)
+        between = between.of(dict(zip(params, structure.flatten_up_to(between.specs), strict=True)))
+        own = dict(replicas.own)
+        each = fragments(between.parts, self.fragments, self.order)
+        first, place = divmod(between.meeting - 1, self.every)
+        if (number := self._at(place)) is not None:
+            fragment = each[number]
+            mean = _only(between, fragment).mean(take(params, fragment, dim=1))
+            own["sent"] = put(own["sent"], fragment, mean)
+        if not first and (number := self._at(place - self.delay)) is not None:
+            params, own = self._apply(each[number], params, own, between)
+        return replace(replicas, params=structure.unflatten(params.values()), own=own)
+
+    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
+        """Returns the all-reduce of each fragment."""
+        from jaxpar.exchange.between import averaged
+
+        several = len(shards) > 1  # a plan asks about all parameters as one array
+        each = fragments(shards, self.fragments, self.order) if several else [dict.fromkeys(shards, ALL)]
+        found = []
+        for number, fragment in enumerate(each):
+            own = {path: share(shards[path], layers) for path, layers in fragment.items()}
+            found += [replace(sent, meeting=number + 1) for sent in averaged(own, replicas, every=self.every)]
+        return tuple(found)
+
+    def _apply(self, fragment: Fragment, params: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
+        """Returns parameters and state after a step of the outer optimizer along the way that a fragment has gone."""
+        import jax
+
+        whole = own["anchor"].keys()
+        part = lambda tree: isinstance(tree, dict) and tree.keys() == whole  # noqa: E731
+        held = jax.tree.map(lambda x: take(x, fragment) if part(x) else x, own["outer"], is_leaf=part)
+        anchor, held = stepped(self.chain, take(own["anchor"], fragment), take(own["sent"], fragment), held)
+        outer = jax.tree.map(lambda x, y: put(x, fragment, y) if part(x) else y, own["outer"], held, is_leaf=part)
+        spread = _only(between, fragment).spread(anchor)
+        mixed = jax.tree.map(lambda w, a: self.blend * w + (1 - self.blend) * a, take(params, fragment, dim=1), spread)
+        return put(params, fragment, mixed, dim=1), {
+            **own, "anchor": put(own["anchor"], fragment, anchor), "outer": outer,
+        }  # fmt: skip
+
+    def _at(self, place: int) -> int | None:
+        """Returns which fragment is sent at a place of the period, from 0."""
+        distance = self.every // self.fragments
+        number, rest = divmod(place % self.every + 1, distance)
+        return None if rest else number - 1
+
+
+def _flat(tree: Tree) -> tuple[dict[str, Any], Any]:
+    """Returns a tree as arrays by path, and its structure."""
+    import jax
+
+    from jaxpar.sharding.names import path_of
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return {path_of(keys): leaf for keys, leaf in leaves}, structure
+
+
+def _only(between: "Between", fragment: Fragment) -> "Between":
+    return between.of({path: between.specs[path] for path in fragment})
