@@ -25,6 +25,8 @@ from jaxpar.step.checks.given_state import check_kept
 from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gathering import gathered
 from jaxpar.step.gradients import Gradients, constrained, one_update
+from jaxpar.step.keyed.draws import split_over_examples
+from jaxpar.step.keyed.loss import Drawing
 from jaxpar.step.losses import Sums, as_sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import State
@@ -116,7 +118,10 @@ class Whole(Gradients):
             sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
             return sums, blueprint.collect(model)
 
-        sums, after = (in_bfloat16(run) if compute.dtype else run)(params, model_state, batch)
+        computed = in_bfloat16(run) if compute.dtype else run
+        if isinstance(self.loss, Drawing):
+            computed = split_over_examples(computed, self.layout)
+        sums, after = computed(params, model_state, batch)
         # a loss may take values out of an NNX model, for a penalty, past what notes where they are used
         if not read and not any(jax.tree.leaves(Traced(run, params, model_state, batch).reads()[0])):
             raise refuse(

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -90,6 +91,11 @@ def after(eqns: Sequence[JaxprEqn], inputs: Iterable) -> set[Var]:
 def variables(items: Iterable) -> set[Var]:
     """Returns the items that are variables, not literals."""
     return {item for item in items if not isinstance(item, Literal)}
+
+
+def is_key(var: Any) -> bool:
+    """Returns whether a variable holds random keys."""
+    return jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)
 
 
 def shapes(avals: Iterable[Any]) -> list[jax.ShapeDtypeStruct]:

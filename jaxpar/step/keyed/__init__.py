@@ -8,6 +8,7 @@ for the rows of a microbatch. Microbatches each have their own, those of a pipel
 replicas compute by themselves (in a pipeline, and between exchanges) each folds in its number, as for dropout.
 
     loss         which losses want a key, and how they are called with one
+    draws        what they draw for their examples, split over devices as these are
     gradients    the key, handed on as a model's own random keys are: beside the model state
 
 To hand a loss one thing more that changes from step to step: as the key is, by an entry of `gradients.handed`.

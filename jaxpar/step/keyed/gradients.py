@@ -17,7 +17,7 @@ import optax
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree, Use
 from jaxpar.step.gradients import Gradients
-from jaxpar.step.keyed.loss import with_key
+from jaxpar.step.keyed.loss import Drawing
 from jaxpar.step.losses import Sums
 from jaxpar.step.state import State, salted
 
@@ -31,7 +31,7 @@ class Keyed(NamedTuple):
     key: jax.Array
 
 
-def handed(layout: Layout, loss: Callable) -> tuple[Layout, Callable[[Any, Any], Any]]:
+def handed(layout: Layout, loss: Callable) -> tuple[Layout, Drawing]:
     """Returns a layout whose model brings a key along in its state, and a loss of (model, batch) that takes it."""
     plain = layout.blueprint
 
@@ -45,11 +45,8 @@ def handed(layout: Layout, loss: Callable) -> tuple[Layout, Callable[[Any, Any],
     def collect(bound: Keyed) -> Tree:
         return {"model": plain.collect(bound.model), "key": jax.random.fold_in(bound.key, AFTER)}
 
-    def called(bound: Keyed, batch: Mapping[str, Any]) -> Any:
-        return with_key(loss, bound.key)(bound.model, batch)
-
     blueprint = dataclasses.replace(plain, init=init, bind=bind, collect=collect)
-    return dataclasses.replace(layout, blueprint=blueprint), called
+    return dataclasses.replace(layout, blueprint=blueprint), Drawing(loss)
 
 
 class KeyedGradients(Gradients):

@@ -1,7 +1,8 @@
 """Which losses want a random key, and how they are called with one."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,21 @@ def with_key(loss: Callable, key: jax.Array) -> Callable[[Any, Any], Any]:
     if wanted.kind is wanted.POSITIONAL_ONLY:
         return lambda model, batch: loss(model, batch, key)
     return partial(loss, **{wanted.name: key})
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A loss of (model, batch) that takes its key from what binds the model.
+
+    Attributes:
+      loss: (model, batch, key) to sums and counts.
+    """
+
+    loss: Callable
+
+    def __call__(self, bound: Any, batch: Mapping[str, Any]) -> Any:
+        """Returns what the loss returns of the model that is bound with a key."""
+        return with_key(self.loss, bound.key)(bound.model, batch)
 
 
 def shaped(loss: Callable) -> Callable[[Any, Any], Any]:
