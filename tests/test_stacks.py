@@ -104,10 +104,17 @@ def test_settings_of_the_pipeline_equal_one_device(kind, setting):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [Stacked, Listed])
-def test_dropout_inside_of_the_layers_equals_one_device(model):
-    """Each layer keeps a key and a count of its own, also where another stage runs it."""
-    made = partial(model, layers=2, rate=0.2)
+@pytest.mark.parametrize(
+    "made",
+    [
+        partial(Stacked, layers=2, rate=0.2),
+        partial(Listed, layers=2, rate=0.2),
+        jp.linen(GPT2(layers=2, rate=0.2), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)),
+    ],
+    ids=["nnx.vmap", "nnx.List", "a list of setup"],
+)
+def test_dropout_inside_of_the_layers_equals_one_device(made):
+    """Each layer has keys of its own, also where another stage runs it."""
     got, want = train(made, jp.Parallel(pipe=2), jax.devices()[:2], steps=3), on_one_device(made, accumulate=4, steps=3)
     assert_equals(got, want)
     assert_same_arrays(got[1].model_state, want[1].model_state)

@@ -166,20 +166,23 @@ class ViT(nn.Module):
 
 
 class GPT2Block(nn.Module):
+    rate: float = 0.0
+
     @nn.compact
     def __call__(self, x):
         mask = nn.make_causal_mask(x[..., 0])
         x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS, name="attn")(nn.LayerNorm(name="ln_1")(x), mask=mask)
         y = nn.gelu(nn.Dense(HIDDEN, name="c_fc")(nn.LayerNorm(name="ln_2")(x)))
-        return x + nn.Dense(DIM, name="c_proj")(y)
+        return x + nn.Dropout(self.rate, deterministic=False)(nn.Dense(DIM, name="c_proj")(y))
 
 
 class GPT2(nn.Module):
     layers: int = 4
+    rate: float = 0.0
 
     def setup(self):
         self.wte, self.wpe = nn.Embed(VOCAB, DIM), nn.Embed(SEQ, DIM)
-        self.h = [GPT2Block() for _ in range(self.layers)]
+        self.h = [GPT2Block(self.rate) for _ in range(self.layers)]
         self.ln_f = nn.LayerNorm()
 
     def __call__(self, tokens, train=True):

@@ -9,6 +9,7 @@ zeros for the others, of which nothing is left.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import SCOPE, Compute, Tree, nest
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
-from jaxpar.step.pipelined import layer_state
+from jaxpar.step.pipelined import layer_keys, layer_state
 from jaxpar.step.pipelined.shardings import Shardings
 from jaxpar.step.state import salted
 
@@ -80,34 +81,47 @@ class CutModel:
                 )
             x, per_layer = found
             own = layer_state.of_layers(layout, known[0])
-            return x, (per_layer, layer_state.taken(known[0], own))
+            # NNX modules keep their keys themselves; those of Linen are made of the names of layers
+            keys = layer_keys.made(partial(each_layer, shared), known) if layout.lists and not own else []
+            return x, (per_layer, layer_state.taken(known[0], own), keys)
+
+        def each_layer(shared, known):
+            def every(inner, x, per_layer):
+                one = [jax.tree.map(lambda leaf, i=i: leaf[i], per_layer) for i in range(len(inner.layers))]
+                return [take(layer, x, own) for layer, own in zip(inner.layers, one, strict=True)]
+
+            return reached(called(shared, known), every)
+
+        def take(inner, x, per_layer):
+            at["layers"] = True
+            try:
+                return inner(x, *per_layer)
+            finally:
+                at["layers"] = False
 
         def stage(layers, known, per_layer, x, salt):
-            per_layer, own = per_layer
+            per_layer, own, keys = per_layer
             which = layer_state.of_layers(layout, known[0])
             states = known[0]
             known = (layer_state.given(salted(states, salt), which, own), known[1])
-
-            def take(inner, x, per_layer):
-                at["layers"] = True
-                try:
-                    return inner(x, *per_layer)
-                finally:
-                    at["layers"] = False
 
             def whole(layers, x):
                 return reached(called(layers, known), lambda inner, _, __: take(inner, x, per_layer))
 
             def in_turn(layers, x):  # all by the first layer's program
                 def one(x, each):
-                    i, params, per_layer, own = each
+                    i, params, per_layer, own, keys = each
                     state = layer_state.given(salted(states, salt + i), which, own)
                     params = {path: value[None] for path, value in params.items()}
                     run = called(params, (state, known[1]))
-                    return reached(run, lambda inner, _, __: take(inner.layers[0], x, per_layer)), None
+
+                    def layer(x):
+                        return reached(run, lambda inner, _, __: take(inner.layers[0], x, per_layer))
+
+                    return layer_keys.drawing_with(keys, layer, x), None
 
                 numbers = jnp.arange(len(next(iter(layers.values()))))
-                return jax.lax.scan(one, x, (numbers, layers, per_layer, own))[0]
+                return jax.lax.scan(one, x, (numbers, layers, per_layer, own, keys))[0]
 
             run = in_turn if layout.lists else whole
             if blueprint.counts_layers and not per_layer and not layout.lists:

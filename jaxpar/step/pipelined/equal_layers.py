@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal, Var
 
 from jaxpar.errors import refuse
 from jaxpar.models.stack import InTurn, reached
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.jaxprs.dataflow import Traced, variables
+from jaxpar.pipeline.jaxprs.dataflow import Traced, is_key, variables
 from jaxpar.sharding.names import Tree, path_of
+from jaxpar.step.pipelined.layer_keys import makes_keys
 
 
 def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, batch: Tree, call: tuple) -> None:
@@ -84,13 +84,13 @@ def _programs(traced: Traced, layout: Layout) -> list[tuple]:
 def _program(jaxpr, outs: list, layer: int, paths: dict, names: dict, layout: Layout) -> tuple:
     eqns, reads = [], variables(outs)
     for eqn in reversed(jaxpr.eqns):
-        if reads.intersection(eqn.outvars) and not any(map(_is_key, eqn.outvars)):
+        if reads.intersection(eqn.outvars) and not makes_keys(eqn):
             eqns.append(eqn)
             reads |= variables(eqn.invars)
     eqns.reverse()
     made = {var for eqn in eqns for var in eqn.outvars}
     free = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and var not in made)
-    known = [None if _is_key(var) else names[var] if var in names else _own(paths[var], layer, layout) for var in free]
+    known = [None if is_key(var) else names[var] if var in names else _own(paths[var], layer, layout) for var in free]
     text = str(jaxpr.replace(constvars=(), invars=list(free), outvars=outs, eqns=eqns))
     return text, known
 
@@ -102,10 +102,6 @@ def _own(path: str, layer: int, layout: Layout) -> str:
     mine = members[layer][:-rest] + "/"
     which, _, own = path.partition("/")
     return f"{which}/{mine[:start]}*/{own[len(mine) :]}" if own.startswith(mine) else path
-
-
-def _is_key(var: Any) -> bool:
-    return jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)
 
 
 def _value(const: Any) -> Any:
