@@ -150,11 +150,11 @@ def reading(
         raise refuse(f"{path} is damaged: {say(error)}", rule=rule, fix=fix) from error
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Returns how a misspelt `word` was probably meant: "did you mean 'x'?", or the known words."""
+def nearest(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
+    """Returns how a misspelt `word` was probably meant: "did you mean 'x'?"; else `otherwise`, or the known words."""
     choices = sorted(known)
     close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"one of: {', '.join(choices)}"
+    return f"did you mean {close[0]!r}?" if close else otherwise or f"one of: {', '.join(choices)}"
 
 
 def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lambda divisor: True) -> int | None:
@@ -176,7 +176,7 @@ def nearest_divisor(number: int, near: int, *, good: Callable[[int], bool] = lam
 def check_ranges(
     spec: object, section: str, ranges: Mapping[str, tuple[float, float]], *, below: Iterable[str] = ()
 ) -> None:
-    """Checks the numbers of a dataclass against their ranges, all at once; NaN is in no range.
+    """Checks that values of a dataclass are numbers in their ranges, all at once; NaN is in no range.
 
     Args:
       spec: The dataclass.
@@ -185,22 +185,25 @@ def check_ranges(
       below: The keys whose highest value is itself not allowed.
 
     Raises:
-      JaxparError: With every number that is out of its range.
+      JaxparError: With every value that is no number, or out of its range.
     """
     problems = []
     defaults = {field.name: field.default for field in fields(spec)}  # pyright: ignore[reportArgumentType]
     for key, (low, high) in ranges.items():
         value = getattr(spec, key)
-        if not low <= value <= high or (key in below and value == high):
+        number = isinstance(value, (int, float))
+        if not number or not low <= value <= high or (key in below and value == high):
             usual = defaults.get(key, MISSING)
             rule = (
-                f"{key} is at least {low}"
+                f"{key} is a number"
+                if not number
+                else f"{key} is at least {low}"
                 if high >= 2**31 - 1 and value < low
                 else f"{key} is within {low}..{high}{', below the latter' * (key in below)}"
             )
             problems.append(
                 Problem(
-                    f"{section}{'.' * bool(section)}{key} = {value}",
+                    f"{section}{'.' * bool(section)}{key} = {value!r}",
                     rule,
                     f"{key} = {usual if usual is not MISSING and low <= usual <= high else low}",
                 )

@@ -209,7 +209,7 @@ JOBS = [
     (DECODER, "parallel.rules.mlp=pipe", "'pipe'", "one of: data, fsdp, context, tensor"),  # no such axis in this mesh
     (DECODER, "parallel.rules.mlp=['tensor', 'tensor']", "tensor", "mlp"),
     (DECODER, "parallel.paths.haed=['embed', 'vocab']", "'haed'", "did you mean 'head'?"),
-    (DECODER, "parallel.paths.head=['a', 'b', 'c']", "3 dims of head", "2 dims or fewer"),
+    (DECODER, "parallel.paths.head=['embed', 'mlp', 'vocab']", "3 dims of head", "2 dims or fewer"),
     (DECODER, "parallel.paths.[=['embed']", "'['", "regular expression"),
     (DECODER, "parallel.paths.*/key=['embed']", "'*/key'", "regular expression"),
     # the pipeline: its table
@@ -508,6 +508,22 @@ VALUES = {
     "a path to nothing": (lambda: compose(data=4, tensor=2, paths={"a/kernl": ("embed",)}), "did you mean 'a/kernel'?"),
     "a path that is no regex": (lambda: compose(data=4, tensor=2, paths={"[": ("embed",)}), "'['", "regular"),
     "a path that is a glob": (lambda: compose(data=4, tensor=2, paths={"*/kernel": ("mlp",)}), "*/kernel", "regular"),
+    "a path with a dim misspelt": (
+        lambda: compose(data=4, tensor=2, paths={"a/kernel": (None, "mpl")}),
+        "a dim 'mpl'",
+        "did you mean 'mlp'?",
+    ),
+    "a path with a dim of no rule": (
+        lambda: compose(data=4, tensor=2, paths={"a/kernel": (None, "qqq")}),
+        "a dim 'qqq'",
+        'rules={"qqq": "tensor"}',
+    ),
+    # data
+    "a file for a source": (lambda: jp.Data(source="my/corpus.txt"), 'source = "text", path = "my/corpus.txt"'),
+    "arrays for a source": (lambda: jp.Data(source="mine.npz"), 'source = "arrays", path = "mine.npz"'),
+    "no source": (lambda: jp.Data(source=None), "data.source = None", "one of: arrays"),
+    "seq as text": (lambda: jp.Data(seq="64"), "data.seq = '64'", "seq is a number"),
+    "a name without its object": (lambda: jp.open_data(jp.Data(source="mine:batches")), "mine:batches", "named="),
     # the model
     "no model": (lambda: compose(None), "model=None", "lambda rngs"),
     "a model made": (lambda: compose(Net(rngs=nnx.Rngs(0))), "Net that is built already", "lambda rngs: Net"),
@@ -594,7 +610,8 @@ VALUES = {
     "constrain of too few names": (lambda: jp.constrain(jnp.ones((2, 3)), "batch"), "[2, 3]", "'batch'"),
     # batches
     "no batch": (lambda: step(None), "None", '"inputs"'),
-    "a batch as a tuple": (lambda: step((X, Y)), "batch", '"inputs"'),
+    "a batch as a tuple": (lambda: step((X, Y)), "a tuple", '"inputs"'),
+    "no batch to inspect": (lambda: jp.inspect(jp.train_step(layout(), jp.classify, ADAM)), "without a batch", "jax."),
     "an empty batch": (lambda: step({}), "{}", '"inputs"'),
     "a batch of no rows": (lambda: step({"inputs": X[:0], "labels": Y[:0]}), "[0, 64]", "global batch of 8"),
     "15 rows": (lambda: step({"inputs": X[:15], "labels": Y[:15]}), "[15, 64]", "global batch of 16"),

@@ -71,7 +71,7 @@ class Corpus:
                     fix="start again",
                 )
         if not whole:
-            got = f"{len(self.files)} files without a single byte"
+            got = f"{len(self.files)} file{'s' * (len(self.files) > 1)} without a single byte"
             raise refuse(got, rule="the files of data.path hold at least one byte", fix="another data.path")
         return digest.hexdigest()[:16]
 

@@ -41,6 +41,12 @@ def open_data(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, na
         return Arrays(load_digits(), spec, seed)
     if spec.source == "arrays":
         return Arrays(load_arrays(Path(str(spec.path))), spec, seed)
+    if named is None:
+        raise refuse(
+            f"data.source = {spec.source!r} without its object",
+            rule="a job imports the object that it names; in Python it is given",
+            fix="jp.open_data(data, named=my_batches)",
+        )
     if isinstance(named, Iterator):
         raise refuse(
             f"data.source = {spec.source!r} is a {type(named).__name__}, which can be read once",

@@ -1,6 +1,8 @@
 """The data of a job, and the protocol of a source of batches."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -52,9 +54,9 @@ class Data(Keywords):
         except JaxparError as error:
             problems += error.problems
         known = ("stdlib", "text", "digits", "arrays")
-        if self.source not in known and ":" not in self.source:
+        if self.source not in known and not (isinstance(self.source, str) and ":" in self.source):
             rule = f'a source is {", ".join(known)}, or "package.module:name"'
-            problems.append(Problem(f"data.source = {self.source!r}", rule, nearest(self.source, known)))
+            problems.append(Problem(f"data.source = {self.source!r}", rule, _meant(self.source, known)))
         elif self.source in ("text", "arrays") and not self.path:
             problems.append(
                 Problem(
@@ -73,6 +75,13 @@ class Data(Keywords):
             )
         if problems:
             raise JaxparError(*problems)
+
+
+def _meant(source: object, known: Sequence[str]) -> str:
+    """Returns the source that was meant, where a file is named in its place too."""
+    ends = Path(source).suffix if isinstance(source, str) else ""
+    kind = "arrays" if ends in (".npz", ".npy") else "text"
+    return f'source = "{kind}", path = "{source}"' if ends else nearest(str(source), known)
 
 
 Rows = np.ndarray | None  # which rows of a global batch are wanted, in order; None means all

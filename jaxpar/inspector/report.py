@@ -74,6 +74,12 @@ def inspect(program: Any, *args: Any, roles: Sequence[str] = (), mesh: Mesh | No
         pipeline would wait for ever (`check_branches`).
     """
     if hasattr(program, "subject"):
+        if not args and "batch" not in kwargs:
+            raise refuse(
+                "jp.inspect(step) without a batch",
+                rule="a step is compiled for the shapes of a batch",
+                fix='jp.inspect(step, {"inputs": jax.ShapeDtypeStruct((32, 128), "int32"), ...})',
+            )
         return report(program.subject(*args, **kwargs))
     return report(of_function(program, args, kwargs, roles=roles, mesh=mesh))
 

@@ -5,18 +5,20 @@ traced.
 """
 
 import re
+from collections.abc import Iterable
 
 from jaxpar.errors import JaxparError, Problem, nearest
 from jaxpar.parallel.declare import Parallel
-from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.names import Blueprint, Leaf
 from jaxpar.sharding.rules import names_of_dims
 
 REGULAR = "a path rule is a regular expression"
 
 
 def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
-    """Returns rules for axes that do not exist, and path rules that match nothing."""
+    """Returns rules for axes that do not exist, path rules that match nothing, and their names that mean nothing."""
     leaves, problems = {**blueprint.others, **blueprint.leaves}, []
+    words = {*names_of_dims(parallel.sizes), *parallel.sizes, *parallel.rules, *_names(leaves.values())}
     for name, axes in parallel.rules.items():
         each = (axes,) if isinstance(axes, str) else tuple(axes or ())
         for axis in each:
@@ -40,7 +42,16 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                     f"{name} -> {tuple(dict.fromkeys(each))}",
                 )
             )
-    for pattern in parallel.paths:
+    for pattern, names in parallel.paths.items():
+        problems += [
+            Problem(
+                f"path rule {pattern!r} names a dim {name!r}",
+                "a path rule gives a dim a name of jaxpar's, of the model, or of `rules`; or None",
+                nearest(name, words, otherwise=f'None, or rules={{"{name}": "tensor"}} as well'),
+            )
+            for name in names
+            if name and name not in words
+        ]
         try:
             hit = any(re.search(rf"(^|/)(?:{pattern})$", path) for path in leaves)
         except re.error as error:
@@ -77,8 +88,7 @@ def check_rules(parallel: Parallel, blueprint: Blueprint, met: set[str]) -> None
       JaxparError: With every such rule, and the name that is nearest to its own.
     """
     leaves = [*blueprint.others.values(), *blueprint.leaves.values()]
-    known = {name for leaf in leaves for name in leaf.names or () if isinstance(name, str)}
-    known |= {name for names in parallel.paths.values() for name in names if name}
+    known = _names(leaves) | {name for names in parallel.paths.values() for name in names if name}
     known |= met | names_of_dims(parallel.sizes).keys()
     problems = [
         Problem(
@@ -91,3 +101,7 @@ def check_rules(parallel: Parallel, blueprint: Blueprint, met: set[str]) -> None
     ]
     if problems:
         raise JaxparError(*problems)
+
+
+def _names(leaves: Iterable[Leaf]) -> set[str]:
+    return {name for leaf in leaves for name in leaf.names or () if isinstance(name, str)}

@@ -38,7 +38,7 @@ class BatchPlacement:
         """
         if not isinstance(batch, Mapping) or not batch:
             raise refuse(
-                f"a batch that is {batch!r:.60}",
+                f"a batch that is {'{}' if isinstance(batch, Mapping) else f'a {type(batch).__name__}'}",
                 rule="a batch is a dict of arrays",
                 fix='{"inputs": ..., "targets": ...}',
             )
