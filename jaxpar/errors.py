@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def check_ranges(
     defaults = {field.name: field.default for field in fields(spec)}  # pyright: ignore[reportArgumentType]
     for key, (low, high) in ranges.items():
         value = getattr(spec, key)
-        number = isinstance(value, (int, float))
+        number = isinstance(value, Real)
         if not number or not low <= value <= high or (key in below and value == high):
             usual = defaults.get(key, MISSING)
             rule = (
