@@ -110,6 +110,8 @@ def ring(ranks: Sequence[int], part: Part) -> list[Round]:
 
 def tree(ranks: Sequence[int], part: Part) -> list[Round]:
     """An all-reduce: by a binomial tree to the first device, and back."""
+    # level by level the number of devices that still hold a part of the sum is halved; with a number that is no power
+    # of two the last pair of a level may lack its second device, and is left out
     spans = [1 << level for level in range((len(ranks) - 1).bit_length())]
     pairs = [[(i, i + span) for i in range(0, len(ranks) - span, 2 * span)] for span in spans]
     up = [[Message(ranks[b], ranks[a], part, add=True) for a, b in level] for level in pairs]
@@ -133,12 +135,13 @@ def halving(ranks: Sequence[int], part: Part) -> list[Round]:
         held, down, up = [part] * len(ranks), [], []
         spans = [1 << level for level in range(len(ranks).bit_length() - 1)]
         for span in reversed(spans):
+            # both partners cut what they hold alike; the bit of the span says which half a device keeps
             halves = [cut(piece, 2) for piece in held]
             given = [halves[i][0 if i & span else 1] for i in range(len(ranks))]
             held = [halves[i][1 if i & span else 0] for i in range(len(ranks))]
             down.append([Message(ranks[i], ranks[i ^ span], given[i], add=True) for i in range(len(ranks))])
             up.append([Message(ranks[i], ranks[i ^ span], held[i]) for i in range(len(ranks))])
-        return down + up[::-1]
+        return down + up[::-1]  # gathered in the opposite order: the smallest pieces were made last
 
     return _folded(ranks, part, core)
 

@@ -19,6 +19,8 @@ Permute = list[Message]
 def permutes(messages: Round) -> list[Permute]:
     """Returns the messages of a round as few permutes: of one length, no source twice and no target twice."""
     found: list[Permute] = []
+    # `ppermute` moves arrays of one shape and has a device as source, and as target, at most once: what breaks that
+    # rule begins a permute of its own
     for message in messages:
         for each in found if message.size else ():
             first = each[0]
@@ -53,9 +55,11 @@ def _permute(messages: Permute, before: jax.Array, x: jax.Array, axis: str) -> j
         begins[message.source] = message.part[0]
         into[message.target] = message.part[0] if message.into is None else message.into
         receives[message.target] = True
+    # offsets are data, not code: a device looks its own up, so that one program serves all of them
     piece = jax.lax.dynamic_slice(before, (jnp.asarray(begins)[device],), (size,))
     came = jax.lax.ppermute(piece, axis, [(message.source, message.target) for message in messages])
     at = jnp.asarray(into)[device]
     there = jax.lax.dynamic_slice(x, (at,), (size,))
+    # a device to which nothing is sent gets zeros from `ppermute`, and must keep what it has
     new = jnp.where(jnp.asarray(receives)[device], there + came if messages[0].add else came, there)
     return jax.lax.dynamic_update_slice(x, new, (at,))

@@ -45,6 +45,7 @@ def check_branches(program: str | Module, sizes: Mapping[str, int], schedule: Sc
 def _chosen(module: Module) -> list[str]:
     """Returns the computations in the branches of the executor's conditional, and those that they call."""
     found: dict[str, None] = {}
+    # a conditional without a label is one that XLA made of the executor's: taken for it, rather than overlooked
     choices = (op for _, op in module.ops() if op.opcode == "conditional" and (CHOICE in op.label or not op.label))
     todo = [name for op in choices for name in op.called]
     while todo:

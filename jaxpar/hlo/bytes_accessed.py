@@ -46,7 +46,7 @@ def _read(array: Op, body: Sequence[Op]) -> int:
         if whole and user.opcode in _SLICES:
             parts += user.bytes
         elif not (whole and user.opcode == _UPDATE):  # which leaves the rest as it is
-            return array.bytes
+            return array.bytes  # any other op may read all of it
     return parts
 
 

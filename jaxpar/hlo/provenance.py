@@ -9,7 +9,7 @@ _SAME = ("bitcast", "copy", "convert", "reshape", "transpose", "copy-start", "co
          "all-gather-done", "all-gather", "all-gather-start", "opt-barrier", "optimization-barrier")  # fmt: skip
 _RESHAPES = ("bitcast", "reshape")
 _SLICES = ("dynamic-slice", "slice")
-_STEPS = 40
+_STEPS = 40  # back from a value, after which its maker is called unknown
 
 Index = tuple[int, ...]
 
@@ -46,6 +46,7 @@ class Trace:
         if name not in self.places:
             return None
         computation, op = self.places[name]
+        # entry i of a loop's result is entry i of its carry: given at first, or returned by the turn before
         if op.opcode == "while" and index:
             return (op.operands[0], index) if through_loops else self._returned(op.called[0], index)
         if op.opcode == "parameter" and computation in self.callers:
@@ -62,6 +63,7 @@ class Trace:
             return op.operands[0], (int(op.attribute("index") or 0), *index)
         if op.opcode == "tuple" and index and index[0] < len(op.operands):
             return op.operands[index[0]], index[1:]
+        # its start returns (what it read, what came): go on with the second, of which `-start` below drops the number
         if op.opcode == "all-gather-done" and op.operands:
             return op.operands[0], (1, *index)
         if op.opcode in _SAME and op.operands:

@@ -48,6 +48,7 @@ def parse_groups(text: str, devices: int) -> np.ndarray:
             raise ValueError(text[:40])
     except (ValueError, KeyError, IndexError, TypeError, ZeroDivisionError) as error:
         raise _refused(text) from error
+    # groups of one collective share no device: a text that names one twice was read wrongly
     if groups.ndim != 2 or groups.size == 0 or groups.max() >= devices or len(np.unique(groups)) < groups.size:
         raise _refused(text)
     return groups
@@ -93,7 +94,8 @@ def _mesh_form(text: str, devices: int) -> np.ndarray:
         ids = np.array([int(x) for x in match[4].split(",")])
     else:
         ids = _ids(shape, devices)
-    # split each axis where a part of it is named, then bring the named parts to the end
+    # split each axis where a part of it is named, then bring the named parts to the end. 'b':(2)4 is the part of b that
+    # has 4 entries and 2 before it: b is reshaped to [2, 4, the rest]
     wanted: dict[str, list[tuple[int, int]]] = {}
     order: list[tuple[str, int]] = []
     for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", match[5]):
@@ -137,6 +139,8 @@ def axes_of(groups: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
         return ()
     shape = [sizes[axis] for axis in axes]
     coordinates = np.stack(np.unravel_index(groups, shape))  # [axes, groups, size]
+    # a group spans an axis if its members differ in that coordinate, and takes all of it if it is as large as the
+    # product of the axes that it spans
     varies = (coordinates != coordinates[:, :, :1]).any(axis=(1, 2))
     inside = [axis for axis, moved in zip(axes, varies, strict=True) if moved]
     whole = int(np.prod([sizes[axis] for axis in inside]))

@@ -67,6 +67,7 @@ class Apart(Gradients):
     ) -> tuple[State, dict[str, Any]]:
         """Makes one update: of each replica by gradients of its own, where they differ."""
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
+        # each replica has divided by its own tokens: replicas that agree on one gradient need that of the whole batch
         gradients = self._weighed(gradients, sums["loss"][1])
         between = Between(mesh=self.layout.on, specs=self.one.layout.updated)
         gradients, own = self.exchange.gradients(gradients, state.exchange, between)

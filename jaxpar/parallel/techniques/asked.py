@@ -66,6 +66,7 @@ def islands(parallel: Parallel) -> dict[str, Callable]:
     for axis, each in TECHNIQUES.items():
         if each.how:
             own = each.how[parallel.how.get(axis, next(iter(each.how)))]
+            # an axis that is there decides; one that is not only fills in what no other runs
             found = {**found, **own} if parallel.sizes.get(axis, 1) > 1 else {**own, **found}
     return found
 

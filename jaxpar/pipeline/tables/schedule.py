@@ -213,7 +213,7 @@ def _replay(schedule: Schedule) -> None:
                         fix=fix,
                     )
                 new[cell.op, cell.microbatch, schedule.part(stage, cell.chunk)] = tick
-        done |= new
+        done |= new  # after the whole row: what one stage makes in a tick reaches another in the next
     wanted = OPS if any(op == "W" for op, _, _ in done) else OPS[:2]
     for op in wanted:
         for part in range(schedule.parts):
@@ -280,6 +280,7 @@ def from_orders(
     while any(at[stage] < len(orders[stage]) for stage in range(stages)):
         row: list[Cell | None] = [None] * stages
         for stage, order in enumerate(orders):
+            # `done` knows earlier ticks alone, so that all stages of a tick are asked about the same state
             if at[stage] < len(order) and _wrong(cut, done, stage, order[at[stage]]) is None:
                 row[stage] = order[at[stage]]
         if not any(row):

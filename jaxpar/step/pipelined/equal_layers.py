@@ -82,6 +82,8 @@ def _programs(traced: Traced, layout: Layout) -> list[tuple]:
 
 
 def _program(jaxpr, outs: list, layer: int, paths: dict, names: dict, layout: Layout) -> tuple:
+    # back from the layer's results, so that the other layers drop out; and how keys are made, since layer i folds in or
+    # splits off another number than layer 0
     eqns, reads = [], variables(outs)
     for eqn in reversed(jaxpr.eqns):
         if reads.intersection(eqn.outvars) and not makes_keys(eqn):
@@ -91,6 +93,7 @@ def _program(jaxpr, outs: list, layer: int, paths: dict, names: dict, layout: La
     made = {var for eqn in eqns for var in eqn.outvars}
     free = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and var not in made)
     known = [None if is_key(var) else names[var] if var in names else _own(paths[var], layer, layout) for var in free]
+    # printed, variables are named in the order of their use: equal programs are equal texts, whatever layer they are of
     text = str(jaxpr.replace(constvars=(), invars=list(free), outvars=outs, eqns=eqns))
     return text, known
 

@@ -62,6 +62,7 @@ class ModelStates:
             return blueprint.collect(model)
 
         count = self.shardings.layout.microbatches
+        # one microbatch is traced for all: they run one program, and only its dataflow is looked at
         one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
         traced = Traced(after, params, one, model_state)
         if len(calls) != 1:
@@ -80,6 +81,7 @@ class ModelStates:
         self._check_enclosed(run, params, model_state, one, calls[0][1:])
         jaxpr = traced.flat.jaxpr
         given, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in ((params, one), model_state)])
+        # the equations from state to state alone, without the model: they run here, ahead of the table
         step = Narrow(jaxpr, jaxpr.outvars)
         if step.reads.intersection(given):
             raise refuse(
@@ -106,6 +108,7 @@ class ModelStates:
         def alone(params, batch, model_state, x, per_layer):
             return reached(run(params, model_state, batch), lambda layers, _, __: layers(x, *per_layer))
 
+        # `per_layer` enters the table as a number does, not as a parameter: no gradient comes back from there
         own = Traced(each, params, model_state, batch).reads()[0] if jax.tree.leaves(per_layer) else {}
         for path in self.layout.placements:
             if own and pick(own, tuple(path.split("/"))):

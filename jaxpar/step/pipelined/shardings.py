@@ -142,6 +142,7 @@ class Shardings:
         """Returns the layers on the stages that run them."""
         if not self.uneven:
             return deal(self.layout.on, self.layout.schedule.cut, layers)
+        # spare places repeat a layer, so this is no permutation: XLA gathers by index
         order, _ = padded(self.uneven)
         moved = {path: jnp.take(value, order, axis=0) for path, value in layers.items()}
         return {path: self.on(value, self._run_on(path, "stored")) for path, value in moved.items()}
@@ -160,6 +161,7 @@ class Shardings:
     def gathered(self, path: str, value: jax.Array) -> jax.Array:
         """Returns a parameter as the table reads it: gathered over `fsdp` once per step, cast before it travels."""
         with jax.named_scope(SCOPE + path.replace("/", ".")):
+            # first held to the shards: else XLA may gather what comes before the cast, twice the bytes
             return self.on(self.on(value, self._run_on(path, "stored")), self._run_on(path, "used"))
 
     def spread(self, path: str, value: jax.Array) -> jax.Array:
@@ -169,6 +171,7 @@ class Shardings:
     def summed(self, path: str, stacked: jax.Array, over) -> jax.Array:
         """Returns the sum of gradients [ways, ...] over an axis, placed as the update reads them."""
         with jax.named_scope(GRADIENT):
+            # each device holds its own entry of dim 0: XLA makes one reduction of the sum, to the shards of `updated`
             return jnp.sum(self.on(stacked, PartitionSpec(over, *self._run_on(path, "updated"))), axis=0)
 
     def on(self, value: jax.Array, spec: PartitionSpec) -> jax.Array:

@@ -76,6 +76,7 @@ class Unflushed(Pipelined):
         model_states, after = self.model_states.each(params, model_state, batch)
         shared = {path: pick(params, words) for path, words in self.shardings.shared.items()}
         layers = {path: pick(params, words) for path, words in self.shardings.stacked.items()}
+        # what an optimizer keeps of a stack is cut with it, one piece on each stage; the rest is whole on all of them
         specs = jax.tree.map(
             lambda spec: PartitionSpec("pipe") if spec[:1] == ("pipe",) else PartitionSpec(),
             self.layout.optimizer_specs(state),
@@ -100,6 +101,8 @@ class Unflushed(Pipelined):
                 )
             stage = jax.lax.axis_index("pipe")
 
+            # every stage has updated its own copy of what is shared, but only one has its gradients: that one's is sent
+            # to all, as a sum with zeros of the others
             def owned(path: str, value: jax.Array) -> jax.Array:
                 with jax.named_scope(SCOPE + (path.replace("/", ".") or "model_state")):
                     mine = jnp.where(stage == owners.get(path, 0), value, jnp.zeros_like(value))
@@ -184,6 +187,7 @@ class Unflushed(Pipelined):
                 "count before the last is run",
                 fix="a count that follows from the batch, or weights='flush'",
             )
+        # of the head only the equations that make the count are run, on the batch: no logits are computed for it
         jaxpr = traced.flat.jaxpr
         ins, *_ = parts(jaxpr.invars, [len(jax.tree.leaves(one))])
         eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
