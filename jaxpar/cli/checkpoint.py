@@ -11,11 +11,11 @@ from jaxpar.errors import plain
 EXAMPLE = """\
   $ jaxpar checkpoint ls runs/quickstart
   step       size  written              scores                        state
-   200  9.589 MiB  2026-11-21 19:34:55  loss 1.6080 eval_loss 1.5930  whole
-   300  9.585 MiB  2026-11-21 19:35:26  loss 1.4715 eval_loss 1.4673  whole
+   100  9.595 MiB  2026-11-23 14:20:48  loss 1.8559 eval_loss 1.9456  whole
+   150  9.594 MiB  2026-11-23 14:21:37  loss 1.7207 eval_loss 1.7976  whole
   $ jaxpar checkpoint verify runs/quickstart --all
   $ jaxpar checkpoint diff runs/quickstart configs/quickstart.toml model.dim=64
-  $ jaxpar checkpoint export runs/quickstart --step 300 --to kept/quickstart-300
+  $ jaxpar checkpoint export runs/quickstart --step 150 --to kept/quickstart-150
   $ jaxpar checkpoint export runs/quickstart --format safetensors --to quickstart-llama
 
 RUN is a run folder (its latest checkpoint is meant, or that of --step), or one checkpoint.

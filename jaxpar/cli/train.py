@@ -10,7 +10,7 @@ from jaxpar.cli.options import add_allow_import, add_json, job_file, prefer_huge
 EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml
   $ jaxpar train configs/quickstart.toml parallel.data=1 parallel.fsdp=8 parallel.tensor=1 run.dir=runs/fsdp8
-  $ jaxpar train configs/quickstart.toml --from 200
+  $ jaxpar train configs/quickstart.toml --from 100
   $ jaxpar train --print-defaults
 
 Ctrl-C, SIGTERM or a terminal that closes (SIGHUP) finish the step, save it, evaluate nothing and end with status 130,
