@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import nnx
 from tiny import Staged, assert_same_arrays, token_loss, train
+from tiny import batches as tokens
 
 import jaxpar as jp
 from jaxpar.mesh.target import find_plugin
@@ -148,6 +149,30 @@ def test_on_gpus_no_gradient_of_a_frozen_parameter_travels(layout, numerics):
 @absent
 def test_a_clip_over_all_parameters_reads_the_gradients_of_frozen_ones():
     assert reduced(jp.Parallel(data=8), "clipped outside") > 4 * 2 * 512 * 512
+
+
+@absent
+def test_where_weights_change_between_ticks_no_gradient_of_a_frozen_parameter_is_reduced():
+    def sent(names):
+        chain = optax.multi_transform(
+            {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()},
+            lambda params: jax.tree_util.tree_map_with_path(
+                lambda keys, _: "frozen" if jax.tree_util.keystr(keys).startswith(names) else "trained", params
+            ),
+        )
+        pipeline = jp.Pipeline(schedule="1f1b", microbatches=2, weights="stash")
+        layout = jp.compose(
+            lambda rngs: Staged(rngs, layers=2, tied=False),
+            jp.Parallel(pipe=2, data=4, pipeline=pipeline),
+            jp.target_devices("h100:1x8"),
+        )
+        ledger = jp.inspect(jp.train_step(layout, token_loss, chain), next(tokens(1))).ledger
+        sizes = {path: place.leaf.bytes for path, place in layout.placements.items()}
+        return sum(entry.step_payload for entry in ledger if entry.kind == "all-reduce"), sizes
+
+    (every, sizes), (fewer, _), ticks = sent(("['none']",)), sent(("['blocks']", "['embed']")), 6
+    frozen = sum(size // (2 if path.startswith("blocks") else 1) for path, size in sizes.items() if "head" not in path)
+    assert every - fewer >= ticks * frozen
 
 
 def test_in_a_pipeline_frozen_layers_stay_as_on_one_device():

@@ -140,10 +140,10 @@ def numbers(sizes):
     return (size for axis, size in sizes.items() if axis != "zero")
 
 
-def trained(sizes, steps=5, *, exchange=None, state=None, first=0, **numerics):
+def trained(sizes, steps=5, *, exchange=None, state=None, first=0, chain=CHAIN, **numerics):
     layout = composed(sizes, exchange)
-    state = jp.init_state(layout, CHAIN) if state is None else state
-    step, losses = jp.train_step(layout, loss, CHAIN, **numerics), []
+    state = jp.init_state(layout, chain) if state is None else state
+    step, losses = jp.train_step(layout, loss, chain, **numerics), []
     for i in range(first, first + steps):
         state, metrics = step(state, batch(i))
         losses.append(float(metrics["loss"]))
@@ -250,10 +250,10 @@ def test_an_exchange_of_gradients_keeps_replicas_equal(sizes, tmp_path):
         assert_same_arrays(store.restore(step.abstract())[0], state, 0)
 
 
-def inspected(sizes, *, exchanges, exchange=None):
+def inspected(sizes, *, exchanges, exchange=None, chain=CHAIN):
     layout = composed(sizes, exchange, jp.target_devices("h100:1x8"))
     shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch(0).items()}
-    return layout, jp.inspect(jp.train_step(layout, loss, CHAIN), shapes, exchanges=exchanges)
+    return layout, jp.inspect(jp.train_step(layout, loss, chain), shapes, exchanges=exchanges)
 
 
 def over_data(report):
@@ -292,6 +292,32 @@ def test_an_algorithm_sends_the_messages_of_its_table(algorithm):
     link = Link(latency=1e-6, bandwidth=1e9)
     count = algorithms.padded(sum(place.leaf.size for place in layout.placements.values()) // 2, 4)
     assert of_sent(layout.sends(), link) == pytest.approx(seconds(algorithms.table(algorithm, 4, count), link, item=4))
+
+
+HALF_FROZEN = optax.multi_transform(
+    {"frozen": optax.set_to_zero(), "trained": CHAIN}, {"up": "frozen", "down": "trained"}
+)
+
+
+@pytest.mark.parametrize("exchange", [Half(), Half(algorithm="ring"), Rounded()], ids=str)
+def test_an_exchange_sends_nothing_of_what_is_frozen(exchange):
+    *_, report = inspected(dict(data=8), exchanges=True, exchange=exchange, chain=HALF_FROZEN)
+    found = [entry for entry in over_data(report) if entry.step_payload > 8]  # but the sums of the loss
+    of_trained = 4 * (WIDE * DIM + DIM)
+    if found[0].kind == "all-reduce":
+        assert sum(entry.step_payload for entry in found) == of_trained
+    else:
+        assert sum(entry.step_wire for entry in found) == pytest.approx(2 * 7 / 8 * of_trained, rel=0.02)
+
+
+def test_what_is_frozen_stays_and_what_is_trained_is_as_in_all_reduce():
+    want, expected = trained({"data": 4}, exchange=AllReduce(), chain=HALF_FROZEN)
+    state, losses = trained({"data": 4}, exchange=Rounded(dtype="float32"), chain=HALF_FROZEN)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert_same_arrays(state.params, want.params)
+    assert state.exchange["lost"]["up"] == {"kernel": None, "bias": None}
+    state, _ = trained({"data": 4}, exchange=Half(), chain=HALF_FROZEN)
+    assert_same_arrays(state.params["up"], jax.tree.map(lambda x: np.stack([x] * 4), born()["up"]), 0)
 
 
 def test_it_is_explained():

@@ -4,7 +4,7 @@
     every so many steps more                                                      └─► agree(...) ─► next step
 
 Trees of replicas have a leading dim `replica`, split over the mesh axis `data`: each replica holds its own entry, and a
-sum over that dim is what travels.
+sum over that dim is what travels. Parameters that the optimizer leaves as they are, are in none of these trees.
 """
 
 from collections import defaultdict

@@ -23,10 +23,12 @@ from jaxpar.exchange.between import AXIS, Between
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
+from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gradients import Batch, Gradients, metrics, updated
 from jaxpar.step.losses import Sums
 from jaxpar.step.predicting import REPLICA
 from jaxpar.step.state import State, of_one_replica
+from jaxpar.step.whole import Whole
 
 
 def of_one(layout: Layout) -> Layout:
@@ -40,10 +42,10 @@ class Apart(Gradients):
     Attributes:
       one: What differentiates the model of one replica.
       evaluated: What measures it; an ensemble, if the exchange averages predictions.
-      exchange: How they agree.
+      exchange: How they agree. It sees nothing of parameters that are frozen: these are equal, and stay so.
     """
 
-    def __init__(self, layout: Layout, one: Gradients, evaluated: Gradients):
+    def __init__(self, layout: Layout, one: Whole, evaluated: Gradients):
         self.layout, self.one, self.evaluated, self.exchange = layout, one, evaluated, layout.parallel.exchange
         self.every = self.exchange.every
         self._scalars = jax.jit(_scalars)
@@ -68,11 +70,12 @@ class Apart(Gradients):
         """Makes one update: of each replica by gradients of its own, where they differ."""
         gradients, sums, model_state = self.gradients(state.params, state.model_state, batch)
         # each replica has divided by its own tokens: replicas that agree on one gradient need that of the whole batch
-        gradients = self._weighed(gradients, sums["loss"][1])
-        between = Between(mesh=self.layout.on, specs=self.one.layout.updated)
+        gradients = self._weighed(self._trained(gradients), sums["loss"][1])
+        between = self._between(self.one.layout.updated)
         gradients, own = self.exchange.gradients(gradients, state.exchange, between)
 
         def one(gradients: Tree, held: Any, params: Tree):
+            gradients = zeroed(self.one.frozen, self.one.layout, gradients)
             params, kept, gradients = updated(self.one.layout, optimizer, gradients, lambda: held, params)
             return params, kept, optax.tree.norm(gradients)
 
@@ -97,12 +100,11 @@ class Apart(Gradients):
     def agree(self, state: State, meeting: int) -> State:
         """Returns the state after the replicas met."""
         held = self.layout.optimizer_specs(of_one_replica(state.optimizer) if self.exchange.differ else state.optimizer)
-        between = Between(
-            mesh=self.layout.on, specs=self.layout.stored, optimizer=held, meeting=meeting, parts=self.layout.parts
-        )
-        replicas = Replicas(params=state.params, optimizer=state.optimizer, own=state.exchange)
-        met = self.exchange.agree(replicas, between)
-        return dataclasses.replace(state, params=met.params, optimizer=met.optimizer, exchange=met.own)
+        between = dataclasses.replace(self._between(self.layout.stored), optimizer=held, meeting=meeting)
+        trained = self._trained(state.params)
+        met = self.exchange.agree(Replicas(params=trained, optimizer=state.optimizer, own=state.exchange), between)
+        params = joined(met.params, state.params)
+        return dataclasses.replace(state, params=params, optimizer=met.optimizer, exchange=met.own)
 
     def silent(self, *, exchanges: int) -> tuple[str, ...]:
         """Returns `data`, but for steps in which replicas meet."""
@@ -114,6 +116,14 @@ class Apart(Gradients):
         By a program of its own, so that a step in which replicas do not meet sends nothing over `data`.
         """
         return self._scalars(found)
+
+    def _between(self, specs: Tree) -> Between:
+        parts = {path: part for path, part in self.layout.parts.items() if path not in self.one.frozen}
+        return Between(mesh=self.layout.on, specs=self._trained(specs), parts=parts)
+
+    def _trained(self, tree: Tree) -> Tree:
+        """Returns a tree of parameters, or of what stands for them, without those that are frozen."""
+        return without(self.one.frozen, tree)
 
     def _each(self, function: Callable, *, rows: int | None = 0) -> Callable:
         """Returns a function of (params, model state, batch) of one replica as one of all.

@@ -56,4 +56,4 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
         )
     if layout.parallel.pipeline.weights == "flush":
         return Pipelined(layout, loss, numerics, frozen)
-    return Unflushed(layout, loss, numerics)
+    return Unflushed(layout, loss, numerics, frozen)

@@ -14,6 +14,7 @@ from jaxpar.errors import refuse, users_code
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.tracing import uncollected
+from jaxpar.step.frozen import frozen, without
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +115,7 @@ def begun(layout: Layout, optimizer: optax.GradientTransformation, params: Tree,
         params=copied(params, count),
         optimizer=copied(state.optimizer, count),
         model_state=jax.vmap(lambda replica: salted(model_state, replica))(jnp.arange(count)),
-        exchange=exchange.init(params, count),
+        exchange=exchange.init(without(frozen(layout, optimizer), params), count),
     )
 
 

@@ -31,8 +31,8 @@ from jaxpar.step.state import State
 class Unflushed(Pipelined):
     """A model and its loss, run by a table that updates the weights as it goes."""
 
-    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics):
-        super().__init__(layout, loss, numerics)
+    def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
+        super().__init__(layout, loss, numerics, frozen)
         weights = layout.parallel.pipeline.weights
         if layout.sizes["fsdp"] > 1:
             raise refuse(
@@ -112,7 +112,8 @@ class Unflushed(Pipelined):
                 return value if spec == PartitionSpec("pipe") else owned(self._owner_path(keys), value)
 
             shared, layers = done.params
-            shared = {path: owned(path, value) for path, value in shared.items()}
+            # what is frozen is equal on all stages
+            shared = {path: value if path in self.frozen else owned(path, value) for path, value in shared.items()}
             state = jax.tree_util.tree_map_with_path(settled, specs, done.optimizer)
             sums, square = jax.tree.map(lambda x: jax.lax.psum(x, self.shardings.manual), (done.sums, done.square))
             return shared, layers, state, sums, square / self.shardings.replicas
@@ -152,9 +153,14 @@ class Unflushed(Pipelined):
         shared = {path: pick(tree, words) for path, words in self.shardings.shared.items()}
         return shared, {path: pick(tree, words)[None] for path, words in self.shardings.stacked.items()}
 
-    def _reduce(self, gradients: Tree) -> Tree:
+    def _reduce(self, gradients: tuple[Mapping, Mapping]) -> list[dict[str, jax.Array]]:
+        """Returns the gradients of shared parameters and of layers, summed over replicas; frozen ones are zero."""
+
+        def one(path: str, x: jax.Array) -> jax.Array:
+            return jnp.zeros_like(x) if path in self.frozen else jax.lax.psum(x, self.shardings.batch_axes)
+
         with jax.named_scope(GRADIENT):
-            return jax.tree.map(lambda x: jax.lax.psum(x, self.shardings.batch_axes), gradients)
+            return [{path: one(path, x) for path, x in tree.items()} for tree in gradients]
 
     def _owner_path(self, keys) -> str:
         words = path_of(keys).split("/")
