@@ -19,6 +19,7 @@ _MODULES = {
     "Layout": "jaxpar.parallel.layout",
     "compose": "jaxpar.parallel.compose",
     "linen": "jaxpar.parallel.compose",
+    "nnx": "jaxpar.parallel.compose",
     "constrain": "jaxpar.models.named",
     "attention": "jaxpar.models.islands",
     "init_state": "jaxpar.step.state",

@@ -138,6 +138,31 @@ class Gemma(nnx.Module):
         return self.embedder.decode(self.final_norm(x))
 
 
+class Mixer(nnx.Module):
+    """A transformer's layer in words of its author's own."""
+
+    def __init__(self, embed, mlp, heads, *, rngs):
+        self.heads = heads
+        self.before, self.between = nnx.RMSNorm(embed, rngs=rngs), nnx.RMSNorm(embed, rngs=rngs)
+        self.project, self.merge = nnx.Linear(embed, 3 * embed, rngs=rngs), nnx.Linear(embed, embed, rngs=rngs)
+        self.expand, self.contract = nnx.Linear(embed, mlp, rngs=rngs), nnx.Linear(mlp, embed, rngs=rngs)
+
+    def __call__(self, x):
+        shape = (*x.shape[:2], self.heads, -1)
+        q, k, v = (part.reshape(shape) for part in jnp.split(self.project(self.before(x)), 3, axis=-1))
+        x = x + self.merge(jax.nn.dot_product_attention(q, k, v).reshape(x.shape))
+        return x + self.contract(nnx.gelu(self.expand(self.between(x))))
+
+
+class OwnWords(nnx.Module):
+    def __init__(self, vocab, embed, mlp, heads, *, rngs):
+        self.lexicon = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (vocab, embed)))
+        self.mixer = Mixer(embed, mlp, heads, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.mixer(self.lexicon[tokens]) @ self.lexicon.T
+
+
 class ViTBlock(nnx.Module):
     def __init__(self, embed, mlp, heads, *, rngs):
         self.norm1, self.norm2 = nnx.LayerNorm(embed, rngs=rngs), nnx.LayerNorm(embed, rngs=rngs)

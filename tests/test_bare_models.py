@@ -14,6 +14,8 @@ from flax import nnx
 
 import jaxpar as jp
 from jaxpar.mesh.target import find_plugin
+from jaxpar.parallel.compose import as_blueprint
+from jaxpar.sharding.reading.called import as_called
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 TOKENS = jnp.zeros((1, 16), jnp.int32)
@@ -138,6 +140,39 @@ def test_a_summary_names_large_parameters_that_stay_whole_and_why():
     ) in layout.summary()
     for sizes in ({"data": 8}, {"fsdp": 4, "data": 2}):  # nothing is asked to split; every matrix is split
         assert "whole" not in placed(model, **sizes)[1].summary()
+
+
+OWN_WORDS = partial(models.OwnWords, 1024, 256, 512, 8)
+CUT = [
+    "f32[vocab/tensor, embed]", "f32[heads/tensor, embed]", "f32[embed, mlp/tensor]", "f32[mlp/tensor, embed]",
+]  # fmt: skip
+
+
+def test_an_nnx_model_with_an_example_of_its_inputs_is_read_from_use():
+    told, layout = placed(jp.nnx(OWN_WORDS, TOKENS), tensor=8)
+    assert ends(told, "lexicon", "merge/kernel", "expand/kernel", "contract/kernel") == CUT
+    assert "heads are contracted here and made by project/kernel" in layout.explain()
+
+
+def lowered(model, batch):
+    layout = jp.compose(model, jp.Parallel(data=2, tensor=4))
+    step = jp.train_step(layout, models.token_loss, optax.sgd(0.1))
+    return step.lower(step.abstract(), batch)
+
+
+def test_the_first_step_says_which_parameters_of_an_nnx_model_it_reads_otherwise():
+    told = r"f32\[256, 256/tensor\] \(.*\), and by what the model does with it would be f32\[heads/tensor, embed\]"
+    with pytest.warns(UserWarning, match=rf"(?s)OwnWords: mixer/merge/kernel .*{told}.*jp\.nnx\(OwnWords, batch"):
+        lowered(OWN_WORDS, tokens_of(8))
+    lowered(jp.nnx(OWN_WORDS, TOKENS), tokens_of(8))  # where a warning is an error
+
+
+def test_a_penalty_on_parameters_does_not_hide_what_the_model_does_with_them():
+    def penalized(model):
+        return jnp.sum(model(TOKENS)) + sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+
+    told, _ = placed(as_called(as_blueprint(OWN_WORDS), penalized), tensor=8)
+    assert ends(told, "lexicon", "merge/kernel", "expand/kernel", "contract/kernel") == CUT
 
 
 SMALL = {

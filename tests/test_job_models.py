@@ -125,6 +125,13 @@ def test_a_job_takes_a_model_as_python_does(name, settings):
     assert blueprint_of(name, settings).leaves["hidden/kernel"].shape == (64, WIDTH)
 
 
+def test_a_job_reads_the_dims_of_an_nnx_model_from_what_its_loss_does_with_it():
+    job = loads(JOB.format(name="Nnx").replace("data = 8", "tensor = 8", 1) + TABLE, allow_import=True)
+    layout = jp.compose(resolve_model(job, resolve_loss(job)), job.parallel)
+    assert layout.describe("hidden/kernel") == "f32[embed, mlp/tensor]"
+    assert layout.describe("out/kernel") == "f32[mlp/tensor, embed]"
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [

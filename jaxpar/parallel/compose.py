@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.errors import JaxparError, Problem, refuse, users_code
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.parallel.declare import Parallel
@@ -18,6 +18,7 @@ from jaxpar.parallel.rule_problems import REGULAR, rule_problems
 from jaxpar.parallel.techniques.asked import declared, settled
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.reading.called import as_called, zeros
 
 
 def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
@@ -50,17 +51,36 @@ def linen(module: Any, *args: Any, **kwargs: Any) -> Blueprint:
             fix=f"jp.linen({type(module).__name__}(...), jnp.zeros([1, ...]))",
         )
 
-    def made(value):
-        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
-            return value
-        if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
-            return jax.numpy.broadcast_to(jax.random.key(0), value.shape)
-        return jax.numpy.zeros(value.shape, value.dtype)
+    return linen_model.blueprint(module, _with(args, kwargs), name=type(module).__name__)
 
-    def call(model):
-        return model(*jax.tree.map(made, args), **{key: jax.tree.map(made, value) for key, value in kwargs.items()})
 
-    return linen_model.blueprint(module, call, name=type(module).__name__)
+def nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
+    """Returns a Flax NNX model, with an example of its inputs, as a model for `compose`.
+
+    By its inputs alone it can be seen what the model does with its parameters, which says how `tensor` cuts those that
+    nobody annotated. A factory by itself is a model too: its parameters are then known by their paths and shapes.
+
+    Args:
+      factory: A function of `rngs` that returns the module.
+      *args: What the model is called with: arrays, or anything with shape and dtype.
+      **kwargs: Likewise; what is no array is passed as it is.
+    """
+    blueprint, call = as_blueprint(factory), _with(args, kwargs)
+
+    def called(model: Any) -> None:
+        with users_code(
+            blueprint.name,
+            rule="an NNX model can be called with its example of inputs",
+            fix=f"jp.nnx(lambda rngs: {blueprint.name}(..., rngs=rngs), what its __call__ takes)",
+        ):
+            call(model)
+
+    return as_called(blueprint, called)
+
+
+def _with(args: Any, kwargs: Any) -> Callable[[Any], Any]:
+    """Returns a call of a model with zeros like these."""
+    return lambda model: model(*jax.tree.map(zeros, args), **jax.tree.map(zeros, kwargs))
 
 
 def as_blueprint(model: Any) -> Blueprint:
@@ -72,7 +92,7 @@ def as_blueprint(model: Any) -> Blueprint:
     if isinstance(model, Blueprint):
         return model
     from flax import linen as nn
-    from flax import nnx
+    from flax.nnx import Module
 
     if isinstance(model, nn.Module) or (isinstance(model, type) and issubclass(model, nn.Module)):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
@@ -83,14 +103,14 @@ def as_blueprint(model: Any) -> Blueprint:
                 f"jp.linen({name}(...), jnp.zeros([1, ...]))",
             )
         )
-    if isinstance(model, nnx.Module) or not callable(model):
+    if isinstance(model, Module) or not callable(model):
         raise JaxparError(
             Problem(
                 f"a {type(model).__name__} that is built already"
-                if isinstance(model, nnx.Module)
+                if isinstance(model, Module)
                 else f"model={' '.join(repr(model).split()):.80}",
                 "a model is given as a function of `rngs`, so that no device ever holds all of it",
-                f"lambda rngs: {type(model).__name__ if isinstance(model, nnx.Module) else 'MyNet'}(..., rngs=rngs)",
+                f"lambda rngs: {type(model).__name__ if isinstance(model, Module) else 'MyNet'}(..., rngs=rngs)",
             )
         )
     inner = model
@@ -106,7 +126,8 @@ def compose(
     """Returns where every array of a training job lives.
 
     Args:
-      model: A function of `rngs` that returns an `nnx.Module` or a `jp.linen(...)`; or `jp.linen(module, inputs)`.
+      model: A function of `rngs` that returns an `nnx.Module` or a `jp.linen(...)`; or `jp.linen(module, inputs)`,
+        or `jp.nnx(function, inputs)`.
       parallel: The declaration.
       devices: The devices to use, all visible ones by default, or a mesh of them; a number stands for
         devices that are not there, and gives a layout that can be explained but not trained.

@@ -14,7 +14,6 @@ import jax
 from flax import linen as nn
 from flax import nnx
 from flax.errors import InvalidRngError
-from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.models.returned import returned
@@ -22,9 +21,8 @@ from jaxpar.sharding.compute_dtype import compute_linen
 from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.linen.parameters import Parameters, as_stored
 from jaxpar.sharding.linen.variables import Initializer, Variables, unboxed
-from jaxpar.sharding.names import Blueprint, Compute, Tree, Use, averages_over_devices, path_of
-
-Traced = tuple[ClosedJaxpr, tuple[str, ...]]  # a program, and the paths of its first arguments
+from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, averages_over_devices
+from jaxpar.sharding.reading.called import traced
 
 
 class LinenModel:
@@ -126,15 +124,9 @@ class _Called:
             read=dict.fromkeys(self.variables.in_pieces, reads),
         )
 
-    def traced(self, streams: tuple[str, ...]) -> Traced:
-        """Returns the program of a call, and the paths of the parameters that are its first arguments."""
-        values, state = jax.eval_shape(self.init, jax.random.key(0))
-
-        def program(values: Tree, state: Tree) -> None:
-            self.call(self.bind(values, state, lambda _, value: value, Compute(), streams=streams))
-
-        paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
-        return jax.make_jaxpr(program)(values, state), paths
+    def traced(self, streams: tuple[str, ...]) -> Program:
+        """Returns the program of a call with these random streams."""
+        return traced(self.init, partial(self.bind, streams=streams), self.call)
 
 
 def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Blueprint:
@@ -193,7 +185,7 @@ def _collected(model: LinenModel) -> Tree:
     return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}
 
 
-def _with_streams(trace: Callable[[tuple[str, ...]], Traced], name: str) -> tuple[tuple[str, ...], Traced]:
+def _with_streams(trace: Callable[[tuple[str, ...]], Program], name: str) -> tuple[tuple[str, ...], Program]:
     """Returns the random streams a module draws from, and its call traced with them: tried until none is missing.
 
     Linen lets a missing stream fall back to `params`, which a scan may share between its steps; so
@@ -202,8 +194,7 @@ def _with_streams(trace: Callable[[tuple[str, ...]], Traced], name: str) -> tupl
     names: tuple[str, ...] = ("dropout",)
     while True:
         try:
-            with understood(), outside_of_meshes():
-                return names, trace(names)
+            return names, trace(names)
         except InvalidRngError as error:
             missing = re.search(r'needs PRNG for "(\w+)"', str(error))
             if missing is None or missing[1] in names:

@@ -20,6 +20,7 @@ from jaxpar.errors import refuse
 from jaxpar.sharding.shard_bytes import itemsize
 
 Tree = Any  # a nested dict of arrays, or of what stands for them
+Program = tuple[ClosedJaxpr, tuple[str, ...]]  # a traced call, and the paths of its first arguments
 Use = Callable[[str, jax.Array], jax.Array]  # what happens to a parameter where the model reads it
 # scopes, so that a compiled program can be led back to what it was made of
 SCOPE = "param:"  # begins the scope in which a parameter is read
@@ -97,8 +98,7 @@ class Blueprint:
       takes_remat: Whether the model places rematerialization itself.
       others: Every array of the rest by its path: state that is no parameter.
       counts_layers: Whether its scans say how many layers they run, as Linen's `nn.scan(Block, length=12)` does.
-      program: Traces a call of the model, where an example of its inputs is known: (jaxpr, paths of the parameters that
-        are its first arguments).
+      program: Traces a call of the model, where what it is called with is known.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Blueprint:
     takes_remat: bool = False
     others: Mapping[str, Leaf] = field(default_factory=dict)
     counts_layers: bool = False
-    program: Callable[[], tuple[ClosedJaxpr, tuple[str, ...]]] | None = None
+    program: Callable[[], Program] | None = None
 
 
 def averages_over_devices(module: Any) -> bool:

@@ -32,6 +32,7 @@ from jaxpar.sharding.names import Tree
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step import state as states
 from jaxpar.step.checks import precision as check
+from jaxpar.step.checks.dims import check_dims
 from jaxpar.step.checks.given_state import check_same, check_there
 from jaxpar.step.frozen import frozen
 from jaxpar.step.guard import guarded
@@ -205,6 +206,7 @@ class Step:
             lowered = traced.lower()
         check_rules(self.layout.parallel, self.layout.blueprint, self._used.names)
         asked.check(self.layout, self._used, lowered)
+        check_dims(self.layout, self.loss, batch)
         schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
         self.share = own_share(traced.jaxpr.jaxpr, self.layout.devices, schedule)
         if self.numerics.dtype:

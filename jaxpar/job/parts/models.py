@@ -8,7 +8,6 @@ from functools import partial, wraps
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpar.data.validate import BatchSpec
 from jaxpar.errors import JaxparError, Problem, first_problems, nearest, refuse, users_code
@@ -18,8 +17,10 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
 from jaxpar.job.parts.settings import given
 from jaxpar.models import decoder, mlp, resnet, vit
+from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.reading.called import as_called, zeros
 from jaxpar.step import losses
 from jaxpar.step.keyed.loss import shaped
 
@@ -90,7 +91,7 @@ def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
     if inspect.isfunction(target) and _is_complete(target, settings):
         return _returned(job, target, settings, loss)
     factory = partial(target, **settings) if settings else target
-    return factory if inspect.isclass(target) else _of_either_flax(job, factory, loss)
+    return _nnx(job, factory if inspect.isclass(target) else _of_either_flax(job, factory, loss), loss)
 
 
 def _of_either_flax(job: Job, factory: Callable, loss: Callable) -> Callable:
@@ -152,11 +153,23 @@ def _ours(job: Job, settings: dict[str, Any]) -> Callable:
 def _linen(job: Job, module: Any, loss: Callable) -> Blueprint:
     """Returns a Linen module as a model that is called as its loss does, on the shapes of the job's batches."""
     batch = abstract_batch(job)
+    return linen_model.blueprint(module, partial(_call, loss, batch), name=type(module).__name__)
 
-    def call(model):
-        return shaped(loss)(model, {key: jnp.zeros(leaf.shape, leaf.dtype) for key, leaf in batch.items()})
 
-    return linen_model.blueprint(module, call, name=type(module).__name__)
+def _nnx(job: Job, factory: Callable, loss: Callable) -> Blueprint:
+    """Returns the model of a factory, which is called likewise where that is asked for: its batch is then made."""
+    blueprint = as_blueprint(factory)
+
+    def call(model: Any) -> None:
+        batch = abstract_batch(job)
+        with accepting(job, blueprint.name, batch):
+            _call(loss, batch, model)
+
+    return as_called(blueprint, call)
+
+
+def _call(loss: Callable, batch: Mapping[str, jax.ShapeDtypeStruct], model: Any) -> Any:
+    return shaped(loss)(model, jax.tree.map(zeros, dict(batch)))
 
 
 def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> None:

@@ -50,7 +50,8 @@ def _shape(var) -> tuple[int, ...]:
 def _reduce(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
     axes = eqn.params["axes"]
     for array in arrays:
-        for axis in axes:
+        # of parameters alone, as for a penalty or a norm of weights, the sums are small
+        for axis in axes if not array.source else ():
             mix(array.dims[axis], "reduced")
     dims = tuple(dim for axis, dim in enumerate(arrays[0].dims) if axis not in axes)
     return [Array(dims, None if _source(arrays) != frozenset() else frozenset()) for _ in eqn.outvars]
