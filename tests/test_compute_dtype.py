@@ -36,6 +36,19 @@ class Defaulted(nn.Module):
         return nn.Dense(8, dtype=self.told or self.dtype)(nn.tanh(self.first(x)))
 
 
+class Filled(nn.Module):
+    """A table in a field that is no argument: setup() fills it."""
+
+    dtype: Any = jnp.float32
+    table: jax.Array = dataclasses.field(init=False)
+
+    def setup(self):
+        self.table = self.param("table", nn.initializers.lecun_normal(), (DIM, 8))
+
+    def __call__(self, x):
+        return x.astype(self.dtype) @ self.table.astype(self.dtype)
+
+
 @struct.dataclass
 class Config:
     """As Flax's language models have it."""
@@ -136,6 +149,7 @@ INPUT = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 TOKENS = np.zeros((1, SEQ), np.int32)
 MODELS = {
     "a field of Linen's": jp.linen(Defaulted(), INPUT),
+    "a field that setup fills": jp.linen(Filled(), INPUT),
     "a config of Linen's": jp.linen(Configured(Config()), INPUT),
     "an argument of NNX's": lambda rngs: Handed(rngs=rngs),
     "a config of NNX's": lambda rngs: Set(Settings(), rngs),

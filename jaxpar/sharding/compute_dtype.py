@@ -26,7 +26,8 @@ def compute_linen(module: nn.Module, dtype: Any) -> None:
     """
     if isinstance(module, nnx.bridge.ToLinen):
         _set(module, "nnx_class", partial(_made, module.nnx_class, dtype))
-    for field in dataclasses.fields(module):
+    # a field that is no argument is made in setup(), which comes later
+    for field in (each for each in dataclasses.fields(module) if each.init):
         value: Any = getattr(module, field.name)
         if field.name == "dtype" and (value is None or _is_default(field.default, value)):
             _set(module, "dtype", dtype)
