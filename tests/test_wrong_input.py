@@ -663,6 +663,11 @@ VALUES = {
         "layout",
         "jp.init_state",
     ),
+    "a state that is not offloaded": (
+        lambda: step(offload=True),
+        "is in device memory",
+        "jp.init_state(layout, optimizer, offload=True)",
+    ),
     "a state of another optimizer": (lambda: step(given=lambda: state(optax.sgd(0.1))), "optimizer", "jp.init_state"),
     "a state of another model": (
         lambda: step(given=lambda: jp.init_state(compose(lambda rngs: Net(32, rngs=rngs)), ADAM)),

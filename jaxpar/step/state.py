@@ -16,6 +16,8 @@ from jaxpar.sharding.names import Tree
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step.frozen import frozen, without
 
+HOST = "pinned_host"  # the memory of offloaded optimizer state
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -208,13 +210,13 @@ def shardings(layout: Layout, state: State, *, offload: bool = False) -> State:
         return placed
     device = layout.on.devices.flat[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
-    if "pinned_host" not in kinds:
+    if HOST not in kinds:
         raise refuse(
             f"offload on {device.device_kind}, whose memories are {', '.join(sorted(kinds))}",
             rule="optimizer state is offloaded to pinned host memory, where the backend has it",
             fix="offload = false; zero=1 or higher shards the optimizer state instead",
         )
     hosted = jax.tree.map(
-        lambda leaf, on: on.with_memory_kind("pinned_host") if leaf.ndim else on, state.optimizer, placed.optimizer
+        lambda leaf, on: on.with_memory_kind(HOST) if leaf.ndim else on, state.optimizer, placed.optimizer
     )
     return dataclasses.replace(placed, optimizer=hosted)

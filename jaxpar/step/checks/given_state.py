@@ -9,7 +9,7 @@ import jax
 
 from jaxpar.errors import refuse
 from jaxpar.sharding.names import Tree, path_of
-from jaxpar.step.state import State
+from jaxpar.step.state import HOST, State
 
 _FIX = "state = jp.init_state(layout, optimizer), then state, metrics = step(state, batch)"
 
@@ -102,8 +102,16 @@ def _check_leaf(path: str, leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sha
             fix=_FIX,
         )
     if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        held, wanted = leaf.sharding.memory_kind == HOST, place.memory_kind == HOST
+        if held != wanted:
+            where = "host memory" if held else "device memory"
+            raise refuse(
+                f"{path} of the state is in {where}, and the step was made with offload={wanted}",
+                rule="state and step have the same offload",
+                fix=f"jp.init_state(layout, optimizer, offload={wanted}), or offload={held} of the step",
+            )
         raise refuse(
             f"a state of another layout: {path} is on {leaf.sharding}, the step wants {place}"[:300],
-            rule="state and step have the same layout, and the same offload",
+            rule="state and step have the same layout",
             fix=_FIX,
         )
