@@ -1,11 +1,16 @@
-"""A language model in JAX's explicit-sharding style, as its author runs it: on a mesh with axes `fsdp` and `tp`."""
+"""A language model in JAX's explicit-sharding style, as its author runs it: on a mesh with axes `fsdp` and `tp`.
+
+And two that keep the mesh that they were made with, whose axes are `data` and `tp`.
+"""
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from flax import nnx
+from jax.sharding import NamedSharding, auto_axes, reshard
 from jax.sharding import PartitionSpec as P
-from jax.sharding import auto_axes, reshard
 
 VOCAB, DIM, HEADS, HIDDEN = 32, 16, 4, 32
 
@@ -56,3 +61,27 @@ class Explicit(nnx.Module):
 
 
 Plain = partial(Explicit, say=lambda *names: None)  # the author's own setting without shardings
+
+
+def placed(x, mesh):
+    """Returns activations where their author's mesh has them: by axes of it, or by names of dims."""
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data", None, "tp")))
+    return nn.with_logical_constraint(x, ("activation_batch", "activation_length", "rows"), mesh=mesh)
+
+
+class KeepsMesh(nnx.Module):
+    def __init__(self, rngs, *, mesh):
+        self.mesh, self.table = mesh, nnx.Embed(VOCAB, DIM, rngs=rngs)
+        self.up, self.down = nnx.Linear(DIM, HIDDEN, rngs=rngs), nnx.Linear(HIDDEN, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.down(placed(nnx.relu(self.up(self.table(tokens))), self.mesh))
+
+
+class KeepsMeshInLinen(nn.Module):
+    mesh: jax.sharding.Mesh
+
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.relu(nn.Dense(HIDDEN)(nn.Embed(VOCAB, DIM)(tokens)))
+        return nn.Dense(VOCAB)(placed(x, self.mesh))

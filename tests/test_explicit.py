@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from explicit import Explicit, Plain
+from explicit import Explicit, KeepsMesh, KeepsMeshInLinen, Plain
 from flax import nnx
 from jax.sharding import AxisType, Mesh
 from tiny import Annotated, assert_same_arrays, on_one_device, token_loss, train
@@ -64,6 +64,41 @@ def test_an_axis_that_no_rule_maps_is_refused_with_the_way_out():
 def test_an_axis_that_splits_nothing_says_which_names_have_no_rule():
     with pytest.raises(JaxparError, match=r"tensor=2 does nothing[\s\S]*as rules=\{'tp': 'tensor'\}"):
         jp.compose(partial(nnx.Linear, 16, 32, kernel_metadata={"out_sharding": ("fsdp", "tp")}), SPLIT)
+
+
+def inputs_loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["targets"])
+    return losses.sum(), losses.size
+
+
+def own_mesh(*sizes):
+    return Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), ("data", "tp"))
+
+
+def linen_with(mesh):
+    return jp.linen(KeepsMeshInLinen(mesh), np.zeros((2, 8), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("made_with", "sizes", "layout"),
+    [
+        (linen_with, (1, 1), jp.Parallel(data=8)),
+        (lambda mesh: partial(KeepsMesh, mesh=mesh), (2, 4), jp.Parallel(data=2, fsdp=2, tensor=2, rules=RULES)),
+    ],
+    ids=["of one device", "of eight"],
+)
+def test_a_model_that_keeps_a_mesh_of_its_own_is_split_as_the_layout_says(made_with, sizes, layout):
+    """Work that devices repeat would be a warning, which is an error here."""
+    want, expected, _ = on_one_device(made_with(own_mesh(1, 1)), loss=inputs_loss, steps=2)
+    got, state, _ = train(made_with(own_mesh(*sizes)), layout, loss=inputs_loss, steps=2)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert_same_arrays(state.params, expected.params)
+
+
+def test_an_axis_of_a_mesh_of_its_own_that_no_rule_maps_is_refused():
+    step = jp.train_step(jp.compose(partial(KeepsMesh, mesh=own_mesh(2, 4)), jp.Parallel(data=8)), token_loss, CHAIN)
+    with pytest.raises(JaxparError, match="'tp' is no axis of the mesh"):
+        step.lower(step.abstract(), ROWS)
 
 
 def explicit_mesh(devices):

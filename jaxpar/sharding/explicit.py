@@ -3,6 +3,8 @@
     jnp.einsum(..., out_sharding=P("fsdp", None, "tp"))      computed, then constrained as a layout's rules say
     jax.sharding.reshard(x, P("fsdp", None, "tp"))           constrained
     auto_axes(f, out_sharding=...)(x)                        f(x), constrained
+    with_sharding_constraint(x, NamedSharding(mesh, spec))   constrained, where the mesh is the author's own
+    nn.with_logical_constraint(x, names, mesh=mesh)          constrained on the step's mesh
     outside of a step                                        as if nothing were said
 
 Why not a mesh with Explicit axes: sharding in the types of arrays binds everything that touches them, so that losses,
@@ -12,6 +14,10 @@ reads names of dims, and XLA places the rest.
 
 JAX has no public hook for this. All of its functions read an `out_sharding` by one function of its own, and hand it to
 a primitive; while a model is traced, these are replaced here, and nowhere else.
+
+A model may also keep the mesh that its author made it with. What it splits there is split on the step's mesh; a dim
+that is whole there is free, for that mesh may be one device alone. A bare PartitionSpec in `with_sharding_constraint`
+is about the step's mesh already, and is taken as it is.
 """
 
 import sys
@@ -21,13 +27,15 @@ from typing import Any
 
 import jax
 from flax.core import spmd
+from flax.linen import spmd as linen_spmd
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jaxpar.errors import refuse
 from jaxpar.mesh.axes import batch_axes
 
-_NAMES = ("canonicalize_sharding", "auto_axes")  # what JAX's modules import from each other
+# what the modules of JAX and of Flax import from each other
+_NAMES = ("canonicalize_sharding", "auto_axes", "_with_sharding_constraint")
 _SAID = ("out_sharding", "sharding", "dst_sharding")  # what primitives call it
 _NOWHERE = AbstractMesh((1,), ("nowhere",), axis_types=(AxisType.Auto,))
 _installed: list[ExitStack] = []  # one, while a model is traced: it takes back what is replaced
@@ -39,7 +47,7 @@ def understood() -> Iterator[None]:
     if _installed:
         yield
         return
-    with _replaced(_functions()), ExitStack() as primitives:
+    with _replaced(_functions()), _bound(_held("sharding_constraint_p"), _placed), ExitStack() as primitives:
         _installed.append(primitives)
         try:
             yield
@@ -69,8 +77,7 @@ def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
     taken: set[str] = set()
     dims: list = []
     for entry in spec:
-        names = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        wanted = dict.fromkeys(axis for name in names for axis in _axes(name, spec, sizes))
+        wanted = dict.fromkeys(axis for name in _names(entry) for axis in _axes(name, spec, sizes))
         kept = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in taken)
         taken.update(kept)
         dims.append(kept or PartitionSpec.UNCONSTRAINED)
@@ -79,9 +86,10 @@ def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
 
 def _axes(name: str, spec: PartitionSpec, sizes: Any) -> Sequence[str]:
     rules = spmd.get_logical_axis_rules()
-    for known, axes in rules:
-        if known == name and axes is not PartitionSpec.UNCONSTRAINED:
-            return (axes,) if isinstance(axes, str) else axes or ()
+    # read to their end: so do a step's rules learn which names a model has, and a rule for one is not refused as idle
+    ruled = [axes for known, axes in rules if known == name and axes is not PartitionSpec.UNCONSTRAINED]
+    if ruled:
+        return _tuple(ruled[0])
     if name in batch_axes(sizes):  # the author's only axis of examples may be several of a layout
         return tuple(axis for known, axes in rules if known == "batch" for axis in _tuple(axes))
     if name in sizes:
@@ -94,6 +102,11 @@ def _axes(name: str, spec: PartitionSpec, sizes: Any) -> Sequence[str]:
     )
 
 
+def _names(entry: Any) -> tuple[str, ...]:
+    """Returns the axes of one dim in a spec."""
+    return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+
+
 def _tuple(axes: Any) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
@@ -104,11 +117,24 @@ def _said(sharding: Any) -> NamedSharding | None:
     if sharding is None or (isinstance(sharding, NamedSharding) and sharding.mesh in (mesh, _NOWHERE)):
         return sharding
     for primitives in _installed:  # a model that says nothing is traced by JAX's own
-        primitives.enter_context(_bound([each for each in _primitives() if "bind" not in vars(each)]))
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        primitives.enter_context(_bound([each for each in _primitives() if "bind" not in vars(each)], _computed))
+    return _on_mesh_of_step(sharding)
+
+
+def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+    """Returns what a sharding says of the author's mesh, as one on the mesh of the step; on none outside of a step."""
+    mesh = get_abstract_mesh()
     if mesh.empty or not spmd.get_logical_axis_rules():
         return NamedSharding(_NOWHERE, PartitionSpec())
-    return NamedSharding(mesh, translated(spec, mesh.shape))
+    return NamedSharding(mesh, translated(_splits(sharding), mesh.shape))
+
+
+def _splits(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
+    """Returns the axes that split dims: on the author's mesh, an axis of one device splits nothing."""
+    if isinstance(sharding, PartitionSpec):
+        return sharding
+    sizes = sharding.mesh.shape
+    return PartitionSpec(*(tuple(axis for axis in _names(entry) if sizes[axis] > 1) for entry in sharding.spec))
 
 
 def _constrained(x: Any, sharding: NamedSharding) -> Any:
@@ -150,18 +176,32 @@ def _functions() -> dict[str, Callable]:
 
         return called
 
-    return {"canonicalize_sharding": canonicalize_sharding, "auto_axes": auto_axes}
+    constraint = linen_spmd._with_sharding_constraint
+
+    def _with_sharding_constraint(x: Any, axis_resources: Any, mesh: Any = None) -> Any:
+        return constraint(x, axis_resources)  # Flax has resolved names by the step's rules: to axes of the step's mesh
+
+    return {
+        "canonicalize_sharding": canonicalize_sharding,
+        "auto_axes": auto_axes,
+        "_with_sharding_constraint": _with_sharding_constraint,
+    }
 
 
 def _primitives() -> list:
     found = [vars(lax)[name] for name in ("dot_general_p", "reshape_p", "broadcast_in_dim_p", "iota_p", "reduce_sum_p")]
-    held = [vars(module).get("reshard_p") for name, module in list(sys.modules.items()) if name == "jax._src.pjit"]
-    return [*found, *(each for each in held if each is not None)]
+    return [*found, *_held("reshard_p")]
+
+
+def _held(primitive: str) -> list:
+    """Returns a primitive of `jit`, in a list that is empty where this JAX has no such."""
+    return [held for held in [vars(sys.modules["jax._src.pjit"]).get(primitive)] if held is not None]
 
 
 @contextmanager
 def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
-    modules = [module for name, module in list(sys.modules.items()) if name.startswith(("jax._src.", "jax.sharding"))]
+    of = ("jax._src.", "jax.sharding", "flax.linen.spmd")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(of)]
     before = [(module, name, vars(module)[name]) for module in modules for name in _NAMES if name in vars(module)]
     for module, name, _ in before:
         setattr(module, name, functions[name])
@@ -172,20 +212,34 @@ def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
             setattr(module, name, value)
 
 
+def _computed(bind: Callable) -> Callable:
+    """Returns `bind` of a primitive that computes, whose result is then constrained as the model said."""
+
+    def run(*args, **params):
+        said = next((name for name in _SAID if isinstance(params.get(name), NamedSharding)), None)
+        if said is None or any(kind == AxisType.Explicit for kind in params[said].mesh.axis_types):
+            return bind(*args, **params)
+        out = args[0] if said == "dst_sharding" else bind(*args, **{**params, said: None})
+        return _constrained(out, params[said])
+
+    return run
+
+
+def _placed(bind: Callable) -> Callable:
+    """Returns `bind` of `with_sharding_constraint`, on the mesh of the step where the model has one of its own."""
+
+    def run(x, *, sharding, **params):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple == get_abstract_mesh().shape_tuple:
+            return bind(x, sharding=sharding, **params)
+        return _constrained(x, _on_mesh_of_step(sharding))
+
+    return run
+
+
 @contextmanager
-def _bound(primitives: Sequence[Any]) -> Iterator[None]:
-    def bound(primitive: Any, bind: Callable) -> Callable:
-        def run(*args, **params):
-            said = next((name for name in _SAID if isinstance(params.get(name), NamedSharding)), None)
-            if said is None or any(kind == AxisType.Explicit for kind in params[said].mesh.axis_types):
-                return bind(*args, **params)
-            out = args[0] if said == "dst_sharding" else bind(*args, **{**params, said: None})
-            return _constrained(out, params[said])
-
-        return run
-
+def _bound(primitives: Sequence[Any], how: Callable[[Callable], Callable]) -> Iterator[None]:
     for primitive in primitives:
-        primitive.bind = bound(primitive, primitive.bind)
+        primitive.bind = how(primitive.bind)
     try:
         yield
     finally:
