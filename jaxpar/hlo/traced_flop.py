@@ -49,6 +49,7 @@ def traced_matmuls(jaxpr: Any, schedule: Schedule | None = None, times: float | 
         elif times is not None and name == "shard_map":  # what is inside is one device's, of the axes that are manual
             each = times * math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
         elif times is not None and schedule and str(equation.source_info.name_stack).endswith(CHOICE):
+            # the loops around it count ticks, but a stage takes each branch once for every microbatch and chunk
             each = times * schedule.microbatches * schedule.chunks / schedule.ticks
         for value in params.values():
             for inner in _jaxprs(value):

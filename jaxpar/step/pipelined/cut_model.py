@@ -62,6 +62,8 @@ class CutModel:
 
         def called(params: Mapping[str, Any], known) -> Callable[[], Any]:
             model_state, batch = known
+            # a model is bound with all of its parameters, and a stage holds some: zeros stand for the others, one layer
+            # for a stack. `use` refuses a read of them, so that XLA drops them
             absent = {path: place.leaf for path, place in layout.placements.items() if path not in params}
             zeros = {
                 path: jnp.zeros((1, *leaf.shape[1:]) if path in shardings.stacked else leaf.shape, leaf.dtype)
@@ -108,7 +110,8 @@ class CutModel:
             def whole(layers, x):
                 return reached(called(layers, known), lambda inner, _, __: take(inner, x, per_layer))
 
-            def in_turn(layers, x):  # all by the first layer's program
+            # all by the first layer's program: each turn binds the model with a stack of one layer, which that reads
+            def in_turn(layers, x):
                 def one(x, each):
                     i, params, per_layer, own, keys = each
                     state = layer_state.given(salted(states, salt + i), which, own)
@@ -124,6 +127,7 @@ class CutModel:
                 return jax.lax.scan(one, x, (numbers, layers, per_layer, own, keys))[0]
 
             run = in_turn if layout.lists else whole
+            # a model that says its number of layers scans over all of them; a stage holds fewer
             if blueprint.counts_layers and not per_layer and not layout.lists:
                 count = layout.placements[next(iter(layout.stacked))].leaf.shape[0]
                 run = shortened(whole, count, blueprint.name)
