@@ -276,6 +276,7 @@ def column(made, name):
 # --- all the rest ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_buffers_hold_before_they_are_written_leaves_no_trace():
     """Bit for bit: masked work on what was never written is thrown away, `nan` or not."""
     losses, state = trained("stash", "pipe 4", "residuals", "adamw")

@@ -135,6 +135,7 @@ def test_sequence_parallel_scatters_and_gathers_what_tensor_parallel_reduces():
     )
 
 
+@pytest.mark.slow
 def test_context_gathers_keys_and_values_and_scatters_their_gradients_once_a_layer():
     """But for the embedding: XLA gathers the gradient of the stream for it, rather than reduce the table's."""
     found = report(jp.Parallel(context=8))

@@ -86,8 +86,8 @@ def test_the_first_code_of_the_readme_is_short_early_and_prints_what_it_says():
 @pytest.mark.parametrize(
     "command",
     [
-        "jaxpar plan configs/digits.toml --devices 8",
-        "jaxpar check configs/digits.toml",
+        pytest.param("jaxpar plan configs/digits.toml --devices 8", marks=pytest.mark.slow),
+        pytest.param("jaxpar check configs/digits.toml", marks=pytest.mark.slow),
         "python -c 'import jaxpar as jp; jp.compose(lambda rngs: jp.ViT(jp.ViTSettings(), rngs=rngs), jp.Parallel())'",
     ],
 )
@@ -138,6 +138,7 @@ def test_the_test_command_of_the_readme_is_what_ci_calls():
         ("README.md", "$ jaxpar check"),
         ("README.md", "$ jaxpar plan"),
         ("jaxpar/pipeline/README.md", "$ jaxpar schedule"),
+        ("jaxpar/plan/README.md", "$ jaxpar partition"),
     ],
 )
 def test_what_a_page_shows_is_what_the_command_prints(page, begins):

@@ -31,7 +31,7 @@ def alone():
 @pytest.mark.parametrize(
     "layout",
     [
-        jp.Parallel(data=8, rules={"tp": None}),
+        pytest.param(jp.Parallel(data=8, rules={"tp": None}), marks=pytest.mark.slow),
         jp.Parallel(fsdp=4, tensor=2, rules=RULES),
         jp.Parallel(data=2, fsdp=2, tensor=2, zero=2, rules=RULES),
     ],
@@ -116,6 +116,7 @@ def test_on_a_mesh_with_explicit_axes_losses_are_those_on_auto_axes():
         jp.compose(Annotated, jp.Parallel(fsdp=2, tensor=4), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 def test_on_gpus_the_ledgers_on_explicit_and_auto_axes_are_one():
     devices = jp.target_devices("h100:1x8")

@@ -154,6 +154,7 @@ def test_stop_names_the_step_and_saves_nothing_after_it(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000004"]
 
 
+@pytest.mark.slow
 def test_skip_goes_on_and_says_so(tmp_path):
     words = ["faults.on_bad_step=skip", "optimizer.decay=linear", "optimizer.final=0.0"]
     _, rows, _ = run(tmp_path / "falling", *words, bad={5: "nothing counts"})
@@ -205,7 +206,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
         run(tmp_path, "faults.on_bad_step=rollback", bad={2: "nothing counts"})
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+@pytest.mark.parametrize("policy", some(["stop", "skip", "rollback"], ["rollback"]))
 def test_a_spike_is_a_bad_step(tmp_path, policy):
     words = [f"faults.on_bad_step={policy}", "faults.spike=1.5", "train.steps=24"]
     if policy == "stop":

@@ -98,8 +98,8 @@ def plain(chain, steps):
     [
         ("multi_transform", jp.Parallel(fsdp=8), 1),
         ("masked", jp.Parallel(fsdp=4, data=2, zero=2), 2),
-        ("clipped inside", jp.Parallel(data=8), 1),
-        ("clipped outside", jp.Parallel(fsdp=8, zero=1), 1),
+        pytest.param("clipped inside", jp.Parallel(data=8), 1, marks=pytest.mark.slow),
+        pytest.param("clipped outside", jp.Parallel(fsdp=8, zero=1), 1, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_a_loop_of_plain_optax(chain, layout, accumulate):
@@ -134,9 +134,9 @@ TRAINED = 4 * (2 * 512 * RANK + 8 * 512 + 8)
 @pytest.mark.parametrize(
     ("layout", "numerics"),
     [
-        (jp.Parallel(data=8), {}),
+        pytest.param(jp.Parallel(data=8), {}, marks=pytest.mark.slow),
         (jp.Parallel(fsdp=8), {"remat": "full"}),
-        (jp.Parallel(fsdp=8, zero=2), {"accumulate": 2}),
+        pytest.param(jp.Parallel(fsdp=8, zero=2), {"accumulate": 2}, marks=pytest.mark.slow),
     ],
     ids=["data", "ZeRO-3", "ZeRO-2, accumulated"],
 )
@@ -175,6 +175,7 @@ def test_where_weights_change_between_ticks_no_gradient_of_a_frozen_parameter_is
     assert every - fewer >= ticks * frozen
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_frozen_layers_stay_as_on_one_device():
     def frozen(params):
         return jax.tree_util.tree_map_with_path(lambda keys, _: "blocks" in jax.tree_util.keystr(keys), params)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import jaxpar
 from jaxpar.data.sources import open_data
@@ -87,6 +88,7 @@ def watched():
         sys.setprofile(None)
 
 
+@pytest.mark.slow
 def test_a_batch_of_text_reaches_the_loss_through_twelve_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("a line of text\n" * 100)

@@ -390,6 +390,7 @@ show_every = 1
 """
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("integrity")
 def test_a_run_on_a_disk_that_is_full_for_a_while_loses_nothing(disk, tmp_path):
     numbers = np.random.default_rng(0)

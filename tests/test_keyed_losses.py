@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some
 from flax import nnx
 from jax import lax
 
@@ -71,7 +72,7 @@ def of(sizes):
     return tuple(sizes.items())
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("sizes", some(LAYOUTS.values(), [LAYOUTS["2x2x2"], LAYOUTS["data 8"]]), ids=LAYOUTS)
 def test_every_layout_draws_what_one_device_does(sizes):
     losses, *drawn = run(of(sizes))
     expected, *reference = run(of(ONE))
@@ -79,6 +80,7 @@ def test_every_layout_draws_what_one_device_does(sizes):
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_pipeline_draw_what_accumulated_ones_do():
     pipe = run(of({"pipe": 2}), pipeline=of({"microbatches": 2}))
     losses, drawn, _ = run(of(ONE), accumulate=2)

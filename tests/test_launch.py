@@ -112,7 +112,8 @@ def alone(folder):
     return losses(folder, "alone")
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.xdist_group("launch")
 def test_processes_have_the_losses_of_one(folder, alone, launched, count):
     name, out, err = launched(count)

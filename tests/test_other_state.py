@@ -43,7 +43,12 @@ CHAIN = optax.adamw(1e-2, eps=1e-4)
 
 @pytest.mark.parametrize(
     ("kind", "layout", "accumulate"),
-    [("adapted", "zero1", 2), ("averaged", "zero3", 1), ("averaged", "2x2x2", 1), ("recurrent", "zero2", 1)],
+    [
+        pytest.param("adapted", "zero1", 2, marks=pytest.mark.slow),
+        ("averaged", "zero3", 1),
+        ("averaged", "2x2x2", 1),
+        ("recurrent", "zero2", 1),
+    ],
 )
 def test_what_a_model_writes_is_that_of_one_device(kind, layout, accumulate):
     model, loss = MODELS[kind]

@@ -62,6 +62,7 @@ def test_outside_a_word_that_is_no_key_is_refused(trained):
         found(trained, "train.seed=1", 'run.changed=["train.sed"]')
 
 
+@pytest.mark.slow
 def test_outside_a_run_says_what_changed_and_keeps_every_job(tmp_path):
     hooked.run(tmp_path, "train.steps=2")
     first = (tmp_path / "job.toml").read_text()

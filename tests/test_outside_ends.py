@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some
 from flax import nnx
 from tiny import DIM, SEQ, VOCAB, Lean, Staged, assert_same_arrays, named, scanned, stack, token_loss, train
 
@@ -126,7 +127,7 @@ def test_outside_a_declared_head_is_obeyed(head):
     assert large(layout.parallel.pipeline.head, vocab=4096).placements == layout.placements
 
 
-@pytest.mark.parametrize("head", ["auto", "last", "spread"])
+@pytest.mark.parametrize("head", some(["auto", "last", "spread"], ["auto"]))
 def test_outside_a_job_is_checked_with_any_head_and_says_where_it_is(head, capsys):
     small = ["model.layers=4", "model.dim=256", "model.heads=4", "model.kv_heads=4", "model.hidden=256", "data.seq=64"]
     small += ["parallel.pipe=4", "parallel.fsdp=2", f"parallel.pipeline.head={head}", "train.accumulate=1"]
@@ -141,6 +142,7 @@ def test_outside_a_spread_head_that_cannot_be_is_still_refused_where_it_is_decla
         large("spread", parallel={"pipeline": {"schedule": "1f1b"}})
 
 
+@pytest.mark.slow
 def test_outside_a_small_model_runs_the_program_of_a_head_on_the_last_stage():
     def text(head):
         pipeline = jp.Pipeline(microbatches=4, head=head)

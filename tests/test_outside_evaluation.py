@@ -139,6 +139,7 @@ def test_weighted_sums_are_those_of_each_example_once(count, size, ways, seed):
         assert np.array_equal(each.batch["inputs"], np.concatenate([part[index].batch["inputs"] for part in parts]))
 
 
+@pytest.mark.slow
 def test_tokens_as_arrays_are_evaluated_by_the_default_loss(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 64, (60, 17))
     np.savez(tmp_path / "tokens.npz", inputs=tokens[:, :-1], targets=tokens[:, 1:])

@@ -43,7 +43,8 @@ def test_a_lookup_per_row_beside_a_spread_head_is_refused():
 SPLIT = {"pipe": 2, "data": 2, "tensor": 2, "sequence": True}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_shift_of_tokens_in_a_mixed_table_is_refused_and_attention_is_not(schedule):
     """A shift becomes a message in a branch that the other stages do not take: it would wait for ever."""
     how = FOUR | {"schedule": schedule}
@@ -67,15 +68,14 @@ def test_what_is_compiled_for_gpus_is_read_too():
 
 TOGETHER = 4  # combinations that share a process
 EVERY = grid()
-OFTEN = EVERY[2::16]
 
 
 def groups(combinations):
     return [combinations[at : at + TOGETHER] for at in range(0, len(combinations), TOGETHER)]
 
 
-SLOW = [each for each in EVERY[::8] if each not in OFTEN]
-REST = [each for each in EVERY if each not in OFTEN and each not in SLOW]
+SLOW = [*EVERY[2::16], *EVERY[::8]]
+REST = [each for each in EVERY if each not in SLOW]
 MARKED = [
     pytest.param(each, marks=mark)
     for some, mark in ((SLOW, pytest.mark.slow), (REST, pytest.mark.full))
@@ -83,7 +83,7 @@ MARKED = [
 ]
 
 
-@pytest.mark.parametrize("combinations", [*groups(OFTEN), *MARKED], ids=lambda each: str(each[0]))
+@pytest.mark.parametrize("combinations", MARKED, ids=lambda each: str(each[0]))
 def test_models_of_users_equal_one_device(combinations):
     """Or they are refused: a lookup per row, where XLA has none."""
 

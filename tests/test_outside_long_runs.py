@@ -16,7 +16,9 @@ class Counted(SimpleNamespace):
     """A state of which only the step is asked."""
 
 
-@pytest.mark.parametrize("steps", [5_000, pytest.param(100_000, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "steps", [pytest.param(5_000, marks=pytest.mark.slow), pytest.param(100_000, marks=pytest.mark.full)]
+)
 def test_outside_memory_is_flat_over_all_steps(tmp_path, steps):
     """With a step that computes nothing, so that only what the loop keeps of it is seen."""
     numbers = {name: jnp.float32(1.0) for name in ("loss", "grad_norm", "tokens")}

@@ -45,6 +45,7 @@ def test_training_goes_on_when_the_reader_has_seen_enough(tmp_path):
     assert "step 400/400" in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["closed", "full"])
 def test_launched_processes_go_on_when_nobody_reads(output, tmp_path):
     """Two light processes that say 2 MB each: far more than a pipe holds."""

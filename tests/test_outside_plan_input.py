@@ -107,9 +107,12 @@ def test_outside_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_micro
 @pytest.mark.parametrize(
     "given",
     [
-        {"devices": 32},
+        pytest.param({"devices": 32}, marks=pytest.mark.slow),
         {"software": JAXPAR_FUSED, "devices": 32},
-        {"hardware": replace(H100, between=replace(H100.between, bandwidth=1e9, latency=1e-3))},
+        pytest.param(
+            {"hardware": replace(H100, between=replace(H100.between, bandwidth=1e9, latency=1e-3))},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_outside_no_layout_that_a_doubt_would_put_first_is_left_out(given):

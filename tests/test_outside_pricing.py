@@ -133,10 +133,11 @@ def test_a_gather_of_fsdp_pays_its_hops_once_for_each_layer_and_pass():
     assert float(together) == pytest.approx(3 * (H100.launch + hops))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 @pytest.mark.parametrize(
     ("sizes", "remat"),
-    [({"fsdp": 8, "zero": 3}, "full"), pytest.param({"pipe": 2, "fsdp": 4, "zero": 3}, "full", marks=pytest.mark.slow)],
+    [({"fsdp": 8, "zero": 3}, "full"), ({"pipe": 2, "fsdp": 4, "zero": 3}, "full")],
     ids=["fsdp", "around a table"],
 )
 def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat):
@@ -194,8 +195,8 @@ def test_no_gather_over_nodes_is_faster_than_the_ports_it_leaves_by(hardware, no
     [
         (GPT, 1024, 1536),
         (replace(GPT, vocab=50272), 992, 992),
-        (replace(GPT, layers=105, dim=20480, heads=128), 2240, 1920),
-        (replace(GPT, layers=128, dim=25600, heads=160), 3072, 3072),
+        pytest.param(replace(GPT, layers=105, dim=20480, heads=128), 2240, 1920, marks=pytest.mark.slow),
+        pytest.param(replace(GPT, layers=128, dim=25600, heads=160), 3072, 3072, marks=pytest.mark.slow),
     ],
     ids=["GPT-3 175B", "OPT-175B", "MT-NLG 530B", "Megatron 1T"],
 )

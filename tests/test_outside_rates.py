@@ -69,7 +69,8 @@ def arrays(state):
     return jax.tree.leaves(jax.device_get(state.params))
 
 
-@pytest.mark.parametrize("weights", [pytest.param("stash", marks=pytest.mark.slow), "2bw"])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["stash", "2bw"])
 def test_every_update_of_a_step_has_the_rate_that_the_log_gives_the_step(weights, job):
     built = job(weights)
     step, optimizer = told(built)
@@ -99,6 +100,7 @@ def test_a_run_without_a_flush_goes_on_with_one_at_the_rate_of_its_step(job):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_schedule_in_a_users_chain_counts_steps_too(job):
     built = job("stash")
     injected = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.0, 1e-2, 4))

@@ -34,6 +34,7 @@ def whole(function):
     return getattr(function, "__wrapped__", function)
 
 
+@pytest.mark.slow
 def test_outside_no_object_of_a_save_outlives_it(tmp_path):
     """Blocks of Python's allocator: 286 stayed of each save while TensorStore leaked what Orbax asks it."""
     assert growth.of_saves(tmp_path, 12, first=10, measured=sys.getallocatedblocks) < 120

@@ -137,6 +137,7 @@ def test_an_evaluation_of_text_that_holds_nothing_out_is_refused(text, override)
     assert check(job(text, 256, "data.held_out=0.0", "checkpoint.keep_best=1"))
 
 
+@pytest.mark.slow
 def test_text_is_sampled_from_a_model_of_more_tokens_than_text_has(text, capsys):
     run.train(job(text, 4096), stream=io.StringIO())
     assert main(["sample", str(text.parent / "run"), "--prompt", "the ", "--tokens", "20", "--temperature", "9"]) == 0

@@ -68,6 +68,7 @@ def test_outside_the_last_step_is_on_the_disk_before_it_is_evaluated(tmp_path):
     assert scores["eval_loss"] == hooked.rows(tmp_path)[-1]["eval_loss"]
 
 
+@pytest.mark.slow
 def test_outside_the_best_are_kept_by_scores_that_came_later(tmp_path):
     hooked.run(tmp_path, "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_best=1", "train.eval_every=2")
     scores = {row["step"]: row["eval_loss"] for row in hooked.rows(tmp_path) if "eval_loss" in row}
@@ -96,6 +97,7 @@ def test_outside_a_signal_in_the_last_save_does_not_end_it(tmp_path, monkeypatch
     assert hooked.saved(tmp_path / "run") == [8]
 
 
+@pytest.mark.slow
 def test_outside_a_checkpoint_is_written_every_30_minutes_by_default(tmp_path, monkeypatch):
     """With steps of 11 minutes: the third is late."""
     minutes = [0.0]

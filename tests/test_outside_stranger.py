@@ -133,6 +133,7 @@ def test_arrays_of_tokens_are_tokens_per_second(saved):
     assert "examples/s" not in said
 
 
+@pytest.mark.slow
 def test_an_export_where_the_gpu_compiler_is_and_no_gpu_prints_no_traceback(saved):
     folder, _ = saved
     command = (sys.executable, "-m", "jaxpar", "checkpoint", "export", "run", "--format", "safetensors", "--to", "out")

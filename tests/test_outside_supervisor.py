@@ -86,7 +86,8 @@ def test_a_process_ends_though_its_last_words_cannot_be_said(ending, stderr):
             os.close(reading)
 
 
-@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ignored", [False, True])
 def test_a_terminal_that_closes_is_heard_unless_nohup_says_otherwise(ignored, folder):
     write(folder, steps=150, seconds=0.03)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)

@@ -52,6 +52,7 @@ def held(kind, path, folder):
     return float(done.stdout)
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path):
     line = b"the quick brown fox jumps over the lazy dog, and the dog sleeps on.\n"
     with (tmp_path / "a.txt").open("wb") as out:

@@ -36,7 +36,7 @@ def compiled(schedule, gather):
 
 
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
-@pytest.mark.parametrize("schedule", ["1f1b_phased", "1f1b"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b_phased", marks=pytest.mark.slow), "1f1b"])
 def test_outside_gradients_of_a_tick_are_reduced_in_float32(schedule):
     """Five ticks of a phased table make gradients of layers; of a mixed one, which reduces shared ones in all, four."""
     over = [entry for entry in compiled(schedule, "tick").ledger if entry.axis == "fsdp" and entry.payload > 64]
@@ -90,10 +90,10 @@ CASES = {  # a model, its loss, where, and how: all with gather="tick"
         "biased", "one-hot", {"pipe": 2, "fsdp": 2, "tensor": 2}, {"keep": "residuals"}, {"remat": "dots"}),
 }  # fmt: skip
 MODELS = handwritten.MODELS | {"biased": partial(jp.Decoder, BIASED)}
-OFTEN = ("what the backward reads kept",)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in OFTEN)) for c in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_outside_layers_gathered_in_a_tick_train_as_one_device_does(case):
     model, loss, mesh, pipeline, numerics = CASES[case]
     chain = optax.sgd(0.1, momentum=0.9)  # a gradient that is off by a factor shows, which Adam would hide

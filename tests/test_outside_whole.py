@@ -51,8 +51,9 @@ def said(report, kind):
     return [flag for flag in report.flags if flag.kind == kind]
 
 
+@pytest.mark.slow
 @absent
-@pytest.mark.parametrize(("zero", "accumulate"), some(itertools.product((1, 2), (1, 4)), [(1, 1), (2, 4)]))
+@pytest.mark.parametrize(("zero", "accumulate"), itertools.product((1, 2), (1, 4)))
 def test_outside_parameters_are_gathered_once_a_step_in_bf16(zero, accumulate):
     """Gradients travel as before: in the dtype in which products leave them, once for every microbatch."""
     found, count = look(partial(jp.Decoder, WIDE), jp.Parallel(fsdp=8, zero=zero), accumulate=accumulate)
@@ -67,8 +68,9 @@ def test_outside_parameters_are_gathered_once_a_step_in_bf16(zero, accumulate):
     assert not said(found, "unsharded gradient")
 
 
+@pytest.mark.slow
 @absent
-@pytest.mark.parametrize("zero", some([1, 2], [2]))
+@pytest.mark.parametrize("zero", [1, 2])
 def test_outside_parameters_are_gathered_in_bf16_around_the_table_of_a_pipeline(zero):
     """Its gradients are summed in float32, and reduced so."""
     model = partial(Staged, layers=LAYERS, tied=False, vocab=VOCAB, dim=DIM, hidden=HIDDEN)
@@ -106,7 +108,7 @@ LOSSES = {"user's": token_loss, "decoder": next_token}
     ("name", "precision", "zero", "accumulate"),
     some(
         [(*each, *ways) for each in itertools.product(MODELS, ("fp32", "bf16")) for ways in ((1, 2), (2, 1))],
-        [("user's", "fp32", 1, 2), ("user's", "bf16", 2, 1), ("decoder", "bf16", 1, 2), ("decoder", "fp32", 2, 1)],
+        [("user's", "fp32", 1, 2), ("user's", "bf16", 2, 1)],
     ),
 )
 def test_outside_shards_between_steps_train_as_one_device(name, zero, precision, accumulate):

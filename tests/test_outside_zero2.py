@@ -37,9 +37,9 @@ def alone():
 @pytest.mark.parametrize(
     ("mesh", "pipeline"),
     [
-        ("tensor", jp.Pipeline(schedule="1f1b_phased", keep="residuals")),
+        pytest.param("tensor", jp.Pipeline(schedule="1f1b_phased", keep="residuals"), marks=pytest.mark.slow),
         ("data", jp.Pipeline(schedule="zb_h1")),
-        ("data", jp.Pipeline(layers=(3, 1))),
+        pytest.param("data", jp.Pipeline(layers=(3, 1)), marks=pytest.mark.slow),
     ],
     ids=["a phased table and tensor", "a mixed table and replicas", "uneven stages"],
 )

@@ -146,7 +146,7 @@ def test_slow_links_make_what_moves_least_the_first():
     assert first.data > 1 or first.zero < 3
 
 
-@pytest.mark.parametrize("text", [VIT, CONV], ids=["vit", "resnet"])
+@pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
 def test_a_planned_job_can_be_made_and_is_what_was_planned(text):
     job, plan = loads(text), search(question(text))
     for each in plan.best:

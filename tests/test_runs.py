@@ -136,7 +136,8 @@ def test_the_same_job_again_is_the_same_run_bit_for_bit(whole, folder):
     assert losses(folder / "again") == losses(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     target = folder / f"stopped{number}"
     with start("train", folder / "job.toml", f"run.dir={target}") as process:

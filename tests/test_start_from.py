@@ -194,6 +194,7 @@ data = -1
 """
 
 
+@pytest.mark.slow
 def test_a_job_starts_from_another_run_and_goes_on_from_its_own(tmp_path):
     rng = np.random.default_rng(0)
     np.savez(tmp_path / "ok.npz", inputs=rng.random((32, 64), np.float32), labels=np.arange(32) % 10)
