@@ -10,8 +10,8 @@ become faster. What it does by hand:
     tensor        two sums per layer forward, two backward. The table of tokens is split by columns: a gather of what
                   was looked up, and nothing backward. The logits are split over the vocabulary, and the loss of the
                   parts is one gather of two numbers per token
-    own backward  the loss keeps logits and their logsumexp; the norm its input and one number per token; SwiGLU its
-                  two inputs
+    own backward  the head and the loss are one, keep logits and their logsumexp, and write the gradient of the logits
+                  over them; the norm keeps its input and one number per token; SwiGLU its two inputs
     small things  gradients of norm scales and the loss travel in one sum; the norm of all gradients is another
 
 Suffixes of arrays: b batch, s queries, t keys, d embed, h heads, k head_dim, f mlp, v vocab, n layers.
@@ -199,8 +199,7 @@ def _loss(model: Llama, params: Params, tokens_bs: jax.Array, targets_bs: jax.Ar
     else:
         x_bsd, _ = jax.lax.scan(layer, x_bsd, layers)
     y = _enter_tensor(_norm(x_bsd, norms[-1]))
-    logits_bsv = jnp.einsum("bsd,dv->bsv", y, whole["head"](params["head"]))
-    return _cross_entropy(logits_bsv, targets_bs) / _over(targets_bs.size, BATCH)
+    return _head(y, whole["head"](params["head"]), targets_bs) / _over(targets_bs.size, BATCH)
 
 
 def _over(size: int, axes: tuple[str, ...]) -> int:
@@ -322,32 +321,34 @@ def _attend(model: Llama, qkv_bschk: jax.Array, tables: tuple[jax.Array, jax.Arr
 
 
 @jax.custom_vjp
-def _cross_entropy(logits_bsv: jax.Array, targets_bs: jax.Array) -> jax.Array:
-    return _cross_entropy_forward(logits_bsv, targets_bs)[0]
+def _head(y_bsd: jax.Array, head_dv: jax.Array, targets_bs: jax.Array) -> jax.Array:
+    # the sum of the cross entropies of this device's tokens, over all parts of the vocabulary
+    return _head_forward(y_bsd, head_dv, targets_bs)[0]
 
 
-def _own_targets(logits_bsv: jax.Array, targets_bs: jax.Array) -> jax.Array:
+def _head_forward(y_bsd: jax.Array, head_dv: jax.Array, targets_bs: jax.Array):
+    y_td = y_bsd.reshape(-1, y_bsd.shape[-1])
+    logits_tv = y_td @ head_dv
+    logits = logits_tv.astype(jnp.float32)
     # targets as numbers of this device's part of the vocabulary; outside of it where another device has them
-    return targets_bs - jax.lax.axis_index("tensor") * logits_bsv.shape[-1]
-
-
-def _cross_entropy_forward(logits_bsv: jax.Array, targets_bs: jax.Array):
-    logits = logits_bsv.astype(jnp.float32)
-    own = _own_targets(logits_bsv, targets_bs)
+    own = targets_bs.reshape(-1) - jax.lax.axis_index("tensor") * logits.shape[-1]
     lse = jax.nn.logsumexp(logits, axis=-1)
-    picked = jnp.take_along_axis(logits, own[..., None], axis=-1, mode="fill", fill_value=0.0)[..., 0]
+    picked = jnp.take_along_axis(logits, own[:, None], axis=-1, mode="clip")[:, 0]
     if jax.lax.axis_size("tensor") > 1:
-        picked = jnp.where((own >= 0) & (own < logits_bsv.shape[-1]), picked, 0.0)
+        picked = jnp.where((own >= 0) & (own < logits.shape[-1]), picked, 0.0)
         parts = jax.lax.all_gather(jnp.stack([lse, picked]), "tensor")
         lse, picked = jax.nn.logsumexp(parts[:, 0], axis=0), jnp.sum(parts[:, 1], axis=0)
-    return jnp.sum(lse - picked), (logits_bsv, lse, own)
+    return jnp.sum(lse - picked), (y_bsd, head_dv, logits_tv, lse, own)
 
 
-def _cross_entropy_backward(kept, grad: jax.Array):
-    logits_bsv, lse, own = kept
-    found = jnp.arange(logits_bsv.shape[-1]) == own[..., None]
-    share = jnp.exp(logits_bsv.astype(jnp.float32) - lse[..., None])
-    return (grad * (share - found)).astype(logits_bsv.dtype), None
+def _head_backward(kept, grad: jax.Array):
+    y_bsd, head_dv, logits_tv, lse, own = kept
+    found = jnp.arange(logits_tv.shape[-1]) == own[:, None]
+    share = jnp.exp(logits_tv.astype(jnp.float32) - lse[:, None])
+    # computed once, in place of the logits: without the barrier each matmul computes its own
+    grad_tv = jax.lax.optimization_barrier((grad * (share - found)).astype(logits_tv.dtype))
+    y_td = y_bsd.reshape(-1, y_bsd.shape[-1])
+    return (grad_tv @ head_dv.T).reshape(y_bsd.shape), y_td.T @ grad_tv, None
 
 
-_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
+_head.defvjp(_head_forward, _head_backward)
