@@ -7,7 +7,10 @@ from jaxpar.cli.options import add_job, add_json, check_file, prefer_huge_pages
 
 EXAMPLE = """\
   $ jaxpar bench overhead
-  the step of jaxpar beside a hand-written one in raw JAX, interleaved in one process
+  the step of jaxpar beside the same program written by hand in raw JAX, and beside the same model as an expert writes
+  it, interleaved in one process; an hour
+  $ jaxpar bench overhead --beside expert --only "fsdp 8" --remat none --minutes 9 --out overhead.jsonl
+  one row; the file has each row as soon as it is measured, and the next run goes on after them
   $ jaxpar bench pipeline
   memory of a pipelined step by schedule and microbatches, as compiled for simulated devices and for eight H100s
   $ jaxpar bench faults --timeout 10
@@ -47,8 +50,15 @@ def add(verbs) -> None:
         one.set_defaults(run=function)
         return one
 
-    one = add_one("overhead", "the step beside a hand-written one", overhead)
+    one = add_one("overhead", "the step beside two that were written by hand", overhead)
     one.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout (default 60)")
+    one.add_argument(
+        "--beside", choices=("twin", "expert"), help="only the overhead, or only the expert (default: both)"
+    )
+    one.add_argument("--only", metavar="LAYOUT", action="append", default=[], help="one layout, such as 'fsdp 8'")
+    one.add_argument("--remat", choices=("none", "full"), help="beside the expert: only this (default: both)")
+    one.add_argument("--minutes", type=float, default=0.0, help="beside the expert: start no row that may end later")
+    one.add_argument("--out", default="", metavar="FILE.jsonl", help="beside the expert: rows to keep, and go on after")
     add_json(one)
     add_json(add_one("pipeline", "memory of a pipelined step, by schedule and microbatches", pipeline))
     one = add_one("faults", "seconds until all processes have noticed what befell one", faults)
@@ -86,11 +96,24 @@ def add(verbs) -> None:
 
 
 def overhead(args: argparse.Namespace) -> tuple[Any, int]:
-    """Measures a step beside its hand-written twin."""
-    from jaxpar.bench.overhead import overhead
+    """Measures a step beside those written by hand."""
+    from jaxpar.bench.overhead.against_expert import LAYOUTS, REMAT, against_expert
+    from jaxpar.bench.overhead.against_twin import against_twin
+    from jaxpar.errors import nearest, refuse
 
+    for name in args.only:
+        if name not in LAYOUTS:
+            raise refuse(f"--only {name!r:.60}", rule="a layout of the bench has a name", fix=nearest(name, LAYOUTS))
     prefer_huge_pages()
-    return _held(overhead(rounds=_rounds(args)))
+    found: dict[str, Any] = {}
+    if args.beside != "expert":
+        found["twin"] = against_twin(rounds=_rounds(args), only=args.only)
+    if args.beside != "twin":
+        remat = [args.remat] if args.remat else list(REMAT)
+        found["expert"] = against_expert(
+            only=args.only, remat=remat, rounds=_rounds(args), minutes=args.minutes, out=args.out
+        )
+    return found, 0 if all(table["holds"] for table in found.values()) else 1
 
 
 def pipeline(args: argparse.Namespace) -> tuple[Any, int]:

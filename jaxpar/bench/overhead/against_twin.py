@@ -1,4 +1,4 @@
-"""Compares a step of jaxpar with one written by hand: time, memory, start-up, and the program itself.
+"""Compares a step of jaxpar with the same program written by hand: time, memory, start-up, and the program itself.
 
 Both steps run in one process, in turn, so that other load on the machine meets both; the
 ratio is taken pair by pair and its median quoted. The programs are compared without a clock:
@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 import jaxpar as jp
-from jaxpar.bench import ours, twin
+from jaxpar.bench import twin
+from jaxpar.bench.overhead import ours
 from jaxpar.bench.record import where
 from jaxpar.errors import refuse
 from jaxpar.mesh.devices import describe
@@ -27,18 +29,20 @@ BOUNDS = {"step": 1.02, "temporary": 1.0, "first step": 1.15}
 _COLLECTIVE = re.compile(r"= (\S.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-def overhead(*, rounds: int = 60, starts: int = 9) -> dict[str, Any]:
+def against_twin(*, rounds: int = 60, starts: int = 9, only: Sequence[str] = ()) -> dict[str, Any]:
     """Measures every layout, prints a table, and returns it with whether the bounds hold.
 
     Args:
       rounds: Interleaved pairs of blocks of steps, per layout.
       starts: Interleaved pairs of whole processes up to the end of their first step, per layout.
+      only: Names of `LAYOUTS`; all of them where empty.
     """
     jp.simulate(8)
     print(f"{describe(jax.devices())}, jax {jax.__version__}, {rounds} pairs of steps, {starts} pairs of processes")
     print(f"{'layout':<30}{'step':>8}{'temporary':>22}{'first step':>12}   collectives, FLOP")
     rows: dict[str, dict[str, Any]] = {}
-    for name, (data, fsdp, tensor) in LAYOUTS.items():
+    for name in only or LAYOUTS:
+        data, fsdp, tensor = LAYOUTS[name]
         row: dict[str, Any] = _compare((data, fsdp, tensor), rounds)
         row["first step"] = _starts((data, fsdp, tensor), starts)
         rows[name] = row
@@ -98,7 +102,7 @@ def _starts(sizes: tuple[int, int, int], pairs: int) -> float:
     """Returns the median ratio of the times from the start of a process to the end of its first step."""
     ratios = []
     for _ in range(pairs):
-        mine, theirs = (_process(module, sizes) for module in ("jaxpar.bench.ours", "jaxpar.bench.twin"))
+        mine, theirs = (_process(module, sizes) for module in ("jaxpar.bench.overhead.ours", "jaxpar.bench.twin"))
         ratios.append(mine / theirs)
     return statistics.median(ratios)
 

@@ -1,7 +1,9 @@
-"""The twin's step, declared with jaxpar; as a program it makes one first step and ends."""
+"""The steps of the twins, declared with jaxpar; as a program it makes the twin's first step and ends."""
 
 import sys
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jaxpar as jp
 from jaxpar.bench import twin
@@ -17,6 +19,21 @@ def build(parallel: jp.Parallel):
     layout = jp.compose(partial(Decoder, settings), parallel)
     optimizer = twin.make_optimizer()
     return jp.init_state(layout, optimizer), jp.train_step(layout, jp.next_token, optimizer)
+
+
+def like_expert(model: Any, sizes: Mapping[str, int], optimizer: Any, devices: Any = None):
+    """Returns the step of the expert's model.
+
+    Args:
+      model: `expert.Llama`.
+      sizes: Of the mesh.
+      optimizer: With the clipping that the expert does himself.
+      devices: Absent GPUs; None takes those of this process.
+    """
+    shape = ("vocab", "seq", "layers", "dim", "heads", "hidden")
+    settings = jp.DecoderSettings(**{name: getattr(model, name) for name in shape}, scan=not model.unrolled)
+    layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(**sizes), devices)
+    return jp.train_step(layout, jp.next_token, optimizer, remat="full" if model.remat else "none")
 
 
 if __name__ == "__main__":

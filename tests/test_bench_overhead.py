@@ -1,0 +1,49 @@
+"""`jaxpar bench overhead` beside the expert: rows are kept, one can be chosen, and none is begun that may not end."""
+
+import itertools
+import json
+
+import pytest
+
+from jaxpar.bench.overhead import against_expert as bench
+
+BYTES = {"temporary": 2**20, "launches": 2, "wire": 2**20}
+ROW = {
+    "ours": {"processors": BYTES, "H100s": BYTES},
+    "expert": {"processors": BYTES, "H100s": BYTES},
+    "ratios": {"memory on H100s": 1.0, "step": 1.0},
+}
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The names of the rows that were measured, none of which really is."""
+    done = []
+    monkeypatch.setattr(bench, "_measured", lambda model, sizes, rounds: done.append((sizes, model.remat)) or ROW)
+    return done
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(measured, tmp_path):
+    out = str(tmp_path / "rows.jsonl")
+    bench.against_expert(only=["fsdp 8"], remat=["none"], out=out)
+    result = bench.against_expert(only=["fsdp 8"], out=out)
+    assert measured == [({"fsdp": 8}, False), ({"fsdp": 8}, True)]
+    assert result["holds"]
+    assert list(result["layouts"]) == ["fsdp 8, none", "fsdp 8, full"]
+
+
+def test_rows_of_another_commit_are_measured_again(measured, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    bench.against_expert(only=["data 8"], remat=["none"], out=str(out))
+    line = json.loads(out.read_text())
+    out.write_text(json.dumps(line | {"where": line["where"] | {"commit": "another"}}) + "\n")
+    bench.against_expert(only=["data 8"], remat=["none"], out=str(out))
+    assert len(measured) == 2
+
+
+def test_no_row_is_started_that_may_not_end_in_time(measured, capsys):
+    seconds = itertools.count(step=120)  # two minutes pass between two looks at the clock
+    result = bench.against_expert(only=["data 8"], minutes=5, clock=lambda: next(seconds))
+    assert len(measured) == 1
+    assert not result["holds"]
+    assert "not started" in capsys.readouterr().out
