@@ -6,6 +6,7 @@ a count do not.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,7 +60,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """Returns -log softmax(logits)[label], in float32.
 
     The label's logit is summed out rather than gathered, so that logits split over their
-    last dim stay split (Megatron-LM's vocab-parallel loss, arXiv:1909.08053 section 3).
+    last dim stay split (Megatron-LM's vocab-parallel loss, arXiv:1909.08053 section 3). The backward pass keeps the
+    logits and their logsumexp. Both modes of differentiation, and second derivatives, work.
 
     Args:
       logits: Shape [..., vocab].
@@ -74,12 +76,52 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
             rule="labels are whole numbers, one for every row of logits",
             fix=f"labels int32{list(logits.shape[:-1])}: labels.squeeze(-1), or labels.argmax(-1) of one-hot rows",
         )
-    logits = logits.astype(jnp.float32)
-    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    shifted = logits - highest
-    at_label = jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
-    losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - jnp.sum(jnp.where(at_label, shifted, 0.0), axis=-1)
-    return jnp.where((labels >= 0) & (labels < logits.shape[-1]), losses, jnp.nan)
+    return _cross_entropy(logits, labels)
+
+
+@jax.custom_jvp
+def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return _losses(logits, labels)[0]
+
+
+@_cross_entropy.defjvp
+def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    """Returns the losses and their slope, for both modes of differentiation.
+
+    Left to itself JAX keeps the exponentials of the forward pass, in float32, beside the logits. Here a checkpoint
+    computes them again, so that the backward pass reads the logits, as they are, and one number per row.
+    """
+    (logits, labels), (slopes, _) = primals, tangents
+    losses, log_sum = _losses(logits, labels)
+
+    # the gradient of the logits is computed once, over them: else XLA computes it for each matmul that reads it
+    slopes = jax.lax.optimization_barrier(slopes)
+
+    # prevent_cse: the exponentials of the forward pass are of other numbers, and there is nothing to share
+    @partial(jax.checkpoint, prevent_cse=False)
+    def along(logits: jax.Array, log_sum: jax.Array, slopes: jax.Array) -> jax.Array:
+        shares = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None]) - _at(labels, logits)
+        return jnp.sum(shares * slopes.astype(jnp.float32), axis=-1)
+
+    return losses, jnp.where(_known(labels, logits), along(logits, log_sum, slopes), 0.0)
+
+
+def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the losses, and the logarithm of the sum of the exponentials of each row's logits."""
+    wide = logits.astype(jnp.float32)
+    highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
+    shifted = wide - highest
+    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
+    losses = log_sum - jnp.sum(jnp.where(_at(labels, logits), shifted, 0.0), axis=-1)
+    return jnp.where(_known(labels, logits), losses, jnp.nan), log_sum + highest[..., 0]
+
+
+def _at(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
+
+
+def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    return (labels >= 0) & (labels < logits.shape[-1])
 
 
 RESERVED = frozenset(("step", "tokens", "grad_norm", "seconds", "tokens_per_second", "learning_rate"))
