@@ -192,7 +192,7 @@ def check_ranges(
     defaults = {field.name: field.default for field in fields(spec)}  # pyright: ignore[reportArgumentType]
     for key, (low, high) in ranges.items():
         value = getattr(spec, key)
-        number = isinstance(value, Real)
+        number = issubclass(type(value), Real)  # numpy's numbers too
         if not number or not low <= value <= high or (key in below and value == high):
             usual = defaults.get(key, MISSING)
             rule = (
