@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Keywords, Problem, nearest, refuse
+from jaxpar.exchange.part import Part
 from jaxpar.exchange.sent import Sent
 from jaxpar.units import show_bytes
 
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
     from jaxpar.exchange.between import Between
 
 Tree = Any  # a nested dict of arrays, or of what stands for them
+
+
+def by_path(tree: Tree) -> tuple[dict[str, Any], Any]:
+    """Returns a tree as arrays by path, and its structure."""
+    import jax
+
+    from jaxpar.sharding.names import path_of
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    return {path_of(keys): leaf for keys, leaf in leaves}, structure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +86,8 @@ class Exchange(Keywords, metaclass=_Named):
         """Returns the state of its own at step 0; () for none.
 
         An array of a parameter's shape is shared, and placed as that of an optimizer is; one with a dim of `replicas`
-        before that has an entry on each replica. All others are whole everywhere. Its path must end with the
-        parameter's, as in {"anchor": params}.
+        before that has an entry on each replica; one under the key "pieces" has a piece on each (`piece_dim`). All
+        others are whole everywhere. Its path must end with the parameter's, as in {"anchor": params}.
 
         Args:
           params: The parameters with which all replicas begin.
@@ -100,6 +111,14 @@ class Exchange(Keywords, metaclass=_Named):
 
     def problems(self, replicas: int) -> list[Problem]:
         """Returns what is wrong with it between so many replicas."""
+        return []
+
+    def idle(self, parts: Mapping[str, Part]) -> list[Problem]:
+        """Returns whether it does nothing for a model.
+
+        Args:
+          parts: Path of each parameter to what a device holds of it.
+        """
         return []
 
     def meeting(self, step: int) -> int:

@@ -159,6 +159,14 @@ def averaged(shards: Mapping[str, Any], replicas: int, *, every: int = 1, algori
     )  # fmt: skip
 
 
+def in_pieces(spec: PartitionSpec, dim: int, dims: int) -> PartitionSpec:
+    """Returns a spec of so many dims, in one of which each replica has a piece of what a device holds."""
+    entries = [*spec, *(None,) * (dims - len(spec))]
+    held = entries[dim]
+    entries[dim] = (*((held,) if isinstance(held, str) else held or ()), AXIS)
+    return PartitionSpec(*entries)
+
+
 def shifts(weights: np.ndarray) -> list[list[tuple[int, int]]]:
     """Returns who sends to whom, as few permutes: in the k-th each sends to the one k after it, if that hears it."""
     count = len(weights)

@@ -13,13 +13,21 @@ class Part:
       shape: Its shape.
       dtype: As stored.
       layers: Whether dim 0 is the layers of a stack.
+      whole: Elements of the parameter, on all devices.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     layers: bool = False
+    whole: int = 0
 
     @property
     def size(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+
+def piece_dim(shape: tuple[int, ...], replicas: int) -> int | None:
+    """Returns the dim in which each replica has a piece of what a device holds: the largest that divides; or None."""
+    fits = [dim for dim, size in enumerate(shape) if size and size % replicas == 0]
+    return max(fits, key=lambda dim: shape[dim], default=None)

@@ -12,9 +12,13 @@ from jaxpar.exchange.averaging.gossip import Gossip
 from jaxpar.exchange.averaging.local import Local
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import EXCHANGES, Exchange
+from jaxpar.exchange.compressed.half import Half
+from jaxpar.exchange.compressed.qsgd import Qsgd
+from jaxpar.exchange.compressed.sign import Sign
+from jaxpar.exchange.compressed.ternary import Ternary
 from jaxpar.tables import changed
 
-for _kind in (AllReduce, Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble):
+for _kind in (AllReduce, Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble, Sign, Ternary, Qsgd, Half):
     EXCHANGES[_kind.__dataclass_fields__["name"].default] = _kind
 
 

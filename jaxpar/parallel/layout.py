@@ -183,7 +183,7 @@ class Layout:
 
         def one(place: Placement) -> Part:
             shape = shard_shape(place.leaf.shape, place.stored, self.sizes)
-            return Part(shape, place.leaf.dtype, layers=place.names[:1] == ("layers",))
+            return Part(shape, place.leaf.dtype, layers=place.names[:1] == ("layers",), whole=place.leaf.size)
 
         return {path: one(place) for path, place in self.placements.items()}
 

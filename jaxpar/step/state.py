@@ -11,8 +11,10 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.exchange.between import in_pieces
+from jaxpar.exchange.part import piece_dim
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import Tree
+from jaxpar.sharding.names import Tree, path_of
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step.frozen import frozen, without
 
@@ -180,9 +182,17 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
         owner = layout.owner(keys)
         return owner is not None and tuple(leaf.shape[1:]) == layout.placements[owner].leaf.shape
 
+    def pieces(keys, leaf, spec: PartitionSpec) -> PartitionSpec:
+        owner = layout.owner(keys)
+        if path_of(keys[:1]) != "pieces" or owner is None:
+            return spec
+        dim = piece_dim(layout.parts[owner].shape, layout.sizes["data"])
+        return spec if dim is None else in_pieces(spec, dim, leaf.ndim)
+
     apart = jax.tree_util.tree_map_with_path(each, own)
     one = jax.tree.map(lambda leaf, alone: of_one_replica(leaf) if alone else leaf, own, apart)
-    return jax.tree.map(lambda alone, spec: _over_data(spec) if alone else spec, apart, layout.optimizer_specs(one))
+    specs = jax.tree.map(lambda alone, spec: _over_data(spec) if alone else spec, apart, layout.optimizer_specs(one))
+    return jax.tree_util.tree_map_with_path(pieces, own, specs)
 
 
 def of_one_replica(tree: Tree) -> Tree:

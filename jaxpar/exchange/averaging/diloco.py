@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.exchange.averaging.settings import SECTION, STEPS, check_algorithm
 from jaxpar.exchange.base import Exchange, Replicas, Tree
 from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.settings import SECTION, STEPS, check_algorithm
 
 if TYPE_CHECKING:
     import optax

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import check_ranges
-from jaxpar.exchange.averaging.settings import SECTION, STEPS
 from jaxpar.exchange.base import Exchange, Replicas, Tree
 from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.settings import SECTION, STEPS
 
 if TYPE_CHECKING:
     from jaxpar.exchange.between import Between

@@ -7,7 +7,7 @@ Parameters outside of layers, such as embeddings, go where least is so far, the 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxpar.errors import refuse
@@ -17,7 +17,7 @@ Fragment = Mapping[str, slice]  # path of a parameter to its layers in the fragm
 ALL = slice(None)
 
 
-def fragments(parts: Mapping[str, Part], count: int, order: str) -> list[Fragment]:
+def fragments(parts: Mapping[str, Part], count: int, order: str) -> Sequence[Fragment]:
     """Returns what each fragment has; together they have every parameter once.
 
     Args:
@@ -28,7 +28,7 @@ def fragments(parts: Mapping[str, Part], count: int, order: str) -> list[Fragmen
     Raises:
       JaxparError: If one of them would be empty.
     """
-    layer = {path: int(found[1]) for path in parts if (found := re.search(r"(?:^|/)(\d+)(?:/|$)", path))}
+    layer = {path: int(number[1]) for path in parts if (number := re.search(r"(?:^|/)(\d+)(?:/|$)", path))}
     listed = max(layer.values(), default=-1) + 1
     found: list[dict[str, slice]] = [{} for _ in range(count)]
     sizes = [0.0] * count
@@ -67,7 +67,7 @@ def share(part: Part, layers: slice) -> Part:
     """Returns the shape of a fragment's layers of a parameter."""
     if layers == ALL:
         return part
-    return Part((len(range(*layers.indices(part.shape[0]))), *part.shape[1:]), part.dtype, part.layers)
+    return Part((len(range(*layers.indices(part.shape[0]))), *part.shape[1:]), part.dtype, part.layers, part.whole)
 
 
 def take(flat: Mapping[str, Any], fragment: Fragment, *, dim: int = 0) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Problem, check_ranges
 from jaxpar.exchange.averaging import graphs
-from jaxpar.exchange.averaging.settings import SECTION, STEPS
 from jaxpar.exchange.base import Exchange, Replicas
 from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.settings import SECTION, STEPS
 
 if TYPE_CHECKING:
     from jaxpar.exchange.between import Between

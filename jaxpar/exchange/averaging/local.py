@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import check_ranges
-from jaxpar.exchange.averaging.settings import SECTION, STEPS, check_algorithm
 from jaxpar.exchange.base import Exchange, Replicas
 from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.settings import SECTION, STEPS, check_algorithm
 
 if TYPE_CHECKING:
     from jaxpar.exchange.between import Between

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.averaging.diloco import Outer, stepped
 from jaxpar.exchange.averaging.fragments import ALL, Fragment, fragments, put, share, take
-from jaxpar.exchange.averaging.settings import SECTION, STEPS
-from jaxpar.exchange.base import Replicas, Tree
+from jaxpar.exchange.base import Replicas, Tree, by_path
 from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.settings import SECTION, STEPS
 
 if TYPE_CHECKING:
     from jaxpar.exchange.between import Between
@@ -73,7 +73,7 @@ class Streaming(Outer):
 
     def init(self, params: Tree, replicas: int) -> Tree:
         """Returns the anchor, the outer optimizer's state, and what was sent and not applied yet."""
-        flat, _ = _flat(params)
+        flat, _ = by_path(params)
         return {"anchor": flat, "outer": self.chain.init(flat), "sent": flat}
 
     def meeting(self, step: int) -> int:
@@ -87,7 +87,7 @@ class Streaming(Outer):
 
     def agree(self, replicas: Replicas, between: "Between") -> Replicas:
         """Returns the replicas after a fragment was sent, or applied, or both."""
-        params, structure = _flat(replicas.params)
+        params, structure = by_path(replicas.params)
         between = between.of(dict(zip(params, structure.flatten_up_to(between.specs), strict=True)))
         own = dict(replicas.own)
         each = fragments(between.parts, self.fragments, self.order)
@@ -132,16 +132,6 @@ class Streaming(Outer):
         distance = self.every // self.fragments
         number, rest = divmod(place % self.every + 1, distance)
         return None if rest else number - 1
-
-
-def _flat(tree: Tree) -> tuple[dict[str, Any], Any]:
-    """Returns a tree as arrays by path, and its structure."""
-    import jax
-
-    from jaxpar.sharding.names import path_of
-
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    return {path_of(keys): leaf for keys, leaf in leaves}, structure
 
 
 def _only(between: "Between", fragment: Fragment) -> "Between":

@@ -40,10 +40,11 @@ def problems(parallel: Parallel) -> list[Problem]:
 
 
 def splits(layout: Layout) -> list[Problem]:
-    """Returns the parameters that `data` splits by a rule of the user's, where replicas step apart."""
+    """Returns the parameters that `data` splits by a rule, where replicas step apart; and an exchange with no use."""
     if not layout.parallel.exchange.apart:
         return []
-    return [
+    exchange = layout.parallel.exchange
+    return (exchange.idle(layout.parts) if layout.sizes["data"] > 1 else []) + [
         Problem(
             f"{path} {layout.describe(path)} with exchange {layout.parallel.exchange}",
             "each replica has all of its parameters, where replicas step apart",

@@ -62,7 +62,8 @@ def kept(model: Counted, candidate: Candidate, software: SoftwareModel, recipe: 
 
 def _part(parameters: float) -> dict[str, Part]:
     """Returns the parameters that a device holds as one array, which is how an exchange is asked about them."""
-    return {"parameters": Part((max(int(parameters), 1),), np.dtype("float32"))}
+    count = max(int(parameters), 1)
+    return {"parameters": Part((count,), np.dtype("float32"), whole=count)}
 
 
 def _each(price: Callable[..., float], *numbers: Any) -> Any:

@@ -1,0 +1,161 @@
+"""What compressed gradients have in common: which are compressed, what is remembered, and how they travel.
+
+    gradient + error ─► rows, one for each replica ─► encode ─► all-to-all ─► decode, mean (+ error) ─► encode
+                                                                all replicas ◄─ decode ◄─ all-gather ◄─┘
+
+What a code loses is added to the next step's gradient (error feedback: Seide et al. 2014; Karimireddy et al. 2019,
+arXiv:1901.09847), by who made the code: each replica for its own gradients, and for its piece of the mean.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxpar.errors import Problem, check_ranges, refuse
+from jaxpar.exchange.base import Exchange, Tree, by_path
+from jaxpar.exchange.part import Part, piece_dim
+from jaxpar.exchange.sent import Sent
+from jaxpar.exchange.settings import SECTION, STEPS
+
+if TYPE_CHECKING:
+    import jax
+
+    from jaxpar.exchange.between import Between
+
+
+class Bytes(NamedTuple):
+    """An array of a code: its elements for so many of the gradient's, and its dtype in HLO's words."""
+
+    elements: int
+    dtype: str
+    size: int  # bytes of an element
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed(Exchange):
+    """Gradients that travel as a code.
+
+    Attributes:
+      smallest: Parameters of fewer elements are not compressed.
+      whole: Patterns of paths that are not compressed either: norms and biases.
+      block: Elements that have a scale in common.
+      feedback: Whether what a code loses is added to the next step's gradient.
+    """
+
+    smallest: int = 4096
+    whole: tuple[str, ...] = ("*bias*", "*scale*", "*norm*")
+    block: int = 1024
+    feedback: bool = True
+
+    def __post_init__(self):
+        check_ranges(self, SECTION, {"smallest": (1, STEPS), "block": (8, STEPS)})
+        if self.block % 8:
+            raise refuse(
+                f"{SECTION}.block = {self.block}",
+                rule="elements of a block fill bytes: 8 divides it",
+                fix=f"block = {-(-self.block // 8) * 8}",
+            )
+
+    def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
+        """Returns the code of rows of elements, each array of it with their dim 0. rows: [rows, blocks * block]."""
+        raise NotImplementedError
+
+    def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
+        """Returns the elements that a code stands for. Shape [rows, blocks * block], float32."""
+        raise NotImplementedError
+
+    def coded(self, elements: int) -> tuple[Bytes, ...]:
+        """Returns what the code of a row of so many elements is made of."""
+        raise NotImplementedError
+
+    def compresses(self, path: str, size: int) -> bool:
+        """Returns whether a parameter's gradient travels as a code.
+
+        Args:
+          path: Of the parameter.
+          size: Its elements, on all devices.
+        """
+        return size >= self.smallest and not any(fnmatchcase(path.lower(), pattern) for pattern in self.whole)
+
+    def idle(self, parts: Mapping[str, Part]) -> list[Problem]:
+        """Returns whether no parameter of a model is compressed."""
+        if any(self.compresses(path, part.whole) for path, part in parts.items()):
+            return []
+        largest = max((part.whole for part in parts.values()), default=0)
+        return [
+            Problem(
+                f"exchange {self} compresses nothing: the largest parameter has {largest:,} elements",
+                f"parameters of {self.smallest:,} elements and more are compressed, but those that `whole` names",
+                f"smallest = {max(largest // 2, 1)}, or leave the exchange out",
+            )
+        ]
+
+    def init(self, params: Tree, replicas: int) -> Tree:
+        """Returns the count of steps, and where errors are remembered those of gradients and of pieces of the mean."""
+        import jax.numpy as jnp
+
+        own = {"step": jnp.zeros((), jnp.int32)}
+        if not self.feedback:
+            return own
+        flat = {path: x for path, x in by_path(params)[0].items() if self.compresses(path, x.size)}
+        return own | {
+            "lost": {path: jnp.zeros((replicas, *x.shape), jnp.float32) for path, x in flat.items()},
+            "pieces": {path: jnp.zeros(x.shape, jnp.float32) for path, x in flat.items()},
+        }
+
+    def gradients(self, local: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
+        """Returns the mean gradient as its code says, and what that lost."""
+        from jaxpar.exchange.compressed.two_phases import exchanged
+
+        flat, structure = by_path(local)
+        specs = dict(zip(flat, structure.flatten_up_to(between.specs), strict=True))
+        dims = self._dims(between.parts, between.replicas)
+        found, lost, pieces = exchanged(
+            self,
+            {path: flat[path] for path in dims},
+            {path: own["lost"][path] for path in dims} if self.feedback else {},
+            {path: own["pieces"][path] for path in dims} if self.feedback else {},
+            dims,
+            between.of({path: specs[path] for path in dims}),
+            own["step"],
+        )
+        rest = {path: x for path, x in flat.items() if path not in dims}
+        mean = found | between.of({path: specs[path] for path in rest}).mean(rest)
+        after = {"step": own["step"] + 1}
+        if self.feedback:
+            after |= {"lost": own["lost"] | lost, "pieces": own["pieces"] | pieces}
+        return structure.unflatten([mean[path].astype(flat[path].dtype) for path in flat]), after
+
+    def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
+        """Returns the two collectives of each array of a code, and an all-reduce of what is not compressed."""
+        from jaxpar.exchange.between import AXIS, averaged
+        from jaxpar.mesh.collective import Collective
+
+        dims = self._dims(shards, replicas)
+        row = sum(shards[path].size for path in dims) // replicas
+        codes = self.coded(-(-row // self.block) * self.block) if row else ()
+        found = [
+            Collective(
+                kind=kind, axes=(AXIS,), dtype=code.dtype, group=replicas, times=1,
+                payload=replicas * code.elements * code.size, cause="gradients", parameters=tuple(dims),
+            )
+            for kind in ("all-to-all", "all-gather")
+            for code in codes
+        ]  # fmt: skip
+        rest = {path: part for path, part in shards.items() if path not in dims}
+        return (*(Sent(collective=each) for each in found), *averaged(rest, replicas))
+
+    def explain(self, sent) -> str:
+        """Returns in a sentence how replicas agree, what that sends, and which parameters are compressed."""
+        sent = tuple(sent)
+        coded = {path for each in sent if each.collective.kind == "all-to-all" for path in each.collective.parameters}
+        plain = {path for each in sent if each.collective.kind == "all-reduce" for path in each.collective.parameters}
+        kept = f"; whole: {', '.join(sorted(plain))}" if plain else ""
+        return f"{super().explain(sent)}; compressed: {', '.join(sorted(coded)) or 'nothing'}{kept}"
+
+    def _dims(self, parts: Mapping[str, Part], replicas: int) -> dict[str, int]:
+        """Returns the parameters that are compressed, with the dim in which replicas have pieces of each."""
+        found = {path: piece_dim(part.shape, replicas) for path, part in parts.items()
+                 if self.compresses(path, part.whole)}  # fmt: skip
+        return {path: dim for path, dim in found.items() if dim is not None}

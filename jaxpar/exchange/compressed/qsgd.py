@@ -1,0 +1,64 @@
+"""8 or 4 bits an element, rounded at random so that the mean is right."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from jaxpar.errors import refuse
+from jaxpar.exchange.compressed.base import Bytes, Compressed
+from jaxpar.exchange.settings import SECTION
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qsgd(Compressed):
+    """QSGD (Alistarh et al. 2017, arXiv:1610.02132), with blocks scaled by their largest element, as in its section 5.
+
+    Rounded up or down at random, so that the expectation of what is decoded is the gradient.
+
+    Attributes:
+      name: qsgd (gradients travel in 8 or 4 bits an element, rounded at random).
+      bits: Of each element: 8 or 4.
+      smallest: Parameters of fewer elements are not compressed.
+      whole: Patterns of paths that are not compressed either: norms and biases.
+      block: Elements that have a scale in common.
+      feedback: Whether what a code loses is added to the next step's gradient.
+    """
+
+    name: str = "qsgd"
+    bits: Literal[8, 4] = 8
+    feedback: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.bits not in (8, 4):
+            raise refuse(f"{SECTION}.bits = {self.bits!r}", rule="8 or 4 bits an element", fix="bits = 8")
+
+    def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
+        """Returns levels [rows, elements * bits / 8] and scales [rows, blocks]."""
+        import jax
+        import jax.numpy as jnp
+
+        from jaxpar.exchange.compressed.codes import packed
+
+        most = 2 ** (self.bits - 1) - 1
+        blocks = rows.reshape(len(rows), -1, self.block)
+        scale = jnp.max(jnp.abs(blocks), axis=-1) / most
+        level = jnp.floor(blocks / jnp.where(scale > 0, scale, 1)[..., None] + jax.random.uniform(key, blocks.shape))
+        found = (jnp.clip(level, -most, most) + most).reshape(rows.shape)
+        return {"levels": packed(found, self.bits), "scale": scale}
+
+    def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
+        """Returns the elements [rows, elements]."""
+        import jax.numpy as jnp
+
+        from jaxpar.exchange.compressed.codes import unpacked
+
+        most = 2 ** (self.bits - 1) - 1
+        level = unpacked(code["levels"], self.bits).astype(jnp.float32) - most
+        return (level.reshape(*code["scale"].shape, self.block) * code["scale"][..., None]).reshape(len(level), -1)
+
+    def coded(self, elements: int) -> tuple[Bytes, ...]:
+        """Returns bytes of one or two levels, and a scale of each block."""
+        return Bytes(elements * self.bits // 8, "u8", 1), Bytes(elements // self.block, "f32", 4)
