@@ -53,7 +53,7 @@ def said(report, kind):
 
 @pytest.mark.slow
 @absent
-@pytest.mark.parametrize(("zero", "accumulate"), itertools.product((1, 2), (1, 4)))
+@pytest.mark.parametrize(("zero", "accumulate"), list(itertools.product((1, 2), (1, 4))))
 def test_outside_parameters_are_gathered_once_a_step_in_bf16(zero, accumulate):
     """Gradients travel as before: in the dtype in which products leave them, once for every microbatch."""
     found, count = look(partial(jp.Decoder, WIDE), jp.Parallel(fsdp=8, zero=zero), accumulate=accumulate)
