@@ -22,6 +22,9 @@ CODES = {
     "int4": jp.Exchange("qsgd", bits=4, **SMALL),
     "ternary": jp.Exchange("ternary", **SMALL),
     "sign": jp.Exchange("sign", **SMALL),
+    "topk": jp.Exchange("topk", share=0.1, **SMALL),
+    "randomk": jp.Exchange("randomk", share=0.1, **SMALL),
+    "sparse": jp.Exchange("sparse", share=0.1, **SMALL),
 }
 each_code = pytest.mark.parametrize("name", CODES)
 
@@ -72,6 +75,35 @@ def test_signs_lose_less_than_there_was():
     blocks = np.asarray(given).reshape(-1, 32)
     mean = np.abs(blocks).sum(-1) ** 2 / 32
     np.testing.assert_allclose(np.sum(np.asarray(lost) ** 2), np.sum(blocks**2) - mean.sum(), rtol=1e-5)
+
+
+def test_the_largest_elements_travel_as_they_are():
+    code, given = CODES["topk"], rows()
+    found = np.asarray(code.decode(code.encode(given, jax.random.key(0)))).reshape(-1, 32)
+    blocks = np.asarray(given).reshape(-1, 32)
+    kept = found != 0
+    assert {*kept.sum(-1)} == {3}
+    np.testing.assert_array_equal(found[kept], blocks[kept])
+    assert (np.where(kept, np.abs(blocks), np.inf).min(-1) >= np.where(kept, 0, np.abs(blocks)).max(-1)).all()
+
+
+def test_elements_that_are_drawn_are_scaled_where_nothing_is_remembered():
+    code, draws = jp.Exchange("randomk", share=0.25, feedback=False, **SMALL), 2_000
+    given = rows(shape=(1, 64))
+    one = lambda key: code.decode(code.encode(given, key))  # noqa: E731
+    found = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), draws)), np.float64)
+    assert {*(found[:, 0] != 0).sum(-1)} == {16}
+    assert (np.abs(found.mean(0) - given) <= 4.5 * found.std(0) / np.sqrt(draws) + 1e-6).all()
+
+
+@pytest.mark.parametrize(("share", "dense"), [(0.1, False), (0.25, True)])
+def test_a_sparse_sum_is_the_sum_of_what_travelled(share, dense):
+    """Of four replicas: with places, and whole where that is smaller."""
+    code = jp.Exchange("sparse", share=share, **SMALL)
+    sent = [code.decode(code.encode(rows(seed)[:1], jax.random.key(0))) for seed in range(4)]
+    found = code.encode_mean(sum(sent), jax.random.key(0), 4)
+    assert ("all" in found) == dense
+    np.testing.assert_array_equal(code.decode(found), sum(sent))
 
 
 # steps
@@ -173,7 +205,11 @@ def test_a_code_that_is_decoded_before_it_is_sent_is_found():
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("sign", 1 / 30), ("ternary", 1 / 15), ("int4", 1 / 7.9), ("int8", 1 / 3.9), ("bf16", 1 / 2)]
+    ("name", "most"),
+    [
+        *{"bf16": 1 / 2, "int8": 1 / 3.9, "int4": 1 / 7.9, "ternary": 1 / 15, "sign": 1 / 30}.items(),
+        *{"topk": 0.016, "randomk": 0.011, "sparse": 0.067}.items(),
+    ],
 )
 def test_a_model_of_usual_size_sends_a_share_of_its_gradients(name, most):
     settings = jp.DecoderSettings(vocab=8192, seq=64, layers=2, dim=256, heads=4)
@@ -199,6 +235,10 @@ def test_a_model_of_usual_size_sends_a_share_of_its_gradients(name, most):
         ("qsgd", {"bits": 3}, "bits = 3"),
         ("ternary", {"smallest": 0}, "smallest = 0"),
         ("bf16", {"bits": 8}, "Half(bits=8)"),
+        ("topk", {"share": 1.5}, "share = 1.5"),
+        ("topk", {"share": float("nan")}, "share = nan"),
+        ("randomk", {"block": 2**17}, "block = 131072"),
+        ("sparse", {"k": 3}, "Sparse(k=3)"),
     ],
 )
 def test_settings_that_are_none_are_refused(name, settings, said):

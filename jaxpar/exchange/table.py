@@ -14,11 +14,16 @@ from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import EXCHANGES, Exchange
 from jaxpar.exchange.compressed.half import Half
 from jaxpar.exchange.compressed.qsgd import Qsgd
+from jaxpar.exchange.compressed.randomk import RandomK
 from jaxpar.exchange.compressed.sign import Sign
+from jaxpar.exchange.compressed.sparse import Sparse
 from jaxpar.exchange.compressed.ternary import Ternary
+from jaxpar.exchange.compressed.topk import TopK
 from jaxpar.tables import changed
 
-for _kind in (AllReduce, Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble, Sign, Ternary, Qsgd, Half):
+_DIFFER = Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble
+_COMPRESSED = Half, Qsgd, Ternary, Sign, TopK, RandomK, Sparse
+for _kind in (AllReduce, *_DIFFER, *_COMPRESSED):
     EXCHANGES[_kind.__dataclass_fields__["name"].default] = _kind
 
 

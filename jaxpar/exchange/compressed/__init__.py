@@ -3,7 +3,8 @@
     base       what all have in common: which parameters, errors that are remembered, the two ways to send
     sign       one bit an element        ternary    two bits, at random
     qsgd       8 or 4 bits, at random    half       bfloat16, summed in float32
-    topk       the largest elements      randomk    elements drawn by a seed that all share
+    topk       the largest elements      randomk    elements drawn at random, with the seed
+    sparse     the largest elements, and all of their sum
     codes      small numbers packed in bytes
 
 A code is made of a row of elements, block by block, and made elements again by everyone who gets it: what travels has

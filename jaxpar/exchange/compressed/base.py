@@ -69,6 +69,14 @@ class Compressed(Exchange):
         """Returns what the code of a row of so many elements is made of."""
         raise NotImplementedError
 
+    def encode_mean(self, rows: "jax.Array", key: "jax.Array", replicas: int) -> dict[str, "jax.Array"]:
+        """Returns the code of the mean over replicas, for which they have another where it has more elements."""
+        return self.encode(rows, key)
+
+    def coded_mean(self, elements: int, replicas: int) -> tuple[Bytes, ...]:
+        """Returns what the code of the mean of a row is made of."""
+        return self.coded(elements)
+
     def compresses(self, path: str, size: int) -> bool:
         """Returns whether a parameter's gradient travels as a code.
 
@@ -134,14 +142,15 @@ class Compressed(Exchange):
 
         dims = self._dims(shards, replicas)
         row = sum(shards[path].size for path in dims) // replicas
-        codes = self.coded(-(-row // self.block) * self.block) if row else ()
+        row = -(-row // self.block) * self.block
+        codes = {"all-to-all": self.coded(row), "all-gather": self.coded_mean(row, replicas)} if row else {}
         found = [
             Collective(
                 kind=kind, axes=(AXIS,), dtype=code.dtype, group=replicas, times=1,
                 payload=replicas * code.elements * code.size, cause="gradients", parameters=tuple(dims),
             )
-            for kind in ("all-to-all", "all-gather")
-            for code in codes
+            for kind, arrays in codes.items()
+            for code in arrays
         ]  # fmt: skip
         rest = {path: part for path, part in shards.items() if path not in dims}
         return (*(Sent(collective=each) for each in found), *averaged(rest, replicas))

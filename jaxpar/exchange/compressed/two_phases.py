@@ -29,6 +29,10 @@ class Codec(Protocol):
         """Returns the code of rows of elements."""
         ...
 
+    def encode_mean(self, rows: jax.Array, key: jax.Array, replicas: int) -> dict[str, jax.Array]:
+        """Returns the code of a mean."""
+        ...
+
     def decode(self, code: dict[str, jax.Array]) -> jax.Array:
         """Returns the elements that a code stands for."""
         ...
@@ -66,7 +70,7 @@ def exchanged(
         came = {name: jax.lax.all_to_all(x, AXIS, 0, 0) for name, x in code.items()}
         mean = jnp.mean(codec.decode(came), axis=0, keepdims=True)
         mean = mean + row.of_piece(pieces) if lost else mean
-        code = codec.encode(mean, second)
+        code = codec.encode_mean(mean, second, between.replicas)
         missing = mean - codec.decode(code) if lost else None
         every = {name: jax.lax.all_gather(x, AXIS, axis=0, tiled=True) for name, x in code.items()}
         found = row.apart(codec.decode(every))
