@@ -104,6 +104,21 @@ def test_words_mean_nothing_where_use_says_otherwise():
     assert ends(told, "o_proj/kernel", "q_proj/kernel") == ["f32[embed, mlp/tensor]", "f32[mlp/tensor, embed]"]
 
 
+def test_heads_of_a_learned_query_are_cut_as_any_others():
+    """Not the head_dim that such a query contracts: that would sum the scores of all devices."""
+
+    class Pool(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            probe = self.param("probe", nn.initializers.normal(), (1, 1, 64))
+            return nn.MultiHeadDotProductAttention(8, name="attention")(jnp.tile(probe, [len(x), 1, 1]), x)
+
+    _, layout = placed(jp.linen(Pool(), jnp.zeros((1, 16, 64))), tensor=8)
+    heads = {"query": (None, "tensor"), "key": (None, "tensor"), "value": (None, "tensor"), "out": ("tensor",)}
+    used = {path.split("/")[1]: each.used for path, each in layout.placements.items() if path.endswith("kernel")}
+    assert used == {name: jax.sharding.PartitionSpec(*axes) for name, axes in heads.items()}
+
+
 def test_a_dim_of_heads_is_cut_between_heads():
     _, layout = placed(jp.linen(models.Bert(4096, 768, 3072, 12), TOKENS), tensor=8)
     place = next(each for path, each in layout.placements.items() if path.endswith("query/kernel"))

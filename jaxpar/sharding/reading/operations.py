@@ -177,6 +177,7 @@ def _dot(eqn: JaxprEqn, arrays: list[Array]) -> list[Array]:
         for path in weights[side]:
             _note(inner, Facts(taken={path}))
             _note(outer[side], Facts(made={path}))
+        _note(kept, Facts(met=1))  # each entry meets its own: heads of a learned query and of the keys
     else:
         source = None
         _note(inner, Facts(mixed={"contracted between activations"}))
