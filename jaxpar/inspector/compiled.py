@@ -31,6 +31,7 @@ _COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 _COSTS = "xla_gpu_collect_cost_model_stats"
 _NEEDS = {  # what XLA says where an option needs what it has not
     "Failed to get configs": _TUNING,  # some products have no kernel that is taken without a choice
+    "No supported config found": _TUNING,  # so XLA 0.11 says it
     "Cannot find key: sm_": _COSTS,  # its cost model has no table for this GPU
     "No such compile option": _COLLECTIVES,  # before jaxlib 0.11
 }

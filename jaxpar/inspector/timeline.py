@@ -19,7 +19,7 @@ from jaxpar.hlo.bytes_accessed import bytes_accessed
 from jaxpar.hlo.flop import op_flop, operand_dtype
 from jaxpar.hlo.replica_groups import attribute_text, axes_of, axes_of_pairs, most_nodes, parse_groups, parse_pairs
 from jaxpar.hlo.text import Module, Op
-from jaxpar.hlo.trip_counts import is_sync, trip_count
+from jaxpar.hlo.trip_counts import is_sync, trip_count, walk
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.collective import KINDS, wire_bytes
 
@@ -89,6 +89,23 @@ def replay(module: Module, sizes: dict[str, int], chip: Chip, per_node: int) -> 
     )  # fmt: skip
 
 
+def price_kernels(module: Module, sizes: dict[str, int], chip: Chip, per_node: int) -> dict[str, float]:
+    """Returns the modelled seconds of each kernel in one step, by the name of its instruction, loops included.
+
+    Args: as of `replay`. Collectives are left out: what they take depends on when they begin.
+    """
+    player = _Player(module, sizes, chip, per_node)
+    found: dict[str, float] = {}
+    for visit in walk(module):
+        op = visit.op
+        calls = op.opcode in ("while", "conditional", "call", "async-start", *_FREE)
+        waits = op.opcode.endswith(("-done", "-update"))
+        if visit.fused or calls or waits or player.collective(visit.computation, op):
+            continue
+        found[op.name] = player.kernel(visit.computation, op) * (visit.times or 1)
+    return found
+
+
 class _Player:
     def __init__(self, module: Module, sizes: dict[str, int], chip: Chip, per_node: int):
         self.module, self.sizes, self.chip, self.per_node = module, sizes, chip, per_node
@@ -105,7 +122,7 @@ class _Player:
         for op in self.module.computations[computation]:
             if op.opcode in _FREE:
                 continue
-            collective = self._collective(computation, op)
+            collective = self.collective(computation, op)
             # an `async-start` may wrap a collective or plain computation: only the latter runs on the compute stream
             if op.opcode == "while":
                 self._loop(op)
@@ -130,7 +147,7 @@ class _Player:
                     if (computation, name) in self.ends:
                         self.wait(*self.ends.pop((computation, name)))
             else:
-                seconds = self._kernel(computation, op)
+                seconds = self.kernel(computation, op)
                 self._note("compute", self.now, self.now + seconds, op.label.rsplit("/", 1)[-1] or op.opcode)
                 self.now += seconds
                 self.compute += seconds
@@ -179,7 +196,7 @@ class _Player:
         if best:
             self.__dict__.update(best.__dict__)
 
-    def _kernel(self, computation: str, op: Op) -> float:
+    def kernel(self, computation: str, op: Op) -> float:
         """Returns the seconds of one kernel."""
         key = f"{computation}/{op.name}"
         if key not in self.prices:
@@ -203,7 +220,7 @@ class _Player:
         seconds = min(stated * 1e-6, bytes_ / self.chip.bandwidth) if stated else bytes_ / self.chip.bandwidth
         return max(seconds, KERNEL)
 
-    def _collective(self, computation: str, op: Op) -> tuple[str, float, str] | None:
+    def collective(self, computation: str, op: Op) -> tuple[str, float, str] | None:
         """Returns (stream, seconds, name) where an instruction is a collective, or wraps one."""
         kind = op.opcode.removesuffix("-start")
         if kind in KINDS:
