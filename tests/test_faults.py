@@ -236,6 +236,7 @@ def test_a_corrupt_batch_is_named_before_it_is_fed(tmp_path, fault, got):
         run(tmp_path, bad={5: fault})
 
 
+@pytest.mark.slow
 def test_a_corrupt_batch_that_is_skipped_was_never_there(tmp_path):
     bad = {5: "token", 6: "rows", 11: "inf"}
     _, rows, said = run(tmp_path / "skips", "faults.on_bad_batch=skip", "train.steps=9", bad=bad)

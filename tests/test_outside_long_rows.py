@@ -98,6 +98,7 @@ def test_outside_bubbles_stand_beside_the_layouts_that_have_them():
         assert f"  {speed(plan.question, plan.best[i - 1]).bubble:.0%}  " in rows[i]
 
 
+@pytest.mark.slow
 def test_outside_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what_would_help(capsys):
     words = ["plan", LARGE, "--devices", "16384", "data.seq=131072", "train.global_batch=128", "--top", "1"]
     assert main(words) == 0

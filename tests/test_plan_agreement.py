@@ -95,6 +95,7 @@ def test_static_bytes_are_the_arguments_of_the_compiled_program(sizes):
     assert compiled.memory_analysis().argument_size_in_bytes == predicted(candidate) + COUNTERS + batch
 
 
+@pytest.mark.slow
 @settings(deadline=None)  # the first example imports scipy
 @given(st.lists(st.integers(0, 5), min_size=3, max_size=30))
 def test_ranks_are_those_of_scipy(values):
