@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -11,13 +11,14 @@ import numpy as np
 import optax
 import pytest
 import vocabularies
+from flax import linen as nn
 from flax import nnx
 from vocabularies import SEQ, Careless, batch, step_of
 
 import jaxpar as jp
 from jaxpar.hlo.flop import hardware_flop
 from jaxpar.hlo.matmuls import parse_matmuls
-from jaxpar.hlo.own_share import own_share
+from jaxpar.hlo.own_share import OwnShare, find_excess, own_share
 from jaxpar.hlo.text import parse
 from jaxpar.job.file.parse import loads
 from jaxpar.job.inspect import work
@@ -111,6 +112,65 @@ def test_a_depthwise_convolution_whose_gradient_xla_makes_dense_is_no_excess():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(state, {"inputs": np.ones((16, 16, 32), np.float32), "labels": np.zeros(16, np.int32)})
+
+
+GRADIENT_OF_A_KERNEL = """HloModule step
+ENTRY %main (x: f32[2,16,32], y: f32[2,16,32]) -> f32[4,1,32] {{
+  %x = f32[2,16,32]{{2,1,0}} parameter(0)
+  %y = f32[2,16,32]{{2,1,0}} parameter(1)
+  ROOT %kernel = f32[32,4,32]{{2,1,0}} {call}, window={{size=16 pad=1_2}}, dim_labels=f0b_i0o->b0f
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "repeated"),
+    [
+        ("convolution(%x, %y)", False),  # as for processors: dense, with zeros between the groups
+        ('custom-call(%x, %y), custom_call_target="__cudnn$convForward"', True),
+    ],
+)
+def test_zeros_are_allowed_for_where_they_are_multiplied(call, repeated):
+    text = GRADIENT_OF_A_KERNEL.format(call=call)
+    made = hardware_flop(parse(text)).total
+    share = OwnShare(devices=8, schedule=None, asked=((8 * made / 32, None),), zeros=made * 31 / 32)
+    assert bool(find_excess(text, share)) is repeated
+
+
+class Groups(nn.Module):
+    """An unshared convolution is one in groups inside of Flax, that makes patches."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.ConvLocal(8, (3, 3))(x))
+        x = nn.relu(nn.Conv(16, (3, 3), feature_group_count=4)(x))
+        return nn.Dense(10)(x.mean(axis=(1, 2)))
+
+
+@cache
+def convolved(devices, **sizes):
+    """Returns the losses of two steps on images; over data alone, no repeated work is warned of in them."""
+    rng = np.random.default_rng(0)
+    images = {"inputs": rng.random((16, 8, 8, 3), np.float32), "labels": rng.integers(0, 10, 16).astype(np.int32)}
+    layout = jp.compose(jp.linen(Groups(), images["inputs"]), jp.Parallel(**sizes), jax.devices()[:devices])
+    step, state, losses = jp.train_step(layout, jp.classify, SGD), jp.init_state(layout, SGD), []
+    with warnings.catch_warnings():
+        if "tensor" in sizes:  # which divides neither three channels nor the patches of an unshared convolution
+            warnings.filterwarnings("ignore", message=".*times its share")
+        for _ in range(2):
+            state, metrics = step(state, images)
+            losses.append(float(metrics["loss"]))
+    return losses
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data": 8}, pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_each_device_convolves_its_own_examples_whatever_the_groups(sizes):
+    """XLA by itself gathers the whole batch for each convolution in groups that is not depthwise."""
+    np.testing.assert_allclose(convolved(8, **sizes), convolved(1), rtol=1e-5)
 
 
 def test_a_loop_that_turns_as_often_as_the_data_says_has_no_share():

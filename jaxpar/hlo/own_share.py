@@ -35,8 +35,8 @@ class OwnShare:
       devices: How many there are.
       schedule: The table of its pipeline; None without one.
       asked: (FLOP over all devices, lines of Python that ask for them) of each matmul.
-      zeros: FLOP of one device that multiply zeros, if XLA makes dense convolutions of the gradients of depthwise and
-        other grouped kernels, as it does for processors. They are nobody's share, and no work that devices repeat.
+      zeros: FLOP of one device that multiply zeros, where XLA makes dense convolutions of the gradients of depthwise
+        kernels: for processors, not for GPUs. They are nobody's share, and no work that devices repeat.
     """
 
     devices: int
@@ -95,8 +95,16 @@ def own_share(jaxpr: Any, devices: int, schedule: Schedule | None) -> OwnShare |
     if any(flop is None for _, flop in matmuls):
         return None
     asked = tuple((flop, equation.source_info.traceback) for equation, flop in matmuls)
-    zeros = sum(flop * (equation.params.get("batch_group_count", 1) - 1) for equation, flop in matmuls) / devices
-    return OwnShare(devices, schedule, asked, zeros)
+    zeros = sum(flop * (equation.params["batch_group_count"] - 1) for equation, flop in matmuls if _depthwise(equation))
+    return OwnShare(devices, schedule, asked, zeros / devices)
+
+
+def _depthwise(equation: Any) -> bool:
+    """Returns whether this is the gradient of a kernel with a group for every channel that it makes."""
+    if equation.primitive.name != "conv_general_dilated":
+        return False
+    features = equation.params["dimension_numbers"].out_spec[1]
+    return 1 < equation.params["batch_group_count"] == equation.outvars[0].aval.shape[features]
 
 
 def find_excess(program: str | Module, share: OwnShare | None) -> Excess | None:
@@ -108,12 +116,18 @@ def find_excess(program: str | Module, share: OwnShare | None) -> Excess | None:
     """
     if share is None or share.devices == 1 or not share.flop:
         return None
-    flop = hardware_flop(parse_matmuls(program) if isinstance(program, str) else program, share.schedule)
+    matmuls = parse_matmuls(program) if isinstance(program, str) else program
+    flop = hardware_flop(matmuls, share.schedule)
     made = flop.total - flop.squeezed
-    if made <= ALLOWED * share.flop + share.zeros:
+    if made <= ALLOWED * share.flop + share.zeros * _multiplies_zeros(matmuls):
         return None
     module = parse(program) if isinstance(program, str) else program  # now the lines are wanted, whatever that costs
     return Excess(made, share.flop, tuple(_lines(module, share)))
+
+
+def _multiplies_zeros(module: Module) -> bool:
+    """Returns whether convolutions are XLA's own: for GPUs they are cuDNN's, which has a kernel for groups."""
+    return any(op.opcode == "convolution" for ops in module.computations.values() for op in ops)
 
 
 def _lines(module: Module, share: OwnShare) -> list[str]:

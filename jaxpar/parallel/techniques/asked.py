@@ -9,6 +9,7 @@ from jaxpar.errors import Problem, nearest, refuse
 from jaxpar.mesh.axes import AXES
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.grouped import split_convolutions
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Compose
 from jaxpar.parallel.techniques.table import TECHNIQUES
@@ -88,7 +89,7 @@ class Used:
 def traced(layout: Layout, used: Used) -> Iterator[None]:
     """Gives names of dims and islands their meaning in a layout while a step of it is traced, and notes their use."""
     names = activation_names(layout.names, layout.sizes)
-    with names as named, implemented(islands(layout.parallel)) as called, understood():
+    with names as named, implemented(islands(layout.parallel)) as called, understood(), split_convolutions():
         yield
     used.names |= meant(named)
     used.islands |= called
