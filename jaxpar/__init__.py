@@ -29,7 +29,6 @@ _MODULES = {
     "next_token": "jaxpar.step.losses",
     "classify": "jaxpar.step.losses",
     "inspect": "jaxpar.inspector.report",
-    "Report": "jaxpar.inspector.report",
     "assert_collectives": "jaxpar.inspector.budget",
     "assert_fits": "jaxpar.inspector.budget",
     "target_devices": "jaxpar.mesh.target",

@@ -8,6 +8,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.hlo.flop import Flop
 from jaxpar.inspector.memory import Share
+from jaxpar.inspector.report import Report
 from jaxpar.mesh.chips import CHIPS
 from jaxpar.mesh.collective import KINDS, Collective
 
@@ -25,7 +26,7 @@ def report(*ledger, **more):
         "chip": None, "memory": (), "total": 0, "ledger": ledger, "flop": Flop(0, 0, 0, {}, False), "model_flop": None,
         "timeline": None, "flags": (), "arguments": (),
     }  # fmt: skip
-    return jp.Report(**given | more)
+    return Report(**given | more)
 
 
 STEP = report(

@@ -3,6 +3,8 @@
     base         the protocol of an exchange: what happens to gradients, to parameters every so many steps, what is sent
     between      where replicas meet: their mean, by XLA or by a table of messages
     all_reduce   the default: gradients are summed in every step
+    averaging/   replicas that differ, and meet every so many steps
+    compressed/  gradients that travel as codes
     table        the exchanges that a job may name
     algorithms   collectives as rounds of messages: replayed on numbers (`replay`), run on devices (`run`), priced
 
