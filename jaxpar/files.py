@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +65,3 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             sync(Path(path) / name)
         sync(Path(path))
-
-
-def os_code(error: BaseException) -> int | None:
-    """Returns the operating system's number of an error, which TensorStore gives in the text of a `ValueError`."""
-    for each in _causes(error):
-        if isinstance(each, OSError) and each.errno:
-            return each.errno
-        if said := re.search(r"os_error_code='(\d+)'", str(each)):
-            return int(said[1])
-        if "No space left on device" in str(each):
-            return errno.ENOSPC
-    return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

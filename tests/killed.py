@@ -11,7 +11,6 @@ import flax.nnx as nnx
 import jax
 import numpy as np
 import optax
-from orbax.checkpoint import v1  # noqa: F401  imported once, before the forks
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store, manifest, writing
@@ -20,7 +19,7 @@ from jaxpar.train import loop, metrics
 
 # Where a process kills itself: a function that is called there, once per checkpoint.
 POINTS = {
-    "before there is a list": (manifest, "sync_tree"),
+    "before there is a list": (manifest, "write"),
     "before the list is on the disk": (manifest, "sync"),
     "before it has its name": (Path, "rename"),
     "when it has just got its name": (writing, "sync"),

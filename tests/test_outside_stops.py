@@ -83,14 +83,14 @@ def test_outside_the_best_are_kept_by_scores_that_came_later(tmp_path):
 
 def test_outside_a_signal_in_the_last_save_does_not_end_it(tmp_path, monkeypatch):
     hooked.run(tmp_path / "warm")  # so that the second is quick, and its write the slowest part
-    sync_tree = manifest.sync_tree
+    write = manifest.write
 
-    def signalled(folder):
+    def signalled(*folder, **about):
         signal.raise_signal(signal.SIGTERM)
-        sync_tree(folder)
+        return write(*folder, **about)
 
     with hooked.unharmed(signal.SIGTERM) as met:
-        monkeypatch.setattr(manifest, "sync_tree", signalled)
+        monkeypatch.setattr(manifest, "write", signalled)
         outcome, _ = hooked.run(tmp_path / "run")
     assert met == []
     assert outcome["stopped_by"] == "SIGTERM"

@@ -40,7 +40,7 @@ def alone(act):
     sync_global_devices("alone")
 
 def flip():
-    path = next((Path(folder) / "000003" / "state" / "d").iterdir())
+    path = Path(folder) / "000003" / "arrays" / "00001"
     content = bytearray(path.read_bytes())
     content[50] ^= 1
     path.write_bytes(content)
@@ -50,12 +50,16 @@ for step in (1, 2, 3):
     store.save(step, state(step), {"loss": 1.0})
 store.finish()
 alone(flip)
-got, step = store.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)))
+def as_wanted(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+like = as_wanted(state(0))
+got, step = store.restore(like)
 want = state(2)["params"]["w"]
 same = all((a.data == b.data).all() for a, b in zip(got["params"]["w"].addressable_shards, want.addressable_shards))
 say("restored", step, same)
 try:
-    store.find(3)
+    store.restore(like, 3)
 except JaxparError as error:
     say("refused", error.problems[0].got)
 store = Store(Path(disk) / "checkpoints", Checkpoints(), say=lambda text: say("told", text))
@@ -70,7 +74,7 @@ alone(ballast.unlink)
 store.save(3, state(3, 40_000), {})
 store.finish()
 sync_global_devices("end")
-say("good", store.find())
+say("good", store.restore(as_wanted(state(0, 40_000)))[1])
 store.save(4, state(4, 400), {})
 store.wait()
 if rank == 1:

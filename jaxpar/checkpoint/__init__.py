@@ -1,10 +1,11 @@
 """Checkpoints: written while training goes on, atomic, and checked byte by byte before they are loaded.
 
-    RUN/checkpoints/000200.writing/   written by Orbax, until its MANIFEST is in it
-    RUN/checkpoints/000200/           complete: MANIFEST lists the hash of every file
-    RUN/checkpoints/000200.damaged/   a file has another hash: set aside
+    RUN/checkpoints/000200.writing/   each process writes a file of arrays/, until the MANIFEST is there
+    RUN/checkpoints/000200/           complete: MANIFEST lists every block of every array with its hash
+    RUN/checkpoints/000200.damaged/   a block has another hash: set aside
     RUN/checkpoints/000200.left/      training went back to an earlier one: set aside
 
+`store` is what a run uses, `writing` and `reading` handle one checkpoint, `arrays` its files, `manifest` its list.
 Names are resolved when they are first used: to list or verify checkpoints takes no jax.
 """
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpar.checkpoint import manifest
-from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.errors import JaxparError, refuse
 
 WRITING, DAMAGED, DELETED, LEFT = ".writing", ".damaged", ".deleted", ".left"
 
@@ -100,21 +100,6 @@ def find(where: Path, step: int | None = None) -> Path:
             fix=f"--step {there[-1]}; there are {shown}" if there else "train it first",
         )
     return folder / name_of(there[-1] if step is None else step)
-
-
-def verified(where: Path, step: int | None = None) -> Path:
-    """Returns the path of the checkpoint that `find` finds, every file of which has been read and has its hash.
-
-    Raises:
-      JaxparError: If there is none, if it has no MANIFEST, or with each file that is damaged.
-    """
-    path = find(where, step).resolve()
-    if is_older(path):
-        raise refuse_older(path)
-    if wrong := manifest.check(path):
-        rule = "every file has the hash that the MANIFEST lists"
-        raise JaxparError(*(Problem(f"{path}: {each}", rule, "another step") for each in wrong))
-    return path
 
 
 def shelf_of(where: Path) -> Path:

@@ -1,33 +1,35 @@
-"""The manifest of a checkpoint: every file with its size and hash, so that damage is found.
+"""The manifest of a checkpoint: what it consists of, with a hash of every byte, so that damage is found.
 
     b7c9...e1                        BLAKE2b of all that follows
-    {"format": 1, "step": 200, "arrays": {...}, "files": {"state/d/4f": {"size": 768, "hash": "..."}}}
+    {"format": 2, "step": 200, "arrays": {...}, "blocks": {"params/w": [{"process": 0, "at": 0, "hash": "...", ...}]}}
 
-Orbax reads a flipped byte as another number and does not notice. A file that is altered, cut off, missing, added or
-renamed differs from the list; the list itself is covered by its first line. It guards against accidents, not against
-an attacker, who could write another list; but no list leads out of its folder.
+Format 2 lists the blocks of each array (see `arrays`). Format 1, of an older jaxpar, lists files that Orbax wrote, each
+with its size and the hash of its content; such checkpoints are read, checked and adopted still.
+
+A file that is altered, cut off, missing, added or renamed differs from the list; the list itself is covered by its
+first line. It guards against accidents, not against an attacker, who could write another list; but no list leads out of
+its folder.
 """
 
 import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import pydantic
 
+from jaxpar.checkpoint.arrays.blocks import FOLDER, SMALL, WORKERS, Block, altered, sizes, unfit
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import sync, sync_tree
 
 NAME = "MANIFEST"
 PART = ".writing.list"  # of the name of a list that is to take the place of another
-FORMAT = 1
+FORMAT, OLDER = 2, 1
 LATEST = 253402300800.0  # seconds since 1970: the end of the year 9999
-_WORKERS = 4  # hashing lets other threads run
-_SMALL = 2**20  # bytes that are hashed sooner than threads are started
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Array:
 
 @dataclass(frozen=True)
 class File:
-    """A file of a checkpoint: its size in bytes, and the hexadecimal BLAKE2b (32 bytes) of its content."""
+    """A file of an older checkpoint: its size in bytes, and the hexadecimal BLAKE2b (32 bytes) of its content."""
 
     size: int
     hash: str
@@ -56,7 +58,8 @@ class Manifest:
       written: When, in seconds since 1970.
       scores: Metrics at that step: loss, eval_loss.
       arrays: Path such as `params/blocks/mlp/up` to array.
-      files: Path within the checkpoint to file; all but the list itself.
+      blocks: Path of an array to the blocks that it consists of.
+      files: In format 1: path within the checkpoint to file; all but the list itself.
       format: Of this list.
     """
 
@@ -64,23 +67,58 @@ class Manifest:
     written: float
     scores: dict[str, float]
     arrays: dict[str, Array]
-    files: dict[str, File]
+    blocks: dict[str, tuple[Block, ...]] = field(default_factory=dict)
+    files: dict[str, File] = field(default_factory=dict)
     format: int = FORMAT
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Path to bytes of all files but the list itself."""
+        return {name: file.size for name, file in self.files.items()} | sizes(self.blocks)
 
     @property
     def bytes(self) -> int:
         """Bytes of all files."""
-        return sum(file.size for file in self.files.values())
+        return sum(self.sizes.values())
 
 
 _READER = pydantic.TypeAdapter(Manifest)
 
 
 def write(
+    folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array],
+    blocks: Mapping[str, Sequence[Block]],
+) -> Manifest:  # fmt: skip
+    """Makes a folder a checkpoint: lists the blocks that all processes wrote, and waits until the list is on the disk.
+
+    Raises:
+      JaxparError: If a file is not there: the processes do not share the folder.
+    """
+    made = Manifest(
+        step=step, written=written, scores=dict(scores), arrays=dict(arrays),
+        blocks={path: tuple(each) for path, each in blocks.items()},
+    )  # fmt: skip
+    there = _walk(folder)
+    if lost := [name for name, size in made.sizes.items() if there.get(name) != size]:
+        raise refuse(
+            f"{folder / lost[0]} has {there.get(lost[0]) or 0} bytes, {made.sizes[lost[0]]} were written",
+            rule="all processes write their parts of a checkpoint into one folder",
+            fix="run.dir on a file system that all machines share",
+        )
+    if there:
+        sync(folder / FOLDER)  # the names in it; each process has waited for the content of its own file
+    _list(folder / NAME, made)
+    sync(folder)
+    return made
+
+
+def adopt(
     folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array]
 ) -> Manifest:
-    """Makes a folder a checkpoint: lists its files as they are, and waits until all is on the disk."""
-    made = Manifest(step=step, written=written, scores=dict(scores), arrays=dict(arrays), files=_hashed(folder))
+    """Makes a folder that Orbax wrote an older checkpoint: lists its files as they are."""
+    made = Manifest(
+        step=step, written=written, scores=dict(scores), arrays=dict(arrays), files=_hashed(folder), format=OLDER
+    )
     sync_tree(folder)
     _list(folder / NAME, made)
     sync(folder)
@@ -101,7 +139,7 @@ def score(folder: Path, scores: Mapping[str, float]) -> None:
 
 
 def _list(path: Path, made: Manifest) -> None:
-    rest = json.dumps(asdict(made), indent=1).encode() + b"\n"
+    rest = json.dumps(asdict(made)).encode() + b"\n"
     path.write_bytes(_digest(rest).encode() + b"\n" + rest)
     sync(path)
 
@@ -125,19 +163,19 @@ def read(folder: Path) -> Manifest:
     except pydantic.ValidationError as error:
         raise refuse(
             f"{path}: {error.errors()[0]['msg']:.100}",
-            rule="a MANIFEST lists the arrays and files of a checkpoint",
+            rule="a MANIFEST lists the arrays and blocks of a checkpoint",
             fix=fix,
         ) from error
     except OSError as error:
         raise refuse(f"{path}: {error.strerror}", rule=rule, fix=fix) from error
     if not 0 <= made.written < LATEST:
         raise refuse(
-            f"{path}: written at {made.written}", rule="a MANIFEST lists the arrays and files of a checkpoint", fix=fix
+            f"{path}: written at {made.written}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix
         )
-    if made.format != FORMAT:
+    if made.format not in (FORMAT, OLDER):
         raise refuse(
             f"{path} has format {made.format}",
-            rule=f"this jaxpar reads format {FORMAT}",
+            rule=f"this jaxpar reads formats {OLDER} and {FORMAT}",
             fix="the jaxpar that wrote it (run.json names its version)",
         )
     if escaping := [name for name in made.files if not _stays(name)]:
@@ -146,6 +184,9 @@ def read(folder: Path) -> Manifest:
             rule="the files that a MANIFEST lists lie inside the folder of the checkpoint",
             fix="delete it",
         )
+    shapes = {name: (array.shape, array.bytes) for name, array in made.arrays.items()}
+    if made.format == FORMAT and (wrong := "it lists files" if made.files else unfit(shapes, made.blocks)):
+        raise refuse(f"{path}: {wrong}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix)
     return made
 
 
@@ -157,26 +198,26 @@ def check(folder: Path, *, content: bool = True) -> list[str]:
       content: Whether files are read to the last byte; otherwise names and sizes are compared, which is quick.
     """
     try:
-        listed = read(folder).files
+        made = read(folder)
         there = _walk(folder)
     except JaxparError as error:
         return [problem.got.removeprefix(f"{folder}{os.sep}") for problem in error.problems]
     except OSError as error:
         return [f"{error.filename}: {error.strerror}"]
+    listed = made.sizes
     wrong = [f"{name} is missing" for name in listed if name not in there]
     wrong += [f"{name} does not belong to it" for name in there if name not in listed]
     kept = [name for name in listed if name in there]
     wrong += [f"{name} is no plain file" for name in kept if there[name] is None]
     sized = [name for name in kept if there[name] is not None]
     wrong += [
-        f"{name} has {there[name]} bytes, {listed[name].size} were written"
-        for name in sized
-        if there[name] != listed[name].size
+        f"{name} has {there[name]} bytes, {listed[name]} were written" for name in sized if there[name] != listed[name]
     ]
     if content:
-        same = {name: listed[name] for name in sized if there[name] == listed[name].size}
-        said = _each(lambda name: _differs(folder, name, listed), same)
+        same = {name: made.files[name] for name in sized if there[name] == listed[name] and name in made.files}
+        said = _each(lambda name: _differs(folder, name, made.files), same)
         wrong += [f"{name} {each}" for name, each in zip(same, said, strict=True) if each]
+        wrong += altered(folder, made.blocks, [name for name in sized if there[name] == listed[name]])
     return wrong
 
 
@@ -195,9 +236,9 @@ def _hashed(folder: Path) -> dict[str, File]:
 
 def _each(function: Callable[[str], str], files: Mapping[str, File]) -> list[str]:
     """Returns the result of a function for each file; large files are read in parallel."""
-    if sum(file.size for file in files.values()) < _SMALL:
+    if sum(file.size for file in files.values()) < SMALL:
         return [function(name) for name in files]
-    with ThreadPoolExecutor(_WORKERS) as workers:
+    with ThreadPoolExecutor(WORKERS) as workers:
         return list(workers.map(function, files))
 
 

@@ -1,53 +1,16 @@
-"""Arrays of a state to files and back. Only this file and `leak` know Orbax: its v1 module still moves."""
+"""Reads checkpoints that Orbax wrote for an older jaxpar. Only this file knows Orbax: its v1 module still moves."""
 
-import logging
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxpar.checkpoint import leak
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.errors import refuse
-from jaxpar.sharding.names import path_of
 
 # what Orbax and TensorStore raise where a file is missing, cut off or another
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
-
-
-def flat(state: Any) -> dict[str, Any]:
-    """Returns a state as path to array, `params/blocks/mlp/up`: a checkpoint does not depend on Python classes."""
-    return {path_of(keys): leaf for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]}
-
-
-def unflat(like: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns the tree of `like` with the arrays at its paths."""
-    leaves, tree = jax.tree_util.tree_flatten_with_path(like)
-    return jax.tree.unflatten(tree, [arrays[path_of(keys)] for keys, _ in leaves])
-
-
-def described(state: Any) -> dict[str, Array]:
-    """Returns shape, dtype and bytes of every array of a state, which may be abstract."""
-    return {
-        path: Array(tuple(leaf.shape), str(leaf.dtype), leaf.size * leaf.dtype.itemsize)
-        for path, leaf in flat(state).items()
-    }
-
-
-def save(folder: Path, state: Any, step: int) -> Any:
-    """Starts writing a state; returns, once its arrays are copied, a future with `.result()`."""
-    from orbax.checkpoint import v1 as ocp
-
-    _quiet()
-    leak.stop()
-    # what is in flight must not alias buffers that the next step takes over
-    jax.block_until_ready(state)
-    plain = {_key(path): leaf for path, leaf in flat(state).items()}
-    return ocp.save_async(str(folder), plain, custom_metadata={"step": step, "jaxpar": 1})
 
 
 def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Any]:
@@ -63,7 +26,6 @@ def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtype
     """
     from orbax.checkpoint import v1 as ocp
 
-    leak.stop()
     try:
         read = ocp.load(str(folder.resolve()), {_key(name): wanted.get(name, ...) for name in names})
     except UNREADABLE as error:
@@ -116,27 +78,3 @@ def _elements(shape: Any) -> int:
     for dim in shape:
         size *= dim
     return size
-
-
-def _quiet() -> None:
-    """Hides the messages that a failed save prints besides the error that it raises."""
-    logging.getLogger("absl").addFilter(_no_traceback)
-    warnings.filterwarnings("ignore", "coroutine 'async_serialize_from_host", RuntimeWarning)
-    if not isinstance(sys.unraisablehook, _NoClosedLoop):
-        sys.unraisablehook = _NoClosedLoop(sys.unraisablehook)
-
-
-@dataclass(frozen=True)
-class _NoClosedLoop:
-    """Drops what TensorStore cannot tell Orbax of the other files of such a save: its event loop is closed by then."""
-
-    before: Callable[[Any], Any]
-
-    def __call__(self, what: Any) -> None:
-        if what.object is not None or str(what.exc_value) != "Event loop is closed":
-            self.before(what)
-
-
-def _no_traceback(record: logging.LogRecord) -> bool:
-    """Drops the traceback that Orbax logs of an error that it raises too."""
-    return "_SignalingThread.run() raised" not in str(record.msg)

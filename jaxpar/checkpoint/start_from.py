@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.checkpoint import listing, manifest, orbax
+from jaxpar.checkpoint import listing, paths, reading
 from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.spec import Checkpoints
@@ -63,18 +63,19 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
-    path = listing.verified(Path(spec.start_from))
-    saved, here = manifest.read(path).arrays, orbax.described(state)
+    path = listing.find(Path(spec.start_from)).resolve()
+    found = reading.listed(path)
+    saved, here = found.arrays, paths.described(state)
     origin = plan(spec, path, _takable(saved), _takable(here))
-    leaves = orbax.flat(state)
+    leaves = paths.flat(state)
     wanted = {}
     for new, old in origin.taken.items():
         leaf = leaves[_full(new, here)]
         wanted[_full(old, saved)] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         leaf.delete()  # so that no device holds the new and the taken one
-    read = orbax.load(path, saved, wanted)
+    read = reading.arrays(path, found, wanted)
     leaves |= {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items()}
-    made = orbax.unflat(state, leaves)
+    made = paths.unflat(state, leaves)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)
     # some chains keep a copy of the parameters that they begin with
     began = jax.jit(optimizer.init, out_shardings=placed)(made.params)

@@ -1,7 +1,7 @@
 """The checkpoints of one run: saved while training goes on, checked before they are loaded; finds the newest good one.
 
     save ──► arrays copied to the host ──► training goes on
-                       └─► thread: Orbax writes a temporary folder, MANIFEST with hashes, rename: committed
+                       └─► thread: hashed and written to a temporary folder, MANIFEST, rename: committed
 
 A checkpoint exists once its folder has its final name; so a kill at any moment leaves either a whole checkpoint or a
 folder that the next save deletes.
@@ -10,20 +10,20 @@ folder that the next save deletes.
 import errno
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import listing, manifest, orbax, processes, writing
+from jaxpar.checkpoint import listing, manifest, paths, processes, reading, writing
 from jaxpar.checkpoint.differences import differences, problems
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import LOST, JaxparError, Problem, refuse
-from jaxpar.files import FULL, make_folder, os_code
+from jaxpar.files import FULL, make_folder
 from jaxpar.units import show_bytes
 
-LISTED = 4096  # bytes on the disk for an array's metadata, at most
+LISTED = 4096  # bytes on the disk for the list of an array's blocks, and what the file system rounds up
 NONE = -1  # stands for no step where processes broadcast one, as only numbers are
 
 
@@ -42,7 +42,7 @@ class Store:
     """The checkpoints of one run.
 
     With several processes each has a store of the same folder, and all call the same methods at the same point
-    (except `close`): the first process hashes, renames and deletes.
+    (except `close`): each writes and reads its part of the arrays, the first lists, renames and deletes.
 
     Attributes:
       folder: The folder of the checkpoints.
@@ -73,9 +73,9 @@ class Store:
         """
         self.wait()
         self._sweep()
-        needed = sum(each.bytes + LISTED for each in orbax.described(state).values())  # of all processes together
+        needed = sum(each.bytes + LISTED for each in paths.described(state).values())  # of all processes together
         # the first process decides for all: on a shared file system the others may still see an older folder, and if
-        # they decided differently some would wait in Orbax's barrier for ever
+        # they decided differently some would wait for the others for ever
         if processes.from_first(step in self.steps()):
             return
         short = processes.several() and processes.is_first() and shutil.disk_usage(self.folder).free < needed
@@ -120,7 +120,7 @@ class Store:
         else:
             # one process can go on without this checkpoint: what it wrote is deleted, which frees the disk again
             writing.remove(self.folder, write.step)
-            if os_code(error) not in FULL:
+            if _code(error) not in FULL:
                 raise self._failed(write, error) from error
             self._full(write.step, write.bytes)
 
@@ -154,30 +154,31 @@ class Store:
           step: Which one; the newest good one by default. Newer ones that are damaged are reported and set aside.
 
         Raises:
-          JaxparError: If there is none, it is damaged, or it does not fit: every difference by path.
+          JaxparError: If there is none, with what is wrong with each, or it does not fit: every difference by path.
         """
-        path = self.path(self.find(step))
-        # compared before Orbax reads: its own error for a wrong shape does not name the array
-        saved, wanted = manifest.read(path).arrays, orbax.described(like)
-        if wrong := problems(differences(saved, wanted), str(_run_of(path))):
-            raise JaxparError(*wrong)
-        return orbax.unflat(like, orbax.load(path, saved, orbax.flat(like))), int(path.name)
-
-    def find(self, step: int | None = None) -> int:
-        """Returns the step of the newest good checkpoint, or `step` if that is good: every byte is read and hashed.
-
-        Raises:
-          JaxparError: If there is none, with what is wrong with each.
-        """
-        # the first process reads every byte and the others take its word: hashing once per process would read the
-        # checkpoint as often from a shared disk
-        found, wrong = NONE, []
-        if processes.is_first():
-            found, wrong = self._newest_good(step)
-        found = processes.from_first(found)
-        if found == NONE:
-            raise JaxparError(*wrong) if wrong else _refuse_none(self.folder, step)
-        return found
+        wanted, damaged = paths.flat(like), {}
+        for each in self._candidates(step):
+            path = self.path(each)
+            if listing.is_older(path):
+                # not skipped like a damaged one: going back behind it in silence could lose days of training
+                raise JaxparError(*self._problems(damaged), *listing.refuse_older(path).problems)
+            try:
+                made = reading.listed(path)
+                # compared before anything is read: what does not fit is no damage
+                if wrong := problems(differences(made.arrays, paths.described(like)), str(_run_of(path))):
+                    raise JaxparError(*wrong)
+                arrays = reading.arrays(path, made, wanted)
+            except reading.Damaged as found:
+                damaged[each] = found.wrong
+                continue
+            # set aside only now: where none is good, all stay where they are, for the user to look at
+            if processes.is_first():
+                for old, problem in zip(damaged, self._problems(damaged), strict=True):
+                    self._set_aside(problem, old, each)
+            return paths.unflat(like, arrays), each
+        if damaged:
+            raise JaxparError(*self._problems(damaged))
+        raise _refuse_none(self.folder, step)
 
     def leave(self, step: int) -> list[str]:
         """Sets aside the checkpoints after a step, from which training goes on; returns their new names.
@@ -197,30 +198,25 @@ class Store:
         except JaxparError:
             return {}
 
-    def _newest_good(self, step: int | None) -> tuple[int, list[Problem]]:
+    def _candidates(self, step: int | None) -> Iterator[int]:
+        """Yields the steps to try, newest first; the first process decides, whose list of the folder may be newer."""
         there = self.steps()
         asked = there[::-1] if step is None else [step] if step in there else []
-        damaged: list[Problem] = []
-        for each in asked:
-            path = self.path(each)
-            # not skipped like a damaged one: going back behind it in silence could lose days of training
-            if listing.is_older(path):
-                return NONE, [*damaged, *listing.refuse_older(path).problems]
-            if not (wrong := manifest.check(path)):
-                # set aside only now: where none is good, all stay where they are, for the user to look at
-                for problem, old in zip(damaged, asked, strict=False):
-                    self._set_aside(problem, old, each)
-                return each, []
-            others = [other for other in there if other != each]
-            fix = f"another step ({', '.join(map(str, others[-4:]))})" if others else "train anew, in another run.dir"
-            damaged.append(
+        for each in range(processes.from_first(len(asked))):
+            yield processes.from_first(asked[each] if processes.is_first() else NONE)
+
+    def _problems(self, damaged: Mapping[int, list[str]]) -> list[Problem]:
+        there, made = self.steps(), []
+        for step, wrong in damaged.items():
+            others = ", ".join(str(other) for other in [each for each in there if each != step][-4:])
+            made.append(
                 Problem(
-                    f"checkpoint {path} is damaged: {_few(wrong)}",
-                    "every file has the hash that the MANIFEST lists",
-                    fix,
+                    f"checkpoint {self.path(step)} is damaged: {_few(wrong)}",
+                    "every byte has the hash that the MANIFEST lists",
+                    f"another step ({others})" if others else "train anew, in another run.dir",
                 )
             )
-        return NONE, damaged
+        return made
 
     def _set_aside(self, problem: Problem, step: int, used: int) -> None:
         aside = ""
@@ -262,7 +258,7 @@ class Store:
             )
 
     def _failed(self, write: writing.Write, error: BaseException) -> JaxparError:
-        code = os_code(error)
+        code = _code(error)
         cause = errno.errorcode.get(code, str(code)) if code else (str(error) or type(error).__name__).splitlines()[0]
         return refuse(
             f"step {write.step} is not saved in {self.folder}: {cause:.160}",
@@ -285,6 +281,10 @@ class Store:
 
 def _few(wrong: list[str]) -> str:
     return "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if wrong[3:] else "")
+
+
+def _code(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
 
 
 def _run_of(path: Path) -> Path:

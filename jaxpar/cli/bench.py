@@ -11,6 +11,8 @@ EXAMPLE = """\
   it, interleaved in one process; an hour
   $ jaxpar bench overhead --beside expert --only "fsdp 8" --remat none --minutes 9 --out overhead.jsonl
   one row; the file has each row as soon as it is measured, and the next run goes on after them
+  $ jaxpar bench checkpoint
+  seconds to save and to restore a state beside Orbax's, interleaved in one process, and flipped bytes that are found
   $ jaxpar bench pipeline
   memory of a pipelined step by schedule and microbatches, as compiled for simulated devices and for eight H100s
   $ jaxpar bench faults --timeout 10
@@ -30,7 +32,7 @@ EXAMPLE = """\
   everything that jaxpar claims about GPUs, on one of them, as far as nine minutes go; the next call goes on from there,
   and what was predicted with --plan, anywhere, stands beside what is measured
 
-The first four and `layouts` end with status 1 where a bound does not hold.
+The first five and `layouts` end with status 1 where a bound does not hold.
 """
 
 
@@ -42,7 +44,7 @@ def add(verbs) -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = "overhead|pipeline|faults|planner|gemm|links|layers|layouts|gpu"
+    names = "overhead|checkpoint|pipeline|faults|planner|gemm|links|layers|layouts|gpu"
     inner = verb.add_subparsers(dest="name", metavar=names, required=True)
 
     def add_one(name: str, meaning: str, function: Any) -> argparse.ArgumentParser:
@@ -59,6 +61,9 @@ def add(verbs) -> None:
     one.add_argument("--remat", choices=("none", "full"), help="beside the expert: only this (default: both)")
     one.add_argument("--minutes", type=float, default=0.0, help="beside the expert: start no row that may end later")
     one.add_argument("--out", default="", metavar="FILE.jsonl", help="beside the expert: rows to keep, and go on after")
+    add_json(one)
+    one = add_one("checkpoint", "saving and restoring beside Orbax", checkpoint)
+    one.add_argument("--rounds", type=int, default=15, help="interleaved pairs per size (default 15)")
     add_json(one)
     add_json(add_one("pipeline", "memory of a pipelined step, by schedule and microbatches", pipeline))
     one = add_one("faults", "seconds until all processes have noticed what befell one", faults)
@@ -114,6 +119,13 @@ def overhead(args: argparse.Namespace) -> tuple[Any, int]:
             only=args.only, remat=remat, rounds=_rounds(args), minutes=args.minutes, out=args.out
         )
     return found, 0 if all(table["holds"] for table in found.values()) else 1
+
+
+def checkpoint(args: argparse.Namespace) -> tuple[Any, int]:
+    """Saves and restores beside Orbax."""
+    from jaxpar.bench.checkpoint import checkpoint
+
+    return _held(checkpoint(rounds=_rounds(args)))
 
 
 def pipeline(args: argparse.Namespace) -> tuple[Any, int]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.checkpoint import listing, manifest, orbax, report
+from jaxpar.checkpoint import listing, manifest, orbax, paths, reading, report
 from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array, Manifest
 from jaxpar.errors import nearest, refuse
@@ -73,7 +73,7 @@ def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
     if made.mesh.declared:
         leave_alone()
     layout = compose(resolve_model(made, resolve_loss(made)), made.parallel, device_count(made))
-    return orbax.described(state.abstract(layout, chain.build(made.optimizer, made.train.steps)))
+    return paths.described(state.abstract(layout, chain.build(made.optimizer, made.train.steps)))
 
 
 def adopt(where: Path, step: int | None = None) -> Path:
@@ -91,7 +91,7 @@ def adopt(where: Path, step: int | None = None) -> Path:
         )
     listed, scores = orbax.unlisted(path)
     made = path.stat().st_mtime
-    manifest.write(path, step=int(path.name), written=made, scores=scores, arrays=listed)
+    manifest.adopt(path, step=int(path.name), written=made, scores=scores, arrays=listed)
     return path
 
 
@@ -104,19 +104,13 @@ def _listed(where: Path) -> tuple[Path, Manifest]:
 
 def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, float]:
     """Returns path to largest absolute difference, of arrays that are not equal; one array at a time."""
-    for path in (first, second):
-        if wrong := manifest.check(path):
-            raise refuse(
-                f"{path}: {wrong[0]}",
-                rule="every file has the hash that the MANIFEST lists",
-                fix=f"jaxpar checkpoint verify {path}",
-            )
+    lists = [(path, reading.listed(path)) for path in (first, second)]
     found = {}
     alone = jax.sharding.SingleDeviceSharding(visible()[0])
     for name, array in listed.items():
         kind = jax.random.key(0).dtype if array.dtype.startswith("key<") else array.dtype
         want = {name: jax.ShapeDtypeStruct(array.shape, kind, sharding=alone)}
-        here, there = (_numbers(orbax.load(path, listed, want)[name]) for path in (first, second))
+        here, there = (_numbers(reading.arrays(path, made, want)[name]) for path, made in lists)
         if here.tobytes() != there.tobytes():
             found[name] = float(np.max(np.abs(here.astype(np.float64) - there.astype(np.float64))))
     return found

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.checkpoint import listing, manifest, orbax
+from jaxpar.checkpoint import listing, reading
 from jaxpar.job.build import Built
 from jaxpar.job.file.parse import load
 from jaxpar.job.start import check_start, decoder_of
@@ -37,15 +37,15 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     Raises:
       JaxparError: If it is damaged, belongs to no run of a decoder, or Hugging Face has no such model.
     """
-    path = listing.verified(where, step)
+    path = listing.find(where, step).resolve()
+    found = reading.listed(path)
     settings = decoder_of(load(path.parent.parent / "job.toml"))
-    listed = manifest.read(path).arrays
     alone = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     wanted = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=alone)
-        for name, array in listed.items()
+        for name, array in found.arrays.items()
         if name.startswith("params/")
     }
-    params = {name.removeprefix("params/"): value for name, value in orbax.load(path, listed, wanted).items()}
+    params = {name.removeprefix("params/"): value for name, value in reading.arrays(path, found, wanted).items()}
     files = export(params, settings, to)
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in files)}
