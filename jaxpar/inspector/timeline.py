@@ -96,11 +96,12 @@ def price_kernels(module: Module, sizes: dict[str, int], chip: Chip, per_node: i
     """
     player = _Player(module, sizes, chip, per_node)
     found: dict[str, float] = {}
+    asked = {name for _, op in module.ops() for name in op.condition}  # whether a loop turns again: not in `replay`
     for visit in walk(module):
         op = visit.op
         calls = op.opcode in ("while", "conditional", "call", "async-start", *_FREE)
         waits = op.opcode.endswith(("-done", "-update"))
-        if visit.fused or calls or waits or player.collective(visit.computation, op):
+        if visit.fused or visit.computation in asked or calls or waits or player.collective(visit.computation, op):
             continue
         found[op.name] = player.kernel(visit.computation, op) * (visit.times or 1)
     return found
