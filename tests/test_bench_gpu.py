@@ -10,9 +10,13 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxpar.bench.gpu import identity, predicted, show
+from jaxpar.bench.gpu import day, fitted, identity, predicted, show
+from jaxpar.bench.gpu.__main__ import main as one_stage
 from jaxpar.bench.gpu.__main__ import work
 from jaxpar.bench.gpu.identity import REHEARSED, Identity, identify, sources
+from jaxpar.bench.gpu.jobs import traced
+from jaxpar.bench.gpu.jobs.stand_in_attention import NAME as NAME_OF_STAND_IN
+from jaxpar.bench.gpu.jobs.training import REAL, TINY
 from jaxpar.bench.gpu.lines import NAME, Lines, read
 from jaxpar.bench.gpu.process import Ended, run_limited
 from jaxpar.bench.gpu.runner import WHOLE, Budget, run
@@ -21,6 +25,11 @@ from jaxpar.bench.gpu.stages import machine
 from jaxpar.bench.gpu.table import STAGES, chosen
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.hlo.text import parse
+from jaxpar.inspector.compiled import compile_program
+from jaxpar.inspector.memory import total
+from jaxpar.inspector.timeline import price_kernels, replay
+from jaxpar.mesh.target import find_plugin, target_devices
 from jaxpar.plan.machine.hardware import HARDWARE
 
 H100 = Identity("NVIDIA H100 80GB HBM3", "580.1", {"jax": "0.11.2", "jaxlib": "0.11.2"}, "abc")
@@ -41,7 +50,14 @@ class KilledError(BaseException):
     """Stands for SIGKILL: nothing handles it, and nothing is written after it."""
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+QUICK = ("machine", "gemm")
+KINDS = {stage.run: stage for stage in STAGES}.values()  # of the three models one
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(stage, id=stage.name, marks=[] if stage.name in QUICK else pytest.mark.slow) for stage in KINDS],
+)
 @pytest.mark.usefixtures("nobody")
 def test_a_stage_that_is_killed_goes_on_where_it_stopped(stage, tmp_path, monkeypatch):
     add, wanted = Lines.add, []
@@ -62,11 +78,40 @@ def test_a_stage_that_is_killed_goes_on_where_it_stopped(stage, tmp_path, monkey
     assert len(names) == len(set(names)) >= 2
     assert wanted == [names[0], *names[1:2], *names[1:]]  # the one that was cut off is taken again, the first is not
     assert all(line["rehearsal"] and line["sources"] == sources() for line in lines)
-    assert rehearse(stage, tmp_path) == lines
     if stage.predict:
         expected = dict(stage.predict(stage.tiny, HARDWARE["h100"]))
         held = show.rows(lines, {stage.name: expected})
         assert {what for _, what, *_ in held} == expected.keys()
+
+
+def test_kernels_are_what_streams_of_a_gpu_ran_and_gaps_are_between_them():
+    names = [("process_name", 1, 0, "/device:GPU:0"), ("thread_name", 1, 7, "Stream #7(Compute)"),
+             ("thread_name", 1, 8, "XLA Ops"), ("process_name", 2, 0, "/host:CPU")]  # fmt: skip
+    ran = [(1, 7, 0.0, 4.0, "fusion.1"), (1, 7, 6.0, 2.0, "fusion.2"), (1, 7, 7.0, 3.0, ""), (1, 8, 0.0, 9.0, "copy"),
+           (2, 7, 4.0, 2.0, "host")]  # fmt: skip
+    events = [dict(ph="M", name=kind, pid=pid, tid=tid, args={"name": name}) for kind, pid, tid, name in names]
+    for pid, tid, ts, dur, op in ran:
+        events.append(dict(ph="X", name="x", pid=pid, tid=tid, ts=ts, dur=dur, args={"hlo_op": op} if op else {}))
+    found = list(traced.kernels({"traceEvents": events}))
+    assert [kernel.instruction for kernel in found] == ["fusion.1", "fusion.2", ""]
+    assert traced.gaps(found) == pytest.approx([2e-6])
+    assert traced.by_instruction(found, steps=2) == pytest.approx({"fusion.1": 2e-6, "": 1.5e-6, "fusion.2": 1e-6})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+def test_what_stands_in_for_cudnn_keeps_no_scores_and_kernels_add_up_to_the_timeline():
+    """Without cuDNN a program for GPUs has XLA's own attention, whose scores would be most of the memory."""
+    job = dataclasses.replace(TINY, seq=512, heads=4, dim=64, vocab=64)
+    built = job.on(target_devices("h100:1x1"))
+    program = compile_program(built.step.subject(built.batch).lowered, built.devices)
+    assert total(program) - built.static < 4 * job.batch * job.heads * job.seq**2
+    module, of = parse(program.text), (dict(built.step.layout.on.shape), HARDWARE["h100"].chip, 1)
+    prices = price_kernels(module, *of)
+    assert sum(prices.values()) == pytest.approx(replay(module, *of).compute)
+    kernels = [op for _, op in module.ops() if NAME_OF_STAND_IN in op.attributes]
+    assert len(kernels) == 2
+    assert {op.name for op in kernels} <= prices.keys()
 
 
 def test_every_stage_has_a_limit_above_its_estimate_and_sizes_of_both_kinds():
@@ -82,7 +127,7 @@ def test_every_stage_has_a_limit_above_its_estimate_and_sizes_of_both_kinds():
 
 def stages(*names, seconds=10.0, limit=30.0):
     return [
-        Stage(name=name, seconds=seconds, limit=limit, measures="", beside="", real=1, tiny=0, run=print)
+        Stage(name=name, seconds=seconds, limit=limit, measures="x", beside="y", real=1, tiny=0, run=print)
         for name in names
     ]
 
@@ -216,6 +261,8 @@ def test_a_prediction_with_tiny_sizes_is_no_prediction_of_a_measurement(tmp_path
     planned(tmp_path)
     mine = identify(rehearsal=True)
     assert predicted.find(tmp_path, "h100", mine).numbers == {"gemm": {}}
+    with pytest.raises(JaxparError, match="stages without 124m"):
+        predicted.find(tmp_path, "h100", mine, stages=["gemm", "124m"])
     with pytest.raises(JaxparError, match="rehearsal True, here False"):
         predicted.find(tmp_path, "h100", dataclasses.replace(mine, device=H100.device))
     with pytest.raises(JaxparError, match="chips h100, here h200"):
@@ -226,7 +273,9 @@ def test_predictions_of_a_second_chip_stand_beside_those_of_the_first(tmp_path):
     code = identify(rehearsal=True)
     for chip in ("h100", "h200"):
         predicted.write(tmp_path, chip, {"gemm": {}}, code, rehearsal=False)
-    assert list(json.loads((tmp_path / predicted.NAME).read_text())["chips"]) == ["h100", "h200"]
+    predicted.write(tmp_path, "h200", {"124m": {}}, code, rehearsal=False)
+    chips = json.loads((tmp_path / predicted.NAME).read_text())["chips"]
+    assert {chip: list(stages) for chip, stages in chips.items()} == {"h100": ["gemm"], "h200": ["gemm", "124m"]}
     predicted.write(tmp_path, "h200", {}, dataclasses.replace(code, sources="new"), rehearsal=False)
     assert list(json.loads((tmp_path / predicted.NAME).read_text())["chips"]) == ["h200"]
 
@@ -275,9 +324,48 @@ def test_tables_hold_measurements_to_predictions_and_take_no_rehearsal(tmp_path,
     assert said == "No run on a GPU is on record yet. 1 lines of a rehearsal are none.\n"
 
 
+def test_constants_are_fitted_on_matmuls_and_the_smallest_model_and_judged_on_the_others(tmp_path):
+    true = dataclasses.replace(
+        HARDWARE["h100"], gemm=dataclasses.replace(HARDWARE["h100"].gemm, top=0.75, half=5e9), streaming=0.6
+    )
+    lines = Lines(tmp_path / NAME, H100)
+    lines.add(stage="gemm", what="curve of bf16", top=0.75, half=5e9, source="here")
+    assert fitted.fit(lines.own(), HARDWARE["h100"]) is None
+    for name in ("124m", "350m"):
+        lines.add(stage=name, what="step", seconds=fitted.seconds(REAL[name], true))
+    own = fitted.fit(lines.own(), HARDWARE["h100"])
+    assert (own.gemm.top, own.streaming) == (0.75, pytest.approx(0.6))
+    judged = fitted.judge(lines.own(), own)
+    assert judged.keys() == {"350m"}
+    assert judged["350m"][1] == pytest.approx(judged["350m"][0])
+    code = dataclasses.replace(identify(rehearsal=True), sources=H100.sources)
+    predicted.write(tmp_path, "h100", {"350m": {"step": {"planner_seconds": 0.1}}}, code, rehearsal=False)
+    said = show.tables(lines.own(), predicted.all_of(tmp_path))
+    assert "memory 0.600 of its bandwidth.\nJudged: 350m " in said
+
+
+def test_a_rehearsal_goes_from_predictions_to_a_record(tmp_path, monkeypatch, capsys):
+    folder = str(tmp_path / "day")
+    here = lambda command, *, limit, log, environment: Ended(one_stage(command[3:]), 1.0, "")  # noqa: E731
+    monkeypatch.setattr(day, "run_limited", here)
+    told = {}
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)  # other tests' devices are made already
+    assert main(["bench", "gpu", "--plan", "--rehearse", "--only", "gemm", "--out", folder]) == 0
+    assert told == {"jax_platforms": "cpu"}
+    monkeypatch.undo()
+    monkeypatch.setattr(day, "run_limited", here)
+    assert main(["bench", "gpu", "--rehearse", "--only", "gemm", "--out", folder]) == 0
+    said = capsys.readouterr().out
+    assert "gemm        measured; " in said
+    assert "FLOP" not in said
+    assert {path.name for path in (tmp_path / "day").iterdir()} == {"predicted.json", NAME, "h100.toml"}
+    assert main(["bench", "gpu", "--rehearse", "--only", "gemm", "--out", folder]) == 0
+    assert "gemm        there already; " in capsys.readouterr().out
+
+
 def test_a_rehearsal_prints_no_times_of_a_measurement(tmp_path, capsys):
     who = dataclasses.replace(H100, device=REHEARSED)
     FakeRun(tmp_path, who=who).run("a")
-    assert capsys.readouterr().out == "a           measured; 590 s left\n"
+    assert capsys.readouterr().out == "a           x; beside y\na           measured; 590 s left\n"
     assert [line["what"] for line in read(tmp_path / NAME)] == [WHOLE]
     assert jax.devices()[0].platform == "cpu"

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,13 +54,17 @@ def measure(
     budget = runner.Budget(60 * minutes, clock, clock())
     identity = identify(rehearsal=rehearsal)
     make_folder(folder)
-    known = predicted.find(folder, hardware_of(identity).chip.key, identity)
+    foretold = [stage.name for stage in stages if stage.predict]
+    known = predicted.find(folder, hardware_of(identity).chip.key, identity, stages=foretold)
     print(f"{identity.device}, sources {identity.sources}, predictions {known.file}; {minutes:g} minutes", flush=True)
     lines = Lines(folder / NAME, identity)
+    cache = str(Path(tempfile.gettempdir()) / f"jaxpar-bench-gpu-{identity.sources}")
 
     def start(stage: Stage, limit: float) -> Ended:
         command = [sys.executable, "-m", "jaxpar.bench.gpu", stage.name, str(folder), *["--rehearse"] * rehearsal]
-        return run_limited(command, limit=limit, log=folder / LOG, environment=os.environ)
+        flags = " ".join(filter(None, [os.environ.get("XLA_FLAGS"), stage.flags]))
+        told = {"XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": cache}  # stages share programs, and what tuning found
+        return run_limited(command, limit=limit, log=folder / LOG, environment={**os.environ, **told})
 
     found = runner.run(stages, lines, budget, start)
     whole = all(outcome in ("measured", "there already") for outcome in found.values())

@@ -7,7 +7,7 @@ They are of one hash of jaxpar's sources, and of one version of the compiler: wh
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -30,7 +30,7 @@ class Predicted:
 
     Attributes:
       numbers: Stage to measurement to its numbers.
-      file: Hash of the file they are from: lines name it, so that it is known which prediction they are held to.
+      file: Hash of the file they are from: a run says it, so that a file that was changed later is known.
     """
 
     numbers: Mapping[str, Mapping[str, Numbers]]
@@ -40,17 +40,24 @@ class Predicted:
 def write(
     folder: Path, chip: str, numbers: Mapping[str, Mapping[str, Numbers]], code: Identity, *, rehearsal: bool
 ) -> Path:
-    """Writes the predictions of a chip beside those of other chips by the same code, and returns the file."""
+    """Writes predictions beside those of other stages and chips by the same code, and returns the file."""
     path = folder / NAME
     said = {"sources": code.sources, "versions": dict(code.versions), "rehearsal": rehearsal}
     before = _load(path) if path.exists() else {}
     same = all(before.get(key) == value for key, value in said.items())
-    write_json(path, said | {"chips": (before["chips"] if same else {}) | {chip: numbers}})
+    chips = before["chips"] if same else {}
+    write_json(path, said | {"chips": chips | {chip: chips.get(chip, {}) | dict(numbers)}})
     return path
 
 
-def find(folder: Path, chip: str, identity: Identity) -> Predicted:
+def find(folder: Path, chip: str, identity: Identity, *, stages: Iterable[str] = ()) -> Predicted:
     """Returns the predictions for a chip, of a folder, or else those that jaxpar was committed with.
+
+    Args:
+      folder: Of the record.
+      chip: Its key.
+      identity: Of what is to be measured.
+      stages: Names of those that must be predicted.
 
     Raises:
       JaxparError: If there are none, or they are of other code, another compiler, or other sizes.
@@ -69,6 +76,8 @@ def find(folder: Path, chip: str, identity: Identity) -> Predicted:
     foreign = [f"{key} {got.get(key)}, here {value}" for key, value in wanted.items() if got.get(key) != value]
     if chip not in said.get("chips", {}):
         foreign.append(f"chips {', '.join(said.get('chips', {})) or 'none'}, here {chip}")
+    elif missing := [name for name in stages if name not in said["chips"][chip]]:
+        foreign.append(f"stages without {', '.join(missing)}")
     if foreign:
         raise refuse(f"{path} of {'; '.join(foreign)}", rule=rule, fix=f"{again}, and commit it")
     return Predicted(said["chips"][chip], hashlib.sha256(path.read_bytes()).hexdigest()[:16])
@@ -77,12 +86,12 @@ def find(folder: Path, chip: str, identity: Identity) -> Predicted:
 def all_of(folder: Path) -> dict[str, Mapping[str, Mapping[str, Numbers]]]:
     """Returns the predictions of a folder and those that jaxpar was committed with, by the hash of their sources.
 
-    A folder's own come first; those of several chips are told apart by `sources`, a space and the chip.
+    A folder's own come first, rehearsed ones not at all; a key is the hash, a space, and the chip.
     """
     found: dict[str, Mapping[str, Mapping[str, Numbers]]] = {}
     for path in (_committed(), folder / NAME):
-        if path.exists():
-            said = _load(path)
+        said = _load(path) if path.exists() else {}
+        if not said.get("rehearsal"):
             found |= {f"{said['sources']} {chip}": numbers for chip, numbers in said.get("chips", {}).items()}
     return found
 

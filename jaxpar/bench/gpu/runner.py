@@ -72,6 +72,7 @@ def _run(stage: Stage, lines: Lines, budget: Budget, start: Callable[[Stage, flo
         return "given up"
     if budget.left < stage.seconds:
         return "no time left"
+    print(f"{stage.name:<12}{stage.measures}; beside {stage.beside}", flush=True)
     limit = min(stage.limit, budget.left)
     ended = start(stage, limit)
     outcome: Outcome = "crashed" if ended.status else "measured"

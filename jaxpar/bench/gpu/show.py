@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpar.bench.gpu.fitted import FITTED_ON, fit, judge
 from jaxpar.bench.gpu.predicted import Numbers
 from jaxpar.bench.gpu.runner import WHOLE
 from jaxpar.mesh.chips import find_chip
+from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.units import show_bytes, show_seconds
 
 Known = Mapping[str, Mapping[str, Numbers]]
@@ -55,8 +57,23 @@ def _device(of: tuple[str, str, str, str], lines: Sequence[dict[str, Any]], know
         f"| {stage} | {what} | {_number(key, value)} | {', '.join(_beside(key, value, said))} |"
         for stage, what, key, value, said in found
     ]
-    return "\n".join([head, "", "| stage | what | measured | predicted, and by how much the measurement is more |",
-                      "|---|---|---|---|", *shown])  # fmt: skip
+    title = ["| stage | what | measured | predicted, and by how much the measurement is more |", "|---|---|---|---|"]
+    return "\n".join([head, "", *title, *shown, *_judged(lines, chip.key if chip else "")])
+
+
+def _judged(lines: Sequence[dict[str, Any]], chip: str) -> list[str]:
+    """Returns how constants that are fitted on a part of the record foretell the rest of it."""
+    known = HARDWARE.get(chip)
+    own = fit(lines, known) if known else None
+    if own is None:
+        return []
+    constants = f"matmuls {own.gemm.top:.3f} of the peak x f / (f + {own.gemm.half / 1e9:.3g} GFLOP)"
+    judged = [
+        f"{name} {show_seconds(value)}, planner {show_seconds(number)} ({value / number - 1:+.1%})"
+        for name, (value, number) in judge(lines, own).items()
+    ]
+    return ["", f"Fitted on gemm and {FITTED_ON}: {constants}, memory {own.streaming:.3f} of its bandwidth.",
+            f"Judged: {'; '.join(judged) or 'nothing measured yet'}."]  # fmt: skip
 
 
 def _beside(key: str, value: float, said: Mapping[str, float]) -> list[str]:

@@ -1,6 +1,6 @@
 """A stage of `jaxpar bench gpu`: what it measures, beside what, how long it takes, and its sizes."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ class Stage:
       tiny: Its sizes in a rehearsal, of the same kind.
       run: Takes the measurements, each through `Work.measure`.
       predict: From sizes and hardware to predictions, by the names of the measurements; None where there are none.
+      flags: Of XLA, for its process.
     """
 
     name: str
@@ -34,11 +35,8 @@ class Stage:
     tiny: Any
     run: Callable[[Work], None]
     predict: Callable[[Any, Hardware], Iterator[tuple[str, Numbers]]] | None = None
+    flags: str = ""
 
     def sizes(self, *, rehearsal: bool) -> Any:
         """Returns the sizes to run with."""
         return self.tiny if rehearsal else self.real
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """Returns what a list of stages shows."""
-        return {"name": self.name, "seconds": self.seconds, "measures": self.measures, "beside": self.beside}

@@ -1,10 +1,13 @@
 """The table of stages, in the order in which they are wanted: what comes last may be left for another day."""
 
 from jaxpar.bench.gpu.stage import Stage
-from jaxpar.bench.gpu.stages import gemm, machine
+from jaxpar.bench.gpu.stages import attention, flags, gemm, kernels, layers, machine, memory, models, offload, parity
 from jaxpar.errors import nearest, refuse
 
-STAGES: tuple[Stage, ...] = (machine.STAGE, gemm.STAGE)
+STAGES: tuple[Stage, ...] = (
+    machine.STAGE, gemm.STAGE, *models.STAGES, memory.STAGE, parity.STAGE, attention.STAGE, kernels.STAGE,
+    offload.STAGE, flags.STAGE, layers.STAGE,
+)  # fmt: skip
 
 
 def chosen(names: str) -> tuple[Stage, ...]:

@@ -1,0 +1,68 @@
+"""Attention for programs that are compiled and never run: what cuDNN's kernel reads and writes, and nothing inside.
+
+On a GPU a step in bfloat16 calls cuDNN, which keeps no scores. Without a GPU there is no cuDNN, and XLA's own attention
+would be compiled instead: another program, with scores in memory. An empty kernel with the same operands and results
+stands in, so that buffers, fusions and order of everything around it are those of the program that runs:
+
+    forward     q, k, v                      ->  y, one float32 number for each query and head
+    backward    q, k, v, those numbers, y, gradient of y   ->  gradients of q, k and v
+
+cuDNN's workspace is not in it, nor its time: `timeline` knows neither.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NAME = "stand_in_attention"
+_TARGET = "__gpu$xla.gpu.triton"  # compiled in place by XLA itself: needs no library that is not there
+_TYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+    """Returns an array of the shape and dtype of `q`; an implementation of the island `attention`.
+
+    Args:
+      q: Shape [batch, seq, heads, head_dim].
+      k: Shape [batch, seq, kv_heads, head_dim].
+      v: Shape of `k`.
+      causal: Whichever: no score is computed.
+    """
+    return _attention(q, k, v)
+
+
+@jax.custom_vjp
+def _attention(q, k, v):
+    return _forward(q, k, v)[0]
+
+
+def _forward(q, k, v):
+    batch, seq, heads, _ = q.shape
+    numbers = jax.ShapeDtypeStruct((batch, heads, seq), jnp.float32)
+    y, sums = _empty_kernel("forward", (q, k, v), (_like(q), numbers))
+    return y, (q, k, v, sums, y)
+
+
+def _backward(kept, gradient):
+    q, k, v, *_ = kept
+    return tuple(_empty_kernel("backward", (*kept, gradient), (_like(q), _like(k), _like(v))))
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _empty_kernel(way: str, given: Sequence[Any], made: Sequence[jax.ShapeDtypeStruct]) -> Any:
+    """Returns the results of a kernel that writes nothing: XLA allocates them, and runs nothing else for them."""
+    pointers = ", ".join(f"%a{i}: !tt.ptr<{_TYPES[str(x.dtype)]}>" for i, x in enumerate((*given, *made)))
+    one = np.int32(1)
+    return jax.ffi.ffi_call(_TARGET, tuple(made))(
+        *given, name=f"{NAME}_{way}", ir=f"module {{ tt.func public @{NAME}_{way}({pointers}) {{ tt.return }} }}",
+        num_stages=one, num_warps=one, grid_x=one, grid_y=one, grid_z=one, debug=False,
+    )  # fmt: skip
