@@ -234,7 +234,7 @@ def test_a_model_of_usual_size_sends_a_share_of_its_gradients(name, most):
         ("sign", {"block": 0}, "block = 0"),
         ("qsgd", {"bits": 3}, "bits = 3"),
         ("ternary", {"smallest": 0}, "smallest = 0"),
-        ("bf16", {"bits": 8}, "Half(bits=8)"),
+        ("bf16", {"bits": 8}, "BFloat16(bits=8)"),
         ("topk", {"share": 1.5}, "share = 1.5"),
         ("topk", {"share": float("nan")}, "share = nan"),
         ("randomk", {"block": 2**17}, "block = 131072"),

@@ -138,7 +138,7 @@ def pipeline(args: argparse.Namespace) -> tuple[Any, int]:
 
 def faults(args: argparse.Namespace) -> tuple[Any, int]:
     """Makes every fault happen, and takes the time."""
-    from jaxpar.bench.faults import faults
+    from jaxpar.bench.faults.planted import faults
 
     prefer_huge_pages()
     return _held(faults(timeout=args.timeout))

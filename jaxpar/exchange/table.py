@@ -12,7 +12,7 @@ from jaxpar.exchange.averaging.gossip import Gossip
 from jaxpar.exchange.averaging.local import Local
 from jaxpar.exchange.averaging.streaming import Streaming
 from jaxpar.exchange.base import EXCHANGES, Exchange
-from jaxpar.exchange.compressed.half import Half
+from jaxpar.exchange.compressed.bfloat16 import BFloat16
 from jaxpar.exchange.compressed.qsgd import Qsgd
 from jaxpar.exchange.compressed.randomk import RandomK
 from jaxpar.exchange.compressed.sign import Sign
@@ -22,7 +22,7 @@ from jaxpar.exchange.compressed.topk import TopK
 from jaxpar.tables import changed
 
 _DIFFER = Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble
-_COMPRESSED = Half, Qsgd, Ternary, Sign, TopK, RandomK, Sparse
+_COMPRESSED = BFloat16, Qsgd, Ternary, Sign, TopK, RandomK, Sparse
 for _kind in (AllReduce, *_DIFFER, *_COMPRESSED):
     EXCHANGES[_kind.__dataclass_fields__["name"].default] = _kind
 

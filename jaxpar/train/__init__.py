@@ -5,5 +5,5 @@ run folder, metrics, and the watchdog by which processes notice each other's end
 
 To add a reaction to bad numbers: a value of `Faults.on_bad_step`, and its place in `loop.py` or `roll_back.py`. To add
 a metric sink: a writer beside those in `metrics.py`. To add a fault that is detected: a judgement in
-`watchdog/judge.py`, and the fault planted in `bench/faults.py`.
+`watchdog/judge.py`, and the fault planted in `bench/faults/planted.py`.
 """

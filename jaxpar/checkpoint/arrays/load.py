@@ -160,4 +160,4 @@ def _impl(want: jax.ShapeDtypeStruct) -> Any:
 
 
 def _bytes(data: np.ndarray) -> memoryview:
-    return memoryview(data.reshape(-1).view(np.uint8))
+    return data.reshape(-1).view(np.uint8).data

@@ -95,7 +95,7 @@ def _parts(path: str, leaf: jax.Array, number: int) -> Iterator[tuple[str, Box, 
 def _cut(path: str, region: Box, data: np.ndarray, boxes: list[Box]) -> Iterator[Copied]:
     for start, shape in boxes:
         part = data[(*(slice(first, first + size) for first, size in zip(start, shape, strict=True)), ...)]
-        content = memoryview(part.reshape(-1).view(np.uint8))  # no copy: a box lies in one piece
+        content = part.reshape(-1).view(np.uint8).data  # no copy: a box lies in one piece
         yield Copied(path, tuple(map(sum, zip(region[0], start, strict=True))), shape, content)
 
 

@@ -2,14 +2,14 @@
 
     base       what all have in common: which parameters, errors that are remembered, the two ways to send
     sign       one bit an element        ternary    two bits, at random
-    qsgd       8 or 4 bits, at random    half       bfloat16, summed in float32
+    qsgd       8 or 4 bits, at random    bfloat16   bfloat16, summed in float32
     topk       the largest elements      randomk    elements drawn at random, with the seed
     sparse     the largest elements, and all of their sum
     codes      small numbers packed in bytes
 
 A code is made of a row of elements, block by block, and made elements again by everyone who gets it: what travels has
-the dtype of the code. In two phases each replica is sent its piece of all gradients, takes their mean, and sends that
-to all; in one, all are sent everything.
+the dtype of the code. Each replica is sent its piece of all gradients, takes their mean, and sends a code of that to
+all (`two_phases`).
 
 To add one: a file with a frozen dataclass that is a `Compressed`, with `encode` and `decode`, and a row of
 `exchange.table`.

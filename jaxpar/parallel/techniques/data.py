@@ -19,7 +19,7 @@ def problems(parallel: Parallel) -> list[Problem]:
                 "leave it out: gradients are summed in every step",
             )
         ]
-    found = exchange.problems(parallel.data) if parallel.data > 1 else []
+    found = exchange.problems(parallel.data) if type(parallel.data) is int and parallel.data > 1 else []
     if exchange != AllReduce() and parallel.data == 1:
         found.append(
             Problem(

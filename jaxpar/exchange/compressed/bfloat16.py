@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Half(Compressed):
+class BFloat16(Compressed):
     """Gradients that travel in bfloat16, and are summed in float32.
 
     Attributes:
