@@ -1,6 +1,6 @@
 """Compressed gradients: replicas stay equal, and what they send of their gradients is small.
 
-    base       what all have in common: which parameters, errors that are remembered, the two ways to send
+    base       what all have in common: which parameters, what codes lose; `two_phases`: how they travel
     sign       one bit an element        ternary    two bits, at random
     qsgd       8 or 4 bits, at random    bfloat16   bfloat16, summed in float32
     topk       the largest elements      randomk    elements drawn at random, with the seed
