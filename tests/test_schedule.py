@@ -90,6 +90,8 @@ def test_bubble_is_the_published_one(name, chunks, bubble):
         cost = price(table, equal)
         assert cost.barrier == cost.asynchronous == pytest.approx(table.ticks / chunks)
         assert cost.barrier_bubble == pytest.approx(table.bubble)
+        # idle cells of a phased table are computed too, as its program has no conditional
+        assert cost.repeated == pytest.approx(1 / (1 - table.bubble) if table.phased else 1.0)
 
 
 def test_zero_bubble_is_zero_between_a_stage_s_first_and_last_op():

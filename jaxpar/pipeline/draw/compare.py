@@ -9,9 +9,10 @@ from jaxpar.pipeline.tables import library
 from jaxpar.pipeline.tables.price import Price, Times, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
-HEAD = ("schedule", "chunks", "ticks", "ideal", "barrier", "slots", "kept", "messages")
+HEAD = ("schedule", "chunks", "ticks", "ideal", "barrier", "work", "slots", "kept", "messages")
 NOTE = """\
 ideal, barrier: idle share of a run in which every op starts as soon as it can, and of one that waits after every tick
+work: what is computed, with the idle cells of phased tables, which have no conditional; 1: nothing idle is computed
 slots, kept: activations on the fullest stage, counted by chunk, and in microbatches of a whole stage"""
 
 
@@ -25,6 +26,7 @@ def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
         "ticks": schedule.ticks,
         "time": {"ideal": cost.asynchronous, "barrier": cost.barrier},
         "bubble": {"ideal": cost.asynchronous_bubble, "barrier": cost.barrier_bubble},
+        "work": cost.repeated,
         "slots": max(schedule.peak),
         "kept": max(schedule.peak) / schedule.chunks,
         "messages": schedule.messages,
@@ -73,5 +75,5 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "cannot" in row:
         return (name,)
     shares = (f"{row['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
-    counts = (str(row["slots"]), f"{row['kept']:.3g}", str(row["messages"]))
+    counts = (f"{row['work']:.2f}", str(row["slots"]), f"{row['kept']:.3g}", str(row["messages"]))
     return (name, str(row["chunks"]), str(row["ticks"]), *shares, *counts)

@@ -56,6 +56,8 @@ class Price:
       asynchronous: From the first op to the end of the last, run freely.
       barrier: The same, run tick by tick.
       work: The time for which each stage computes.
+      computed: The time for which all stages compute, with what an executor computes in idle cells: of a phased table
+        all of them, as its ticks have no conditional; of another none.
       starts: (tick, stage) of the table to (start, end) of that cell, run freely.
       ticks: When each tick begins, run tick by tick, and when the last one ends.
     """
@@ -63,6 +65,7 @@ class Price:
     asynchronous: float
     barrier: float
     work: tuple[float, ...]
+    computed: float
     starts: dict[tuple[int, int], tuple[float, float]]
     ticks: tuple[float, ...]
 
@@ -75,6 +78,11 @@ class Price:
     def barrier_bubble(self) -> float:
         """The same, run tick by tick."""
         return self._idle(self.barrier)
+
+    @property
+    def repeated(self) -> float:
+        """What is computed, as a multiple of the work: where devices share one processor, time goes with it."""
+        return self.computed / sum(self.work) if any(self.work) else 1.0
 
     def _idle(self, span: float) -> float:
         return 1 - sum(self.work) / len(self.work) / span if span else 0.0
@@ -89,7 +97,7 @@ def price(schedule: Schedule, times: Times) -> Price:
     cost = _costs(schedule, times)
     work, free = [0.0] * schedule.stages, [0.0] * schedule.stages
     there: dict[tuple[str, int, int], float] = {}  # (op, microbatch, part) to when its result is where it is needed
-    starts, ticks = {}, [0.0]
+    starts, ticks, computed = {}, [0.0], 0.0
     for tick, row in enumerate(schedule.cells):
         slowest = message = 0.0
         for stage, cell in enumerate(row):
@@ -105,7 +113,9 @@ def price(schedule: Schedule, times: Times) -> Price:
             work[stage] += cost[cell.op][part]
             slowest, message = max(slowest, cost[cell.op][part]), max(message, times.send * away)
         ticks.append(ticks[-1] + slowest + message)
-    return Price(max(free), ticks[-1], tuple(work), starts, tuple(ticks))
+        computed += slowest * schedule.stages
+    computed = computed if schedule.phased else sum(work)
+    return Price(max(free), ticks[-1], tuple(work), computed, starts, tuple(ticks))
 
 
 def _costs(schedule: Schedule, times: Times) -> dict[str, tuple[float, ...]]:
