@@ -265,7 +265,7 @@ def test_compare_has_a_row_for_every_schedule_and_a_reason_where_there_is_none(t
         cost, most = price(asked, EVEN), max(asked.peak)
         assert lines[row["name"]] == [
             str(asked.chunks), str(asked.ticks), f"{cost.asynchronous_bubble:.1%}", f"{cost.barrier_bubble:.1%}",
-            str(most), f"{most / asked.chunks:.3g}", str(asked.messages),
+            f"{cost.repeated:.2f}", str(most), f"{most / asked.chunks:.3g}", str(asked.messages),
         ]  # fmt: skip
     assert {row["name"] for row in rows if "cannot" in row} >= {"interleaved", "interleaved_phased"}
     assert "cannot" not in rows[0]
