@@ -119,6 +119,33 @@ def test_heads_of_a_learned_query_are_cut_as_any_others():
     assert used == {name: jax.sharding.PartitionSpec(*axes) for name, axes in heads.items()}
 
 
+@pytest.mark.parametrize(("mlp", "used"), [(1024, ()), (256, (None, "tensor"))])
+def test_matrices_that_pair_with_no_other_are_cut_only_where_they_are_many(mlp, used):
+    """Of all entries of matrices the pooler and the head have 3 % and 12 %."""
+
+    class Pooled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.LayerNorm()(x + nn.Dense(64, name="down")(nn.relu(nn.Dense(mlp, name="up")(x))))
+            x = nn.LayerNorm()(nn.tanh(nn.Dense(64, name="pooler")(x)))
+            return nn.Dense(4, name="head")(x)
+
+    _, layout = placed(jp.linen(Pooled(), jnp.zeros((1, 64))), tensor=8)
+    assert layout.placements["pooler/kernel"].used == jax.sharding.PartitionSpec(*used)
+    assert layout.placements["up/kernel"].used == jax.sharding.PartitionSpec(None, "tensor")
+
+
+def test_a_table_in_a_model_without_pairs_is_cut_along_its_features():
+    class Pairs(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            left, right = nn.Embed(512, 64, name="center"), nn.Embed(512, 64, name="outside")
+            return jnp.sum(left(tokens) * right(tokens), axis=-1)
+
+    _, layout = placed(jp.linen(Pairs(), TOKENS), tensor=8)
+    assert [each.used for each in layout.placements.values()] == [jax.sharding.PartitionSpec(None, "tensor")] * 2
+
+
 def test_a_dim_of_heads_is_cut_between_heads():
     _, layout = placed(jp.linen(models.Bert(4096, 768, 3072, 12), TOKENS), tensor=8)
     place = next(each for path, each in layout.placements.items() if path.endswith("query/kernel"))

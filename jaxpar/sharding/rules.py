@@ -2,7 +2,7 @@
 
     ("embed", "mlp")  ──rules────►  P(None, "tensor")
     no names          ──reading──►  names by what the model does with the parameter, or by words for layers
-                      ──else─────►  the largest dim that the axis divides
+                      ──else─────►  the largest dim that the axis divides; the features of a table
 
 Every choice is kept as a sentence, so that `explain` can show it.
 """
@@ -206,7 +206,7 @@ def _moved(leaf: Leaf, choice: Choice, ways: int, padded: int | None) -> Choice:
 
 
 def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
-    """Returns `tensor` on the largest dim that it divides; vectors, also stacked ones, stay whole."""
+    """Returns `tensor` on the largest dim that it divides, of a table on the features; vectors stay whole."""
     axes: list[tuple[str, ...]] = [()] * len(leaf.shape)
     ways, own = sizes.get("tensor", 1), own_dims(path, leaf)
     fitting = [dim for dim, size in enumerate(leaf.shape) if size % ways == 0 and size >= ways]
@@ -216,8 +216,12 @@ def _largest(path: str, leaf: Leaf, sizes: Mapping[str, int]) -> Choice:
         return whole if ways == 1 or own < 2 else _moved(leaf, whole, ways, None)
     # a vector is cheap to keep whole, and split it would put a collective around every elementwise op that adds it
     if ways > 1 and own > 1 and fitting:
+        on = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, leaf.shape[dim], dim))
         why = "no names: tensor on the largest dim"
-        axes[max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, leaf.shape[dim], dim))] = ("tensor",)
+        if re.search("(^|/)embedding$", path) and len(leaf.shape) - 1 in fitting:
+            # by rows, what is looked up would be summed over `tensor`, and every device would compute with all of it
+            on, why = len(leaf.shape) - 1, "no names: tensor on the features of a table"
+        axes[on] = ("tensor",)
     return Choice((None,) * len(leaf.shape), tuple(axes), why)
 
 
