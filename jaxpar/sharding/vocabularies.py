@@ -51,10 +51,9 @@ MEANINGS: dict[str, str] = {
     "length": "seq",
     "kv": "head_dim",
     "joined_kv": "heads",  # heads and head_dim as one dim, the heads outermost
-    # big_vision
+    # big_vision; its act_emb is the stream, but also what the first matrix of an mlp makes
     "act_batch": "batch",
     "act_len": "seq",
-    "act_emb": "embed",
     # maxdiffusion
     "conv_batch": "batch",
     "activation_self_attn_heads": "heads",
