@@ -22,20 +22,18 @@ LAYOUTS = {
 def kept_bytes(layout):
     """Returns the bytes of parameters that ZeRO keeps on one device, with what does not divide counted whole.
 
-    P bytes of parameters after `tensor`, W of them in vectors and in arrays that fsdp = N does not divide:
+    P bytes of parameters after `tensor`, W of them in arrays that fsdp = N does not divide:
     P in stage 0, (P - W)/N + W in others.
     """
     ways, stage, tensor = layout.sizes["fsdp"], layout.parallel.stage, layout.sizes["tensor"]
     split = whole = 0
-    for path, place in layout.placements.items():
+    for place in layout.placements.values():
         mine = place.leaf.bytes // (tensor if "tensor" in str(place.used) and tensor > 1 else 1)
         dims = [
             size // (tensor if "tensor" in str(place.used[d : d + 1]) else 1) for d, size in enumerate(place.leaf.shape)
         ]
         divides = any(size % ways == 0 for size, name in zip(dims, place.names, strict=True) if name != "layers")
-        bare_stack = not any(place.names) and path.endswith(("bias", "scale"))
-        vector = bare_stack or len([name for name in place.names if name != "layers"]) == 1
-        split, whole = (split + mine, whole) if divides and not vector else (split, whole + mine)
+        split, whole = (split + mine, whole) if divides else (split, whole + mine)
     return split // ways + whole if stage >= 1 else split + whole
 
 

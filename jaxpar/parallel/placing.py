@@ -8,14 +8,14 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import Problem
-from jaxpar.mesh.axes import LARGE, batch_axes
+from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.asked import idle, names_of
-from jaxpar.parallel.zero import add_axis, is_small_vector, without_axis
+from jaxpar.parallel.zero import add_axis, without_axis
 from jaxpar.sharding.lists import Lists
-from jaxpar.sharding.names import Blueprint, Leaf
+from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.reading.read import read
 from jaxpar.sharding.reading.use import Read
 from jaxpar.sharding.rules import Axes, Choice, name_stacks, resolve, spec_of
@@ -111,7 +111,7 @@ def _place(path: str, leaf: Leaf, parallel: Parallel, choice: Choice, *, cut: bo
         used=spec_of(without_axis(choice)),
         whole=whole,
         sharded=sharded,
-        why=choice.why + _fsdp_reason(parallel, whole, sharded, small=is_small_vector(path, choice, leaf)),
+        why=choice.why + _fsdp_reason(parallel, whole, sharded),
     )
 
 
@@ -124,9 +124,7 @@ def _whole(leaf: Leaf) -> Placement:
     )
 
 
-def _fsdp_reason(parallel: Parallel, whole, sharded, *, small: bool) -> str:
+def _fsdp_reason(parallel: Parallel, whole, sharded) -> str:
     if parallel.stage == 0:
         return ""
-    if whole != sharded:
-        return "; fsdp on the largest dim"
-    return f"; a vector below {show_bytes(LARGE)} is whole over fsdp" if small else "; fsdp divides no dim"
+    return "; fsdp divides no dim" if whole == sharded else "; fsdp on the largest dim"

@@ -8,8 +8,8 @@ So are those outside of a pipeline's layers.
 
 from collections.abc import Mapping
 
-from jaxpar.mesh.axes import LARGE
 from jaxpar.parallel.placement import Placement
+from jaxpar.sharding.names import LARGE
 from jaxpar.units import show_bytes
 
 SHARE = 0.01  # of the model's bytes, from which on one parameter is worth a word

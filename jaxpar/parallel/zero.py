@@ -9,9 +9,6 @@
 State that is no parameter and has 64 KiB or more (a frozen base, an average of the weights, a cache) is cut by the same
 rules from stage 1 on, and gathered where the model reads it; what the model writes is cut again.
 
-Vectors of less than 64 KiB (scales of norms, biases; of one layer, where layers are stacked) stay whole: a gather of a
-few KiB takes as long as an empty one, and there are two in every layer of a transformer.
-
 Between steps the float32 parameters of stages 1 and 2 are shards too, as in the distributed optimizers of Megatron-LM
 and DeepSpeed: what is whole is a copy in the dtype that products run in, gathered at the beginning of a step.
 
@@ -23,10 +20,8 @@ and is listed; the largest such one is bounded by `Parallel.replicate_above`.
 
 from collections.abc import Mapping
 
-from jaxpar.mesh.axes import LARGE
 from jaxpar.sharding.names import Leaf
 from jaxpar.sharding.rules import Choice, own_dims
-from jaxpar.sharding.shard_bytes import itemsize
 
 
 def add_axis(
@@ -36,12 +31,10 @@ def add_axis(
 
     The dim is the largest that still divides, one that nothing splits yet before one that
     `tensor` splits already; never a dim named `layers`, and for parameters without names a
-    leading dim, which may be a stack, only if no other divides. Small vectors stay whole over `fsdp`.
+    leading dim, which may be a stack, only if no other divides.
     """
     if sizes.get(axis, 1) == 1 or any(axis in on for on in choice.axes):
         return choice.axes  # no such axis, or the model itself says which dim it is
-    if axis == "fsdp" and is_small_vector(path, choice, leaf):
-        return choice.axes
     ways = {dim: sizes[axis] * _ways(on, sizes) for dim, on in enumerate(choice.axes)}
     fitting = [
         dim for dim, size in enumerate(leaf.shape) if size and size % ways[dim] == 0 and choice.names[dim] != "layers"
@@ -51,15 +44,6 @@ def add_axis(
     own = len(leaf.shape) if any(choice.names) else own_dims(path, leaf)
     best = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, not choice.axes[dim], leaf.shape[dim], dim))
     return tuple((*on, axis) if dim == best else on for dim, on in enumerate(choice.axes))
-
-
-def is_small_vector(path: str, choice: Choice, leaf: Leaf) -> bool:
-    """Returns whether each layer has one dim of an array, and fewer than `LARGE` bytes of it."""
-    if any(choice.names):
-        own = [size for size, name in zip(leaf.shape, choice.names, strict=True) if name != "layers"]
-    else:
-        own = leaf.shape[len(leaf.shape) - own_dims(path, leaf) :]
-    return len(own) == 1 and own[0] * itemsize(leaf.dtype) < LARGE
 
 
 def without_axis(choice: Choice, axis: str = "fsdp") -> tuple[tuple[str, ...], ...]:

@@ -1,7 +1,6 @@
 """The bytes a step needs on one device, by cause, on the first and on the last stage: the larger counts.
 
-    static        parameters, gradients, optimizer state, each over tensor, and over fsdp as `zero` says; vectors of
-                  less than 64 KiB stay whole over fsdp, as `parallel/zero.py` has them
+    static        parameters, gradients, optimizer state, each over tensor, and over fsdp as `zero` says
     activations   what a layer keeps for its backward, x layers of a part x (microbatch, chunk) pairs in flight
     logits        of the loss: gone before a layer's backward begins, so they count where they are more than that
     working       what the backward of one layer computes again, and the parameters gathered for it and the next
@@ -16,7 +15,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_bytes import layer_bytes, stage_parameters, stage_vectors
+from jaxpar.plan.model.layer_bytes import layer_bytes, stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.asked import added_bytes
@@ -47,8 +46,7 @@ def static(
 ) -> tuple[Any, Any, Any]:
     """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1."""
     count = stage_parameters(shape, candidate, stage, everywhere=everywhere)
-    whole = stage_vectors(shape, candidate, stage, everywhere=everywhere)
-    return by_stage(count, (count - whole) / candidate.fsdp + whole, candidate, recipe)
+    return by_stage(count, count / candidate.fsdp, candidate, recipe)
 
 
 def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tuple[Any, Any, Any]:

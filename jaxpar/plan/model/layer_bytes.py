@@ -37,15 +37,6 @@ def stage_parameters(
     return blocks + table + norm + np.where(one, (not shape.tied) * table + places, 0)
 
 
-def stage_vectors(
-    shape: Shape, candidate: Candidate, stage: Literal["first", "last"], *, everywhere: bool = False
-) -> Any:
-    """Returns how many of `stage_parameters` are small vectors, which fsdp leaves whole."""
-    blocks = candidate.chunks * candidate.layers(shape.layers) * shape.cut_vectors(candidate.tensor)
-    one = np.equal(candidate.pipe, 1) | everywhere | (stage == "last")
-    return blocks + np.where(one, shape.head_vectors, 0)
-
-
 def block_parameters(shape: Shape, candidate: Candidate) -> Any:
     """Returns the parameters of the layers on a device of a stage, before fsdp shards them."""
     return candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.errors import check_ranges, nearest_divisor, refuse
-from jaxpar.mesh.axes import LARGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,16 +99,6 @@ class Shape:
         whole = 2 * self.dim * (1 + 2 * self.biases)
         return (self.layer_parameters - whole) / tensor + whole
 
-    def cut_vectors(self, tensor: Any) -> Any:
-        """Returns the parameters of a block's vectors that `fsdp` leaves whole, on one of `tensor` devices."""
-        biases = 2 * _small(self.dim) + (1 + self.gated) * _small(self.width) / tensor
-        return 2 * (1 + self.biases) * _small(self.dim) + self.biases * biases
-
-    @property
-    def head_vectors(self) -> int:
-        """Parameters of the last norm, where `fsdp` leaves them whole."""
-        return (1 + self.biases) * _small(self.dim)
-
     @property
     def dims(self) -> dict[str, int]:
         """Names of dims to their sizes, as `jaxpar.mesh.axes` has them."""
@@ -160,7 +149,3 @@ class Shape:
         Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; all of attention counts, whatever is masked.
         """
         return 3 * rows * self.seq * (self.layers * (self.layer_flop + self.core_flop) + self.head_flop)
-
-
-def _small(size: int) -> int:
-    return size if 4 * size < LARGE else 0  # float32

@@ -8,9 +8,8 @@
 
 Published tools disagree because their p, g and o differ, so every number here comes with a
 `Recipe`. All are exact where N divides every array; jaxpar keeps an array that it does not divide
-whole, and vectors of less than 64 KiB. Activations, what is gathered for use and the casts of a step are no part of it:
-in stages 1 and 2 jaxpar gathers a copy of all parameters for the time of a step, 2 P bytes in bf16, in stage 3 a
-layer's.
+whole. Activations, what is gathered for use and the casts of a step are no part of it: in stages 1 and 2 jaxpar
+gathers a copy of all parameters for the time of a step, 2 P bytes in bf16, in stage 3 a layer's.
 
 Source: Rajbhandari et al. (2020), arXiv:1910.02054, figure 1.
 """
@@ -149,7 +148,7 @@ class State:
         return f"stage {self.stage}: {self.total / 1e9:.4g} GB = {self.assumes} bytes per parameter, {self.recipe.name}"
 
 
-def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR, whole: float = 0) -> State:
+def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR) -> State:
     """Returns the bytes of a device's share of the training state.
 
     Args:
@@ -157,7 +156,6 @@ def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR
       stage: What the shards share: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
       shards: Devices of the axis `fsdp`.
       recipe: Bytes per parameter.
-      whole: How many of the parameters are never sharded: the small vectors, `Shape.cut_vectors`.
 
     Raises:
       JaxparError: If there is no such stage, or no such number of parameters or devices.
@@ -173,7 +171,7 @@ def state(parameters: float, *, stage: int, shards: int, recipe: Recipe = JAXPAR
         raise refuse(f"{parameters!r} parameters", rule="a number of parameters, up to 1e18", fix="parameters=7.5e9")
 
     def share(size: float, since: int) -> float:
-        return size * (parameters - whole) / (shards if stage >= since else 1) + size * whole
+        return size * parameters / (shards if stage >= since else 1)
 
     return State(
         recipe=recipe,
