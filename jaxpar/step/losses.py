@@ -61,7 +61,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     The label's logit is summed out rather than gathered, so that logits split over their
     last dim stay split (Megatron-LM's vocab-parallel loss, arXiv:1909.08053 section 3). The backward pass keeps the
-    logits and their logsumexp. Both modes of differentiation, and second derivatives, work.
+    logits, and of each row the highest and the sum of exponentials. Both modes of differentiation, and second derivatives, work.
 
     Args:
       logits: Shape [..., vocab].
@@ -89,31 +89,34 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
     """Returns the losses and their slope, for both modes of differentiation.
 
     Left to itself JAX keeps the exponentials of the forward pass, in float32, beside the logits. Here a checkpoint
-    computes them again, so that the backward pass reads the logits, as they are, and one number per row.
+    computes them again, so that the backward pass reads the logits, as they are, and two numbers per row. The sums are
+    those that JAX would make, in their order, so that gradients in 16 bits round as they do.
     """
     (logits, labels), (slopes, _) = primals, tangents
-    losses, log_sum = _losses(logits, labels)
+    losses, highest, total = _losses(logits, labels)
 
     # the gradient of the logits is computed once, over them: else XLA computes it for each matmul that reads it
     slopes = jax.lax.optimization_barrier(slopes)
 
     # prevent_cse: the exponentials of the forward pass are of other numbers, and there is nothing to share
     @partial(jax.checkpoint, prevent_cse=False)
-    def along(logits: jax.Array, log_sum: jax.Array, slopes: jax.Array) -> jax.Array:
-        shares = jnp.exp(logits.astype(jnp.float32) - log_sum[..., None]) - _at(labels, logits)
-        return jnp.sum(shares * slopes.astype(jnp.float32), axis=-1)
+    def along(logits: jax.Array, highest: jax.Array, total: jax.Array, slopes: jax.Array) -> jax.Array:
+        slopes = slopes.astype(jnp.float32)
+        powers = jnp.exp(logits.astype(jnp.float32) - highest)
+        at_label = jnp.sum(jnp.where(_at(labels, logits), slopes, 0.0), axis=-1)
+        return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
-    return losses, jnp.where(_known(labels, logits), along(logits, log_sum, slopes), 0.0)
+    return losses, jnp.where(_known(labels, logits), along(logits, highest, total, slopes), 0.0)
 
 
-def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the losses, and the logarithm of the sum of the exponentials of each row's logits."""
+def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the losses, and of each row its highest logit and the sum of exponentials of logits below it."""
     wide = logits.astype(jnp.float32)
     highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
     shifted = wide - highest
-    log_sum = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1))
-    losses = log_sum - jnp.sum(jnp.where(_at(labels, logits), shifted, 0.0), axis=-1)
-    return jnp.where(_known(labels, logits), losses, jnp.nan), log_sum + highest[..., 0]
+    total = jnp.sum(jnp.exp(shifted), axis=-1)
+    losses = jnp.log(total) - jnp.sum(jnp.where(_at(labels, logits), shifted, 0.0), axis=-1)
+    return jnp.where(_known(labels, logits), losses, jnp.nan), highest, total
 
 
 def _at(labels: jax.Array, logits: jax.Array) -> jax.Array:

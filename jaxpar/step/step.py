@@ -29,6 +29,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
 from jaxpar.sharding.names import Tree
+from jaxpar.sharding.reading.called import zeros
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step import state as states
 from jaxpar.step.checks import precision as check
@@ -37,6 +38,7 @@ from jaxpar.step.checks.given_state import check_same, check_there
 from jaxpar.step.frozen import frozen
 from jaxpar.step.guard import guarded
 from jaxpar.step.inspectable import subject
+from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import gradients_of
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
@@ -206,7 +208,7 @@ class Step:
             lowered = traced.lower()
         check_rules(self.layout.parallel, self.layout.blueprint, self._used.names)
         asked.check(self.layout, self._used, lowered)
-        check_dims(self.layout, self.loss, batch)
+        check_dims(self.layout, lambda model: shaped(self.loss)(model, jax.tree.map(zeros, batch)))
         schedule = self.layout.schedule if self.layout.sizes["pipe"] > 1 else None
         self.share = own_share(traced.jaxpr.jaxpr, self.layout.devices, schedule)
         if self.numerics.dtype:

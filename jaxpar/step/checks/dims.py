@@ -5,25 +5,21 @@ first batch shows what the model does with them; what that would have told other
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-import jax
 
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placing import placed
 from jaxpar.sharding.names import LARGE
-from jaxpar.sharding.reading.called import as_called, zeros
-from jaxpar.step.keyed.loss import shaped
+from jaxpar.sharding.reading.called import as_called
 
 
-def check_dims(layout: Layout, loss: Callable, batch: Mapping[str, Any]) -> None:
+def check_dims(layout: Layout, call: Callable[[Any], Any]) -> None:
     """Warns if large parameters would be cut otherwise by what the model does with them.
 
     Args:
       layout: Where they are.
-      loss: Of (model, batch), or of (model, batch, key).
-      batch: Name to anything with shape and dtype.
+      call: Calls a model as a step does: its loss, on a batch of zeros.
     """
     blueprint = layout.blueprint
     guessed = [
@@ -31,8 +27,7 @@ def check_dims(layout: Layout, loss: Callable, batch: Mapping[str, Any]) -> None
     ]
     if blueprint.program is not None or not guessed:
         return
-    called = as_called(blueprint, lambda model: shaped(loss)(model, jax.tree.map(zeros, dict(batch))))
-    known, _ = placed(layout.parallel, called, layout.mesh)
+    known, _ = placed(layout.parallel, as_called(blueprint, call), layout.mesh)
     wrong = [path for path in guessed if known.placements[path].used != layout.placements[path].used]
     if wrong:
         path = max(wrong, key=lambda path: layout.placements[path].leaf.bytes)
