@@ -61,7 +61,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
     The label's logit is summed out rather than gathered, so that logits split over their
     last dim stay split (Megatron-LM's vocab-parallel loss, arXiv:1909.08053 section 3). The backward pass keeps the
-    logits, and of each row the highest and the sum of exponentials. Both modes of differentiation, and second derivatives, work.
+    logits, and of each row the highest and the sum of exponentials. Both modes of differentiation, and second
+    derivatives, work.
 
     Args:
       logits: Shape [..., vocab].
