@@ -197,6 +197,27 @@ def here(job, target, layout, *overrides, stream=None):
     return losses(target)
 
 
+@pytest.mark.slow
+def test_a_run_that_breaks_between_a_save_and_its_evaluation_evaluates_when_it_goes_on(tmp_path, monkeypatch):
+    class Gone(BaseException):
+        """Stands for a kill."""
+
+    def gone(*_, **__):
+        raise Gone
+
+    job = write_job(tmp_path)
+    words = ["checkpoint.every=1", "train.eval_every=2", "train.steps=4"]
+    want = here(job, tmp_path / "in one", "data", *words)
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxpar.train.loop.evaluate", gone)
+        with pytest.raises(Gone):
+            here(job, tmp_path / "broken", "data", *words)
+    assert losses(tmp_path / "broken").keys() == {1, 2}
+    got = here(job, tmp_path / "broken", "data", *words)
+    assert got == want
+    assert all(got[step][-1] is not None for step in (2, 4))
+
+
 @pytest.mark.slow  # test_restore.py has such pairs, without a job
 def test_a_pipeline_that_was_stopped_goes_on_bit_for_bit(folder):
     job, target = write_job(folder), folder / "pipe_stopped"

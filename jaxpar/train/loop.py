@@ -45,8 +45,12 @@ def run(job: Run, state: State) -> Outcome:
     )  # fmt: skip
     stop = _Stop()
     with _signals(stop):
-        if int(state.step) >= job.steps:
-            return Outcome(state=state, last={}, stopped_by=_score_the_end(job, state, feed, stop))
+        begun = int(state.step)
+        ended = begun >= job.steps
+        if ended or (job.eval_every and begun and begun % job.eval_every == 0):
+            by = _score_what_was_saved(job, state, feed, stop)
+            if ended or by:
+                return Outcome(state=state, last={}, stopped_by=by)
         while True:
             start = int(state.step)
             try:
@@ -131,8 +135,8 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
     return stop.name if found is None else None
 
 
-def _score_the_end(job: Run, state: State, feed: Feed, stop: "_Stop") -> str | None:
-    """Evaluates the last step of a run that was stopped there, or broke in its last evaluation."""
+def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: "_Stop") -> str | None:
+    """Evaluates the step that a run goes on from, if it was saved and the run was stopped or broke before its score."""
     step, store = int(state.step), job.store
     if store is None or not processes.from_first(step in store.steps() and "eval_loss" not in store.scores(step)):
         return None
