@@ -99,7 +99,8 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
     # the gradient of the logits is computed once, over them: else XLA computes it for each matmul that reads it
     slopes = jax.lax.optimization_barrier(slopes)
 
-    # prevent_cse: the exponentials of the forward pass are of other numbers, and there is nothing to share
+    # XLA may keep the exponentials of the forward pass all the same, as it does for GPUs: they are of the same numbers.
+    # Of other numbers, or kept apart, gradients in 16 bits would round otherwise than JAX's own
     @partial(jax.checkpoint, prevent_cse=False)
     def along(logits: jax.Array, highest: jax.Array, total: jax.Array, slopes: jax.Array) -> jax.Array:
         slopes = slopes.astype(jnp.float32)
