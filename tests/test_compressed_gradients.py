@@ -127,6 +127,19 @@ def test_a_code_that_loses_little_trains_as_none(sizes):
     assert losses != expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"data": 4, "fsdp": 2, "zero": 0}, {"data": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize("name", ["int8", "randomk", "sign"])
+def test_devices_that_hold_the_same_decode_the_same(name, sizes):
+    """With blocks that would reach over two parameters: `tensor` splits one of them, and holds the other whole."""
+    kind = type(CODES[name])
+    state, _ = trained(kind(smallest=16, whole=(), block=48), 3, sizes=sizes)
+    for array in jax.tree.leaves(state.params):
+        held = {}
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, held.setdefault(str(shard.index), shard.data))
+
+
 # moves nothing, and counts the gradients that it is given
 COUNTING = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),

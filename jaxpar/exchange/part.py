@@ -31,3 +31,8 @@ def piece_dim(shape: tuple[int, ...], replicas: int) -> int | None:
     """Returns the dim in which each replica has a piece of what a device holds: the largest that divides; or None."""
     fits = [dim for dim, size in enumerate(shape) if size and size % replicas == 0]
     return max(fits, key=lambda dim: shape[dim], default=None)
+
+
+def filled(elements: int, block: int) -> int:
+    """Returns as many elements as whole blocks have."""
+    return -(-elements // block) * block

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpar.errors import Problem, check_ranges, refuse
 from jaxpar.exchange.base import Exchange, Tree, by_path
-from jaxpar.exchange.part import Part, piece_dim
+from jaxpar.exchange.part import Part, filled, piece_dim
 from jaxpar.exchange.sent import Sent
 from jaxpar.exchange.settings import SECTION, STEPS
 
@@ -141,8 +141,9 @@ class Compressed(Exchange):
         from jaxpar.mesh.collective import Collective
 
         dims = self._dims(shards, replicas)
-        row = sum(shards[path].size for path in dims) // replicas
-        row = -(-row // self.block) * self.block
+        row = sum(
+            filled(shards[path].size // replicas, self.block) for path in dims
+        )  # a piece of each, in whole blocks
         codes = {"all-to-all": self.coded(row), "all-gather": self.coded_mean(row, replicas)} if row else {}
         found = [
             Collective(

@@ -5,6 +5,7 @@ decoded. Shards of all parameters are one row for each replica, so that a step h
 code, however many parameters there are.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.between import AXIS, Between, in_pieces
+from jaxpar.exchange.part import filled
 
 Arrays = Mapping[str, jax.Array]
 
@@ -59,9 +61,8 @@ def exchanged(
     whole = dict(between.specs)
 
     def inside(local: Arrays, lost: Arrays, pieces: Arrays, step: jax.Array):
-        key = jax.random.fold_in(jax.random.key(0), step)
-        for axis in between.mesh.axis_names:  # no device draws what another does
-            key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+        # replicas draw apart, the devices of one alike: of a parameter that these hold whole all must decode the same
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), jax.lax.axis_index(AXIS))
         first, second = jax.random.split(key)
         row = _Rows({path: x.shape[1:] for path, x in local.items()}, dims, between.replicas, codec.block)
         given = row.of({path: x[0] + lost[path][0] if lost else x[0] for path, x in local.items()})
@@ -90,42 +91,50 @@ def exchanged(
 
 
 class _Rows:
-    """Arrays of one device as rows, one for each replica: a row has that replica's piece of every array."""
+    """Arrays of one device as rows, one for each replica: a row has that replica's piece of every array.
+
+    Each piece begins a block, so that none has elements of two arrays: a scale that a whole array shared with the shard
+    of another would differ between the devices of a replica.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, int], replicas: int, block: int):
         self.shapes, self.dims, self.replicas = shapes, dims, replicas
-        self.length = sum(_size(shape) for shape in shapes.values()) // replicas
-        self.padded = -(-self.length // block) * block
+        self.counts = {path: math.prod(shape) // replicas for path, shape in shapes.items()}
+        self.padded = {path: filled(count, block) for path, count in self.counts.items()}
 
     def of(self, arrays: Arrays) -> jax.Array:
-        """Returns arrays as rows. Shape [replicas, padded], float32."""
-        each = [
-            jnp.moveaxis(x.reshape(self._cut(path)), self.dims[path], 0).reshape(self.replicas, -1)
+        """Returns arrays as rows. Shape [replicas, elements], float32."""
+        return self._row({
+            path: jnp.moveaxis(x.reshape(self._cut(path)), self.dims[path], 0).reshape(self.replicas, -1)
             for path, x in arrays.items()
-        ]
-        return self._filled(each)
+        })  # fmt: skip
 
     def of_piece(self, arrays: Arrays) -> jax.Array:
-        """Returns the pieces of one replica as its row. Shape [1, padded], float32."""
-        return self._filled([x.reshape(1, -1) for x in arrays.values()])
+        """Returns the pieces of one replica as its row. Shape [1, elements], float32."""
+        return self._row({path: x.reshape(1, -1) for path, x in arrays.items()})
 
     def apart(self, rows: jax.Array) -> dict[str, jax.Array]:
         """Returns the arrays of rows."""
-        found, at = {}, 0
-        for path, shape in self.shapes.items():
-            count, dim, cut = _size(shape) // self.replicas, self.dims[path], self._cut(path)
-            piece = rows[:, at : at + count].reshape(self.replicas, *cut[:dim], *cut[dim + 1 :])
-            found[path] = jnp.moveaxis(piece, 0, dim).reshape(shape)
-            at += count
+        found = {}
+        for path, each in self._pieces(rows).items():
+            dim, cut = self.dims[path], self._cut(path)
+            piece = each.reshape(self.replicas, *cut[:dim], *cut[dim + 1 :])
+            found[path] = jnp.moveaxis(piece, 0, dim).reshape(self.shapes[path])
         return found
 
     def piece_apart(self, row: jax.Array) -> dict[str, jax.Array]:
         """Returns the pieces of a replica's row."""
+        found = {}
+        for path, each in self._pieces(row).items():
+            dim, cut = self.dims[path], self._cut(path)
+            found[path] = each.reshape(*cut[:dim], *cut[dim + 1 :])
+        return found
+
+    def _pieces(self, rows: jax.Array) -> dict[str, jax.Array]:
         found, at = {}, 0
-        for path, shape in self.shapes.items():
-            count, dim, cut = _size(shape) // self.replicas, self.dims[path], self._cut(path)
-            found[path] = row[0, at : at + count].reshape(*cut[:dim], *cut[dim + 1 :])
-            at += count
+        for path, count in self.counts.items():
+            found[path] = rows[:, at : at + count]
+            at += self.padded[path]
         return found
 
     def _cut(self, path: str) -> tuple[int, ...]:
@@ -133,13 +142,9 @@ class _Rows:
         shape, dim = self.shapes[path], self.dims[path]
         return (*shape[:dim], self.replicas, shape[dim] // self.replicas, *shape[dim + 1 :])
 
-    def _filled(self, each: list[jax.Array]) -> jax.Array:
-        row = jnp.concatenate([x.astype(jnp.float32) for x in each], axis=1)
-        return jnp.pad(row, ((0, 0), (0, self.padded - self.length)))
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
+    def _row(self, pieces: Arrays) -> jax.Array:
+        each = [
+            jnp.pad(x.astype(jnp.float32), ((0, 0), (0, self.padded[path] - self.counts[path])))
+            for path, x in pieces.items()
+        ]
+        return jnp.concatenate(each, axis=1)
