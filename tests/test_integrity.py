@@ -470,6 +470,26 @@ def test_verbs_list_show_verify_compare_and_copy(run, tmp_path, capsys):
     assert "damaged: arrays/00000" in typed("ls", run)[1]
 
 
+def test_an_exported_one_is_read_by_orbax(run, tmp_path, capsys):
+    from orbax.checkpoint import v1 as ocp
+
+    export = ["checkpoint", "export", str(run), "--step", "20", "--format", "orbax", "--to"]
+    assert main([*export, str(tmp_path / "given")]) == 0
+    assert "from" in capsys.readouterr().out
+    found, saved = ocp.load(str(tmp_path / "given")), state(20)
+    for name in ("w", "b"):
+        assert found["params"][name].dtype == saved["params"][name].dtype
+        np.testing.assert_array_equal(found["params"][name], saved["params"][name])
+    assert found["step"] == 20
+    np.testing.assert_array_equal(found["rest"]["key"], jax.random.key_data(saved["rest"]["key"]))
+    assert main([*export, str(tmp_path / "given")]) == 1
+    assert "is there already" in capsys.readouterr().err
+    _flip(newest(run))
+    assert main(["checkpoint", "export", str(run), "--format", "orbax", "--to", str(tmp_path / "none")]) == 1
+    assert "is altered" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
 def test_to_list_and_to_verify_take_no_jax(run):
     for words in (["ls", str(run)], ["verify", str(run)], ["show", str(run)]):
         code = f"import sys, jaxpar.cli.main as m; m.main(['checkpoint', *{words}]); print('jax' in sys.modules)"

@@ -1,4 +1,7 @@
-"""Reads checkpoints that Orbax wrote for an older jaxpar. Only this file knows Orbax: its v1 module still moves."""
+"""Reads checkpoints that Orbax wrote for an older jaxpar, and writes such for other programs.
+
+Only this file knows Orbax: its v1 module still moves.
+"""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,6 +38,28 @@ def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtype
             fix=f"the versions that {folder.parent.parent}/run.json names",
         ) from error
     return {name: read[_key(name)] for name in wanted}
+
+
+def save(folder: Path, tree: Any) -> None:
+    """Writes a tree of arrays as Orbax does.
+
+    Raises:
+      JaxparError: If the folder is there already, or cannot be written.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    if folder.exists():
+        rule = "--to is a folder that does not exist yet"
+        raise refuse(f"--to {folder} is there already", rule=rule, fix=f"--to {folder}-2")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        ocp.save(str(folder.resolve()), tree)
+    except (OSError, ValueError) as error:
+        raise refuse(
+            f"--to {folder}: {str(error).splitlines()[0]:.120}",
+            rule="--to is a folder that can be made, on a disk with enough free space",
+            fix="--to elsewhere",
+        ) from error
 
 
 def unlisted(folder: Path) -> tuple[dict[str, Array], dict[str, float]]:

@@ -54,7 +54,7 @@ def add(verbs) -> None:
     one.add_argument(
         "--format",
         default="jaxpar",
-        help="jaxpar (default: as it is, with its list), or safetensors (as Hugging Face keeps it)",
+        help="jaxpar (default: as it is, with its list), safetensors (as Hugging Face keeps it), or orbax",
     )
 
 

@@ -1,6 +1,6 @@
 """Checkpoints beside each other, beside a job, and in other formats."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,30 @@ from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.mesh.devices import leave_alone, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
+from jaxpar.sharding.names import nest
 from jaxpar.step import state
+
+
+def export_orbax(where: Path, step: int | None, to: Path) -> dict[str, Any]:
+    """Writes a checkpoint as Orbax does, for programs that read its format.
+
+    The names are those of `jaxpar checkpoint show`, nested: `ocp.load(to)["params"]["embed"]["embedding"]`. Random keys
+    are written as the numbers they consist of. One process holds the whole state in memory.
+
+    Raises:
+      JaxparError: If it is damaged, or the target is there already or cannot be written.
+    """
+    path = listing.find(where, step)
+    made = reading.listed(path)
+    found = {name: _numbers(array) for name, array in reading.arrays(path, made, _alone(made.arrays)).items()}
+    orbax.save(to, nest({tuple(name.split("/")): array for name, array in found.items()}))
+    return {"from": str(path), "to": str(to), "bytes": sum(each.stat().st_size for each in to.rglob("*"))}
+
 
 FORMATS: dict[str, Callable[[Path, int | None, Path], dict[str, Any]]] = {
     "jaxpar": report.export,
     "safetensors": pretrained.write,
+    "orbax": export_orbax,
 }
 
 
@@ -106,14 +125,22 @@ def _values(first: Path, second: Path, listed: dict[str, Array]) -> dict[str, fl
     """Returns path to largest absolute difference, of arrays that are not equal; one array at a time."""
     lists = [(path, reading.listed(path)) for path in (first, second)]
     found = {}
-    alone = jax.sharding.SingleDeviceSharding(visible()[0])
     for name, array in listed.items():
-        kind = jax.random.key(0).dtype if array.dtype.startswith("key<") else array.dtype
-        want = {name: jax.ShapeDtypeStruct(array.shape, kind, sharding=alone)}
+        want = _alone({name: array})
         here, there = (_numbers(reading.arrays(path, made, want)[name]) for path, made in lists)
         if here.tobytes() != there.tobytes():
             found[name] = float(np.max(np.abs(here.astype(np.float64) - there.astype(np.float64))))
     return found
+
+
+def _alone(arrays: Mapping[str, Array]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns arrays as they are asked for whole, on one device."""
+    alone = jax.sharding.SingleDeviceSharding(visible()[0])
+    kinds = {
+        name: jax.random.key(0).dtype if array.dtype.startswith("key<") else array.dtype
+        for name, array in arrays.items()
+    }
+    return {name: jax.ShapeDtypeStruct(arrays[name].shape, kind, sharding=alone) for name, kind in kinds.items()}
 
 
 def _numbers(array: jax.Array) -> np.ndarray:
