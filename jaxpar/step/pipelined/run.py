@@ -8,7 +8,8 @@ reduced before the last microbatch is done, but for those that zero=2 and gather
 `tensor` is XLA's, so that blocks need not know of it.
 
     shardings    where arrays live, around the table and inside of it
-    cut_model    the model in three pieces, cut where it calls `jp.pipelined(layers, x)`
+    cut_model    the model in three pieces
+    pieces       each of them, a function of the parameters that are there
     lists        a list of equal layers, stacked for the table and taken apart again
     model_state  what the model keeps beside its parameters, before each microbatch
 """
