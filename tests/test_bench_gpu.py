@@ -29,7 +29,8 @@ from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.memory import total
 from jaxpar.inspector.timeline import price_kernels, replay
-from jaxpar.mesh.target import find_plugin, target_devices
+from jaxpar.mesh.absent import target_devices
+from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.machine.hardware import HARDWARE
 
 H100 = Identity("NVIDIA H100 80GB HBM3", "580.1", {"jax": "0.11.2", "jaxlib": "0.11.2"}, "abc")

@@ -15,7 +15,8 @@ from jaxpar.bench import layers as bench
 from jaxpar.bench.pieces import Pieces
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.models.mlp import MLP, MLPSettings
+from jaxpar.models.mlp import MLP
+from jaxpar.models.settings.mlp import MLPSettings
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.partition.chain import linearise
 from jaxpar.partition.profile import Node, Profile, dumps, load

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.models.decoder import Decoder, DecoderSettings
+from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.rules import rules
 from jaxpar.models.huggingface.safetensors import DTYPES, Made, entries, write
 from jaxpar.models.rotary import Rope
+from jaxpar.models.settings.decoder import DecoderSettings
 from jaxpar.train.pretrained import start
 
 SAVED = Path(__file__).parent / "data" / "huggingface"

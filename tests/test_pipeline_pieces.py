@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 from test_schedule import grid
 
 from jaxpar.hlo.traced_flop import forward_flop
-from jaxpar.models.remat import POLICIES, remat
+from jaxpar.models.remat import remat
+from jaxpar.models.settings.computing import POLICIES
 from jaxpar.pipeline.jaxprs.split_backward import halves
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, TickKind, program
 from jaxpar.pipeline.run.redistribute import deal, rounds

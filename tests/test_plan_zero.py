@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.optim.chain import Optimizer, build
+from jaxpar.optim.chain import build
+from jaxpar.optim.optimizer import Optimizer
 from jaxpar.plan.model import state_bytes
 
 MODEL = jp.DecoderSettings(vocab=64, layers=2, dim=32, heads=4, hidden=64, seq=8)

@@ -12,7 +12,7 @@ from tiny import BATCH, SEQ, VOCAB, assert_same_arrays, batches, models, on_one_
 
 import jaxpar as jp
 from jaxpar.models.named import spec_of
-from jaxpar.models.remat import POLICIES
+from jaxpar.models.settings.computing import POLICIES
 from jaxpar.parallel.techniques.asked import names_of
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.step.checks.precision import products

@@ -31,7 +31,7 @@ from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load, loads
 from jaxpar.job.sample import sample
-from jaxpar.models.decoder import DecoderSettings
+from jaxpar.models.settings.decoder import DecoderSettings
 from jaxpar.pipeline.tables.csv import to_csv
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.step.losses import cross_entropy

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import jaxpar as jp
-from jaxpar.bench.record import where
+from jaxpar.bench.where import where
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.devices import describe

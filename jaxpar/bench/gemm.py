@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.bench.chip import Destination, today
 from jaxpar.bench.clock import measured_devices, once
-from jaxpar.bench.record import where
+from jaxpar.bench.where import where
 from jaxpar.mesh.devices import describe
 from jaxpar.plan.machine.fit import fit_gemm
 from jaxpar.units import show_seconds

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.bench.pieces import Pieces
-from jaxpar.bench.record import where
+from jaxpar.bench.where import where
 from jaxpar.errors import refuse
 from jaxpar.mesh.devices import is_simulated, visible
 from jaxpar.partition.profile import Node, Profile

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpar.bench.chip import Destination, today
 from jaxpar.bench.clock import measured_devices, once
-from jaxpar.bench.record import where
+from jaxpar.bench.where import where
 from jaxpar.errors import refuse
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.mesh.devices import describe

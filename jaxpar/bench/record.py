@@ -1,26 +1,14 @@
-"""Records where a number was measured: command, commit, machine and versions."""
+"""Records of which code and versions a number is; on which devices, too, says `where.py`. Imports no JAX."""
 
 import importlib.metadata
 import os
 import platform
 import subprocess
-from typing import Any
 
 import jaxpar
-from jaxpar.mesh.devices import describe, visible
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 COMMIT = "JAXPAR_COMMIT"  # the commit of a copy that has no history, such as one sent to another machine
-
-
-def where() -> dict[str, Any]:
-    """Returns the devices, the machine, the versions and the commit of this process."""
-    return {
-        "devices": describe(visible()),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
-        "versions": versions(),
-        "commit": commit(),
-    }
 
 
 def versions() -> dict[str, str]:

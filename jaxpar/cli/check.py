@@ -40,16 +40,18 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Returns the problems; raises if there are any."""
     from jaxpar.errors import JaxparError
-    from jaxpar.job.check import check, device_count
     from jaxpar.job.file.parse import read
+
+    job, problems = read(args.job, args.overrides, allow_import=args.allow_import)
+    if job is None:
+        raise JaxparError(*problems)
+
+    from jaxpar.job.check import check, device_count
     from jaxpar.job.inspect import work
     from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.mesh.devices import leave_alone, simulate
     from jaxpar.parallel.compose import compose
 
-    job, problems = read(args.job, args.overrides, allow_import=args.allow_import)
-    if job is None:
-        raise JaxparError(*problems)
     if args.explain and job.mesh.simulate:
         simulate(job.mesh.simulate)
     elif job.mesh.declared:

@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.errors import refuse
     from jaxpar.job.file.dump import dumps
     from jaxpar.job.file.parse import load
-    from jaxpar.job.plan import compiled_chip, overrides, planned, question, verify
-    from jaxpar.mesh.devices import leave_alone
+    from jaxpar.job.parts.plan_model import needs_jax
+    from jaxpar.job.plan import compiled_chip, overrides, planned, question
     from jaxpar.plan.pages.html import write
     from jaxpar.plan.pages.text import page
     from jaxpar.plan.rules.advice import advise
@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.plan.speed import speed
     from jaxpar.plan.validation import agreement, compared, proposed
 
-    leave_alone()
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
         if number < least:
             raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")
@@ -84,6 +83,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     check_file("--write", args.write, "planned.toml", anew=True)
     check_file("--html", args.html, "plan.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
+    if args.verify or needs_jax(job):
+        from jaxpar.mesh.devices import leave_alone
+
+        leave_alone()
     attention = args.attention or ("unfused" if args.verify else "fused")
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
@@ -102,6 +105,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         result["advice"] = advice.to_dict()
     checked = []
     if args.verify:
+        from jaxpar.job.verify import verify
+
         checked = list(verify(job, asked, plan.best[: args.verify]))
         print("\n" + compared(checked))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}

@@ -52,9 +52,9 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.parse import load
 
     if args.print_defaults:
-        from jaxpar.job.parts.models import MODELS
+        from jaxpar.job.parts.names import MODELS
 
-        print(show_defaults({name: settings for name, (_, settings) in MODELS.items()}))
+        print(show_defaults(MODELS))
         return {}, 0
     if args.job is None:
         raise refuse(

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.mesh.target import description_of
+from jaxpar.mesh.absent import description_of
 
 FORM = 1  # of an entry: one more whenever the fields or their meaning change
 _COMPILERS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")

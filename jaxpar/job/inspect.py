@@ -11,11 +11,12 @@ from jaxpar.job.build import assemble
 from jaxpar.job.check import device_count
 from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.mesh.absent import target_devices
 from jaxpar.mesh.devices import simulate
-from jaxpar.mesh.target import Target, find_plugin, parse_target, target_devices
+from jaxpar.mesh.target import Target, find_plugin, parse_target
+from jaxpar.models.settings.computing import Precision
 from jaxpar.step.checks.precision import NOT_BF16
 from jaxpar.step.inspectable import subject
-from jaxpar.step.numerics import Precision
 from jaxpar.units import show_count
 
 CPU = "cpu"

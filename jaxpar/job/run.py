@@ -20,7 +20,8 @@ from typing import Any
 
 import jax
 
-from jaxpar.bench.record import versions, where
+from jaxpar.bench.record import versions
+from jaxpar.bench.where import where
 from jaxpar.checkpoint import Store, start_from
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
@@ -32,7 +33,8 @@ from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.parts.models import COUNTED, sound
+from jaxpar.job.parts.models import sound
+from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.start import is_folder
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated

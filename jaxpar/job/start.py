@@ -9,9 +9,9 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.models.decoder import DecoderSettings
 from jaxpar.models.huggingface.config import config_of
 from jaxpar.models.huggingface.load import Pretrained, load
+from jaxpar.models.settings.decoder import DecoderSettings
 
 FREE = ("dropout", "scan")  # settings that change no number of a trained model
 # what a tokenizer of Hugging Face's is saved as; SentencePiece's is a .model

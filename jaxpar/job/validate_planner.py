@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxpar.bench.record import commit, versions
 from jaxpar.job.file.schema import Job
-from jaxpar.job.plan import question, verify
+from jaxpar.job.plan import question
+from jaxpar.job.verify import verify
 from jaxpar.plan.random_layouts import sample
 from jaxpar.plan.validation import agreement, summary
 

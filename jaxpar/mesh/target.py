@@ -1,28 +1,22 @@
-"""GPUs that are not there: compiling for them needs a plugin for NVIDIA GPUs, and neither GPU, driver nor CUDA.
+"""GPUs to compile for, there or not: which text names them, and what XLA's compiler wants to know of them.
 
-    "h100:16x8" ─► Target ─► 128 devices that can be compiled for and hold nothing
+    "h100:16x8" ─► Target ─► 128 devices that can be compiled for and hold nothing (`absent.py`)
 
-The one module that knows how: JAX's experimental topologies and the text of XLA's
-`GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto).
+Imports no JAX. The description is the text of XLA's `GpuTargetConfigProto` (openxla/xla,
+xla/stream_executor/device_description.proto).
 """
 
 import re
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
-
-import jax
 
 from jaxpar.errors import JaxparError, nearest, refuse
 from jaxpar.mesh.chips import CHIPS, Chip
-from jaxpar.mesh.devices import leave_alone
-from jaxpar.mesh.plugin import PLUGIN, hush_plugin
+from jaxpar.mesh.plugin import PLUGIN
 
 FORM = "a target is CHIP:NODESxGPUS, or cpu"
 MOST = 65_536
-_DESCRIBED: dict[Any, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,58 +83,6 @@ def find_plugin() -> str | None:
     if plugin.split(".")[:2] != jaxlib.split(".")[:2]:
         return f"jax-cuda13-pjrt {plugin} is not of the version of jaxlib {jaxlib}"
     return None
-
-
-def target_devices(target: str | Target) -> list[Any]:
-    """Returns GPUs that are not there, to build a mesh or a layout of: they can be compiled for, and hold nothing.
-
-    Args:
-      target: `CHIP:NODESxGPUS`, such as `h100:16x8`.
-
-    Raises:
-      JaxparError: If there is no such target, or the plugin is missing or does not fit the installed jax.
-    """
-    return list(absent_devices(target if isinstance(target, Target) else parse_target(str(target))))
-
-
-@cache
-def absent_devices(target: Target) -> tuple[Any, ...]:
-    """Returns devices that can be compiled for, node by node.
-
-    Raises:
-      JaxparError: If the chip is one that is only planned for, or the plugin is missing or does not fit the
-        installed jax.
-    """
-    from jax.experimental import topologies
-
-    described = description(target.chip)
-    if missing := find_plugin():
-        raise refuse(
-            f"target {target}: {missing}",
-            rule="compiling for absent GPUs needs XLA's GPU compiler",
-            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')} (extra gpu-plan), or --target cpu",
-        )
-    hush_plugin()
-    before = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    if before is None:  # else the plugin looks for CUDA's libraries, which compiling does not need
-        leave_alone()
-    try:
-        found = topologies.get_topology_desc(
-            platform="cuda", target_config=described, topology=f"1x{target.nodes}x{target.per_node}"
-        )
-    except (RuntimeError, ValueError) as error:
-        raise refuse(
-            f"target {target}: {str(error).splitlines()[0]}",
-            rule="jax-cuda13-pjrt is of the same version as jaxlib",
-            fix=f"pip install jax-cuda13-pjrt=={version('jaxlib')}, or --target cpu",
-        ) from error
-    _DESCRIBED.update(dict.fromkeys(found.devices, described))
-    return tuple(found.devices)
-
-
-def description_of(device: Any) -> str | None:
-    """Returns what XLA was told of a GPU that is not there; None for a device that is."""
-    return _DESCRIBED.get(device)
 
 
 def description(chip: Chip) -> str:

@@ -9,6 +9,6 @@
 Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), names of dims, a stack of equal
 layers, an island.
 
-To add a model: a file with its settings and its module, parameters named by `layers.weight`, and a row of
-`job/parts/models.MODELS` if jobs may name it. To add an island: see `islands.py`.
+To add a model: its settings in `settings/`, a file with its module, parameters named by `layers.weight`, and, if jobs
+may name it, a row of `job/parts/names.MODELS` and one of `job/parts/models.MADE`. To add an island: see `islands.py`.
 """

@@ -1,41 +1,12 @@
 """A multilayer perceptron: the smallest model that shows a column and row pair."""
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import check_ranges
 from jaxpar.models.layers import weight
 from jaxpar.models.named import constrain
-
-
-@dataclass(frozen=True, kw_only=True)
-class MLPSettings:
-    """Shape of a multilayer perceptron.
-
-    Attributes:
-      inputs: Numbers per example, after flattening.
-      classes: Outputs.
-      layers: Pairs of matrices (dim to hidden, hidden to dim).
-      dim: Width between pairs.
-      hidden: Width inside a pair.
-    """
-
-    inputs: int = 64
-    classes: int = 10
-    layers: int = 2
-    dim: int = 64
-    hidden: int = 256
-
-    def __post_init__(self):
-        most = 2**31 - 1
-        check_ranges(
-            self,
-            "model",
-            {"inputs": (1, most), "classes": (1, most), "layers": (0, most), "dim": (1, most), "hidden": (1, most)},
-        )
+from jaxpar.models.settings.mlp import MLPSettings
 
 
 class MLP(nnx.Module):

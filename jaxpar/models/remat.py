@@ -9,13 +9,7 @@ from collections.abc import Callable
 import jax
 
 from jaxpar.errors import nearest, refuse
-
-POLICIES = {
-    "none": "keeps all that the backward pass reads",
-    "dots": "keeps the results of matmuls with a weight (no batch dims), recomputes the rest",
-    "all_dots": "keeps the results of all matmuls, attention scores too",
-    "full": "keeps the input of each layer, recomputes everything inside it",
-}
+from jaxpar.models.settings.computing import POLICIES
 
 
 def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callable:

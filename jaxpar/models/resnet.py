@@ -1,37 +1,10 @@
 """A residual network (He et al. 2015, arXiv:1512.03385) with BatchNorm, from Flax's own layers."""
 
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpar.errors import check_ranges, refuse
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResNetSettings:
-    """Shape of a residual network.
-
-    Attributes:
-      channels: Of an image; 1 also for images without a channel dim.
-      classes: Outputs.
-      blocks: Residual blocks in each stage; every stage after the first halves the image.
-      width: Channels of the first stage; each stage doubles them.
-    """
-
-    channels: int = 1
-    classes: int = 10
-    blocks: tuple[int, ...] = (1, 1, 1)
-    width: int = 16
-
-    def __post_init__(self):
-        most = 2**31 - 1
-        check_ranges(self, "model", {"channels": (1, most), "classes": (1, most), "width": (1, most)})
-        if not self.blocks or min(self.blocks) < 1:
-            raise refuse(
-                f"model.blocks = {list(self.blocks)}", rule="every stage has a block", fix="blocks = [1, 1, 1]"
-            )
+from jaxpar.models.settings.resnet import ResNetSettings
 
 
 class ResidualBlock(nnx.Module):

@@ -76,7 +76,7 @@ class Compute:
     Attributes:
       train: Whether dropout drops and BatchNorm uses the batch.
       dtype: What matmuls run in, or None for what the model says.
-      remat: Name of the policy for what the backward pass keeps (`POLICIES` in `models/remat.py`).
+      remat: Name of the policy for what the backward pass keeps (`POLICIES` in `models/settings/computing.py`).
     """
 
     train: bool = True

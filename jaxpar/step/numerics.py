@@ -1,46 +1,14 @@
 """Settings that change the speed and memory of a step, and not its meaning."""
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpar.errors import nearest, refuse
-from jaxpar.models.remat import POLICIES
+from jaxpar.models.settings.computing import POLICIES, Precision
 
 DTYPES = {"fp32": None, "bf16": jnp.bfloat16}
-
-
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """The dtype of matmuls, and which of them may have another. `"bf16"` alone stands for `{compute = "bf16"}`.
-
-    Attributes:
-      compute: fp32, or bf16: matmuls in bfloat16, parameters and optimizer in float32.
-      allow: Matmuls that may stay in float32 although bf16 was asked for: "Router.__call__", "moe.py:41" or patterns
-        such as "Router.*", by the names under which a refusal and `jaxpar inspect` list them.
-    """
-
-    SHORT: ClassVar[str] = "compute"  # the key that a text in place of a job's table stands for
-
-    compute: Literal["fp32", "bf16"] = "fp32"
-    allow: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        if not isinstance(self.compute, str) or self.compute not in DTYPES:
-            raise refuse(
-                f"precision={self.compute!r}",
-                rule=f"precision is one of {', '.join(DTYPES)}",
-                fix=nearest(str(self.compute), DTYPES),
-            )
-        if isinstance(self.allow, str) or not all(isinstance(each, str) for each in self.allow):
-            raise refuse(f"allow={self.allow!r:.60}", rule="allow is a list of patterns", fix='allow=("Router.*",)')
-        if self.allow and not DTYPES[self.compute]:
-            raise refuse(
-                f"precision fp32 with allow={list(self.allow)}",
-                rule="allow names what stays in float32 where all else is computed in bf16",
-                fix='compute="bf16", or allow left out',
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,7 +18,7 @@ class Numerics:
     Attributes:
       accumulate: Microbatches per step; their gradients are summed before the update.
       precision: `fp32`, `bf16`, or a `Precision`.
-      remat: What the backward pass keeps, one of `jaxpar.models.remat.POLICIES`.
+      remat: What the backward pass keeps, one of `jaxpar.models.settings.computing.POLICIES`.
       offload: Keep the optimizer state in host memory between steps.
     """
 

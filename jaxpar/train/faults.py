@@ -14,10 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax
-
 from jaxpar.errors import JaxparError, Problem, check_ranges, refuse
-from jaxpar.step.guard import are_finite
 
 WINDOW = 32  # losses whose median a spike is measured by
 FEWEST = 8  # losses without which nothing is a spike
@@ -65,21 +62,6 @@ class BadStep(JaxparError):
     def __init__(self, step: int, problem: Problem):
         self.step = step
         super().__init__(problem)
-
-
-_are_finite = jax.jit(are_finite)
-
-
-def check_before_save(step: int, params: Any) -> None:
-    """Looks at parameters before they are saved: an update can spoil them while its loss and gradients are fine.
-
-    Raises:
-      BadStep: If a number is nan or inf.
-    """
-    if not _are_finite(params):
-        got = f"the parameters of step {step} are not finite, though its loss and gradients are"
-        fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
-        raise BadStep(step, Problem(got, "a checkpoint is saved only while all parameters are finite", fix))
 
 
 class Watch:

@@ -24,7 +24,7 @@ from jaxpar.checkpoint.due import Due
 from jaxpar.errors import JaxparError
 from jaxpar.leaving import wishes_to_stop
 from jaxpar.step.state import State
-from jaxpar.train.faults import check_before_save
+from jaxpar.train.before_save import check_before_save
 from jaxpar.train.feed import Feed
 from jaxpar.train.roll_back import roll_back
 from jaxpar.train.run import Outcome, Run

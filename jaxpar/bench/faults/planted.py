@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.bench.faults.run import LATEST, PROCESSES, Processes, started
-from jaxpar.bench.record import where
+from jaxpar.bench.where import where
 from jaxpar.errors import STOPPED, refuse
 from jaxpar.mesh.devices import simulate
 

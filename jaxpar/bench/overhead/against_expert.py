@@ -25,7 +25,7 @@ import jaxpar as jp
 from jaxpar.bench import expert
 from jaxpar.bench.overhead import ours
 from jaxpar.bench.overhead.program import Program, compiled
-from jaxpar.bench.record import where
+from jaxpar.bench.where import where
 from jaxpar.mesh.devices import describe
 from jaxpar.units import show_bytes
 

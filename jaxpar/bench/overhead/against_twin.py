@@ -20,7 +20,7 @@ import jax
 import jaxpar as jp
 from jaxpar.bench import twin
 from jaxpar.bench.overhead import ours
-from jaxpar.bench.record import where
+from jaxpar.bench.where import where
 from jaxpar.errors import refuse
 from jaxpar.mesh.devices import describe
 

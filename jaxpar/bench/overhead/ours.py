@@ -11,7 +11,8 @@ from jaxpar.bench import twin
 
 def build(parallel: jp.Parallel):
     """Returns (state, step) of the same model, mesh and optimizer as the twin's."""
-    from jaxpar.models.decoder import Decoder, DecoderSettings
+    from jaxpar.models.decoder import Decoder
+    from jaxpar.models.settings.decoder import DecoderSettings
 
     settings = DecoderSettings(
         vocab=twin.VOCAB, seq=twin.SEQ, layers=twin.LAYERS, dim=twin.DIM, heads=twin.HEADS, hidden=twin.HIDDEN

@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jaxpar.exchange.base import Exchange
@@ -11,7 +12,7 @@ from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, meanings
 
 
-def show_defaults(models: dict[str, type]) -> str:
+def show_defaults(models: Mapping[str, type]) -> str:
     """Returns every key of a job with its default and meaning, as TOML that can be used."""
     lines = ["# Every key of a job, its default and its meaning."]
     model = ["", "[model]", f'{"name = " + shown("decoder"):<28}# {", ".join(models)}, or "package.module:Object"']

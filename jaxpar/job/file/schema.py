@@ -13,9 +13,9 @@ from jaxpar.checkpoint import Checkpoints
 from jaxpar.data.spec import Data
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.mesh.target import parse_target
-from jaxpar.optim.chain import Optimizer
+from jaxpar.models.settings.computing import Precision
+from jaxpar.optim.optimizer import Optimizer
 from jaxpar.parallel.declare import Parallel
-from jaxpar.step.numerics import Precision
 from jaxpar.train.faults import Faults
 from jaxpar.train.metrics import Metrics
 

@@ -1,1 +1,1 @@
-"""The parts of a job: its model, its batches, and its model as a plan sees it."""
+"""The parts of a job: names and settings of its model, what runs under them, its batches, its model to be planned."""

@@ -1,4 +1,4 @@
-"""The model and the loss that a job names: jaxpar's, or the user's own objects."""
+"""The model and the loss that a job names, as what runs: jaxpar's, or the user's own objects."""
 
 import dataclasses
 import inspect
@@ -12,56 +12,40 @@ import jax
 from jaxpar.data.validate import BatchSpec
 from jaxpar.errors import JaxparError, Problem, first_problems, nearest, refuse, users_code
 from jaxpar.job.file.import_object import import_object
-from jaxpar.job.file.parse import validated
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, open_data
+from jaxpar.job.parts.names import MODELS, named, own_loss, settings_of
 from jaxpar.job.parts.settings import given
-from jaxpar.models import decoder, mlp, resnet, vit
+from jaxpar.models.decoder import Decoder
+from jaxpar.models.mlp import MLP
+from jaxpar.models.resnet import ResNet
+from jaxpar.models.settings.decoder import DecoderSettings
+from jaxpar.models.settings.mlp import MLPSettings
+from jaxpar.models.settings.resnet import ResNetSettings
+from jaxpar.models.settings.vit import ViTSettings
+from jaxpar.models.vit import ViT
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding import linen_model
 from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.reading.called import as_called, zeros
-from jaxpar.step import losses
 from jaxpar.step.keyed.loss import shaped
+from jaxpar.step.losses import classify, next_token
 
-MODELS: dict[str, tuple[Callable, type]] = {
-    "decoder": (decoder.Decoder, decoder.DecoderSettings),
-    "vit": (vit.ViT, vit.ViTSettings),
-    "resnet": (resnet.ResNet, resnet.ResNetSettings),
-    "mlp": (mlp.MLP, mlp.MLPSettings),
-}
-LOSSES = {"next_token": losses.next_token, "classify": losses.classify}
-COUNTED = {"next_token": "tokens", "classify": "examples"}  # what their counts are of
+MADE: Mapping[type, Callable] = {DecoderSettings: Decoder, ViTSettings: ViT, ResNetSettings: ResNet, MLPSettings: MLP}
+LOSSES: Mapping[str, Callable] = {"next_token": next_token, "classify": classify}
 
 
 def resolve_loss(job: Job) -> Callable:
     """Returns the loss function a job names."""
-    name = job.train.loss
-    if name in LOSSES:
-        return LOSSES[name]
-    if ":" not in name:
-        known = f'a loss is {" or ".join(LOSSES)}, or "package.module:function"'
-        raise refuse(f"train.loss = {name!r}", rule=known, fix=nearest(name, LOSSES))
-    return _own(job, "train.loss", name, rule="a loss is a function of (model, batch)", fix="name a function")
-
-
-def _own(job: Job, key: str, name: str, *, rule: str, fix: str) -> Callable:
-    """Returns the user's own object that a key names, if it can be called."""
-    target = import_object(name, key, allowed=job.allow_import)
-    if not callable(target):
-        raise refuse(f"{key} = {name!r} is a {type(target).__name__}", rule=rule, fix=fix)
-    return target
+    own = own_loss(job)
+    return LOSSES[job.train.loss] if own is None else own
 
 
 def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
     """Returns the model a job names, with its settings."""
-    settings = {key: value for key, value in job.model.items() if key != "name"}
-    name = job.model["name"]
+    name, settings = named(job)
     if name in MODELS:
-        return _ours(job, settings)
-    if ":" not in name:
-        known = f'a model is {", ".join(MODELS)}, or "package.module:Object"'
-        raise refuse(f"model.name = {name!r}", rule=known, fix=nearest(name, MODELS))
+        return _ours(job)
     from flax import linen as nn
 
     target: Any = import_object(name, "model.name", allowed=job.allow_import)
@@ -135,19 +119,11 @@ def _returned(job: Job, target: Callable, settings: Mapping[str, Any], loss: Cal
     return made
 
 
-def _ours(job: Job, settings: dict[str, Any]) -> Callable:
-    cls, spec = MODELS[job.model["name"]]
-    keys = {field.name for field in dataclasses.fields(spec)}
-    if job.data.is_text and "vocab" in keys:
-        settings = {"vocab": job.data.tokens, "seq": job.data.seq, **settings}
-    made, problems = validated(spec, settings, "model")
-    if problems:
-        raise JaxparError(*problems)
-    if job.data.is_text and "vocab" in keys:
-        _check_text(job, made)
-    if not job.data.is_text and "classes" in keys:
-        _check_labels(job, made)
-    return partial(cls, made)
+def _ours(job: Job) -> Callable:
+    settings = settings_of(job)
+    if not job.data.is_text and hasattr(settings, "classes"):
+        _check_labels(job, settings)
+    return partial(MADE[type(settings)], settings)
 
 
 def _linen(job: Job, module: Any, loss: Callable) -> Blueprint:
@@ -187,28 +163,6 @@ def _check_settings(name: str, target: Callable, settings: dict[str, Any]) -> No
         )
 
 
-def _check_text(job: Job, settings: Any) -> None:
-    problems = []
-    if settings.vocab < job.data.tokens:
-        problems.append(
-            Problem(
-                f"model.vocab = {settings.vocab}, the {job.data.tokenizer} tokenizer has {job.data.tokens} tokens",
-                "the model has a row for every token",
-                f"model.vocab = {job.data.tokens}, or leave it out",
-            )
-        )
-    if settings.position == "learned" and settings.seq < job.data.seq:
-        problems.append(
-            Problem(
-                f"model.seq = {settings.seq}, data.seq = {job.data.seq}",
-                "learned positions reach to the end of a sequence",
-                f"model.seq = {job.data.seq}, or leave it out",
-            )
-        )
-    if problems:
-        raise JaxparError(*problems)
-
-
 def _check_labels(job: Job, settings: Any) -> None:
     held = getattr(open_data(job), "arrays", {})
     labels = held.get("labels")
@@ -237,7 +191,7 @@ def sound(job: Job) -> BatchSpec:
     like = abstract_batch(job) if ":" in job.data.source else {}
     if job.model["name"] not in MODELS:
         return BatchSpec(like=like)
-    spec = MODELS[job.model["name"]][1]
+    spec = MODELS[job.model["name"]]
     usual = {"vocab": job.data.tokens} if job.data.is_text else {}
     settings = {field.name: usual.get(field.name, field.default) for field in dataclasses.fields(spec)} | job.model
     below = {"inputs": settings.get("vocab")}

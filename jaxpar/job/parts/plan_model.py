@@ -1,37 +1,23 @@
-"""The model of a job as a plan sees it: a decoder by formulas, any other traced over data, fsdp and what is added."""
+"""The model of a job as a plan sees it: a decoder by formulas, any other, or another optimizer's state, traced.
+
+decoder, adamw, adam, lamb, sgd, lion or lars    arithmetic: JAX is not imported
+decoder, adafactor or muon                       the state depends on the shapes of matrices: they are traced
+any other model                                  nothing is known of it but what tracing shows
+"""
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping
-from itertools import product
-from typing import Any
 
-import jax
-
-from jaxpar.errors import JaxparError, refuse
+from jaxpar.errors import refuse
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.batches import abstract_batch
-from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
-from jaxpar.models.decoder import Decoder
-from jaxpar.optim import chain
-from jaxpar.parallel.compose import as_blueprint, compose
-from jaxpar.parallel.declare import DECLARED, Parallel
-from jaxpar.parallel.layout import Layout
-from jaxpar.plan.choices import Choices
-from jaxpar.plan.model.dims import Dims
+from jaxpar.job.parts.names import named, own_loss, settings_of
 from jaxpar.plan.model.shape import Shape
-from jaxpar.plan.model.state_bytes import Recipe
-from jaxpar.plan.model.tracing import trace
+from jaxpar.plan.model.state_bytes import MOMENTS, Recipe, recipe
 from jaxpar.plan.planned import Model, Transformer
-from jaxpar.plan.techniques.base import divisors
-from jaxpar.plan.techniques.table import TECHNIQUES
-from jaxpar.plan.traced import Traced
-from jaxpar.sharding.names import Blueprint, Compute
-from jaxpar.sharding.rules import name_stacks
-from jaxpar.sharding.shard_bytes import shard_bytes
-from jaxpar.step.keyed.loss import shaped
-from jaxpar.step.losses import as_sums
-from jaxpar.step.numerics import DTYPES
+
+
+def needs_jax(job: Job) -> bool:
+    """Returns whether planning a job imports JAX: to trace its model or its state, or with the user's own loss."""
+    return not _has_formulas(job) or job.optimizer.name not in MOMENTS or ":" in job.train.loss
 
 
 def subject(job: Job, devices: int) -> Model:
@@ -40,122 +26,28 @@ def subject(job: Job, devices: int) -> Model:
     Raises:
       JaxparError: If a decoder computes in float32, for which there are no formulas, or a model cannot be traced.
     """
-    loss = resolve_loss(job)
-    model: Any = resolve_model(job, loss)
-    blueprint = as_blueprint(model)
-    recipe = _recipe(job, blueprint)
-    if getattr(model, "func", None) is not Decoder:
-        return _traced(job, blueprint, loss, recipe, devices)
+    if not _has_formulas(job):
+        from jaxpar.job.parts.plan_traced import traced
+
+        return traced(job, devices)
+    own_loss(job)  # refuses one that there is not
+    settings = settings_of(job)
     if job.train.precision.compute != "bf16":
         raise refuse(
             f"train.precision = {job.train.precision.compute!r}",
             rule="the planner's formulas are of a decoder that computes in bfloat16",
             fix="train.precision=bf16, after JOB on the command line",
         )
-    return Transformer(shape=dataclasses.replace(Shape.of(model.args[0]), seq=job.data.seq), recipe=recipe)
+    return Transformer(shape=dataclasses.replace(Shape.of(settings), seq=job.data.seq), recipe=_recipe(job))
 
 
-def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
-    """Returns the bytes per parameter that training keeps, the optimizer's read off its state's shapes."""
-    params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
-    moments = jax.eval_shape(chain.build(job.optimizer, job.train.steps).init, params)
-    own, its = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
-    count = sum(leaf.size for leaf in params.values())
-    return Recipe(
-        name=job.optimizer.name, parameters=own / count, gradients=own / count, optimizer=round(its / count, 3),
-        since=1,
-        why="parameters and gradients as they are stored, and the optimizer's state",
-    )  # fmt: skip
+def _has_formulas(job: Job) -> bool:
+    return named(job)[0] == "decoder"
 
 
-def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devices: int) -> Traced:
-    alone, dtype = compose(blueprint, Parallel(), 1), DTYPES[job.train.precision.compute]
-    params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
-    batch = abstract_batch(job)
+def _recipe(job: Job) -> Recipe:
+    if job.optimizer.name in MOMENTS:
+        return recipe(job.optimizer.name, momentum=job.optimizer.beta1 > 0)
+    from jaxpar.job.parts.plan_traced import counted
 
-    def forward(remat: str, *, accumulate: int = 1) -> Callable:
-        def run(params, known):
-            model = blueprint.bind(params, known[0], alone.use, Compute(dtype=dtype, remat=remat))
-            return as_sums(shaped(loss)(model, known[1]), accumulate=accumulate)["loss"][0]
-
-        return run
-
-    def known(rows: int) -> Any:
-        return model_state, {
-            key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
-        }
-
-    with accepting(job, blueprint.name, known(2)[1]):
-        found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
-    named = _dims(alone)
-    axes = {
-        axis: each.legal(named, job.train.global_batch, Choices())
-        for axis, each in TECHNIQUES.items()
-        if axis not in DECLARED and not each.lacks(named)
-    }
-    shards, beside, refused = _shards(blueprint, devices, axes)
-    return Traced(
-        name=blueprint.name, shards=shards, beside=beside, refused=refused, piece=_piece(blueprint), recipe=recipe,
-        trace=found,
-        itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
-        sums=_is_sum(forward("none", accumulate=2), params, known(2)),
-        axes=tuple(axes), dims=named.dims, holding=named.holding,
-    )  # fmt: skip
-
-
-def _dims(layout: Layout) -> Dims:
-    """Returns the named dims of a model's parameters."""
-    dims, holding = {}, {}
-    for place in layout.placements.values():
-        for name, size in zip(place.names, place.leaf.shape, strict=True):
-            if name:
-                dims[name] = math.gcd(size, dims.get(name, 0))
-                holding[name] = holding.get(name, 0) + place.leaf.size
-    return Dims(dims=dims, holding=holding)
-
-
-def _shards(
-    blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]]
-) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
-    """Returns the parameters on each device, and the bytes of other state, for all sizes of fsdp and of further axes.
-
-    And why they can't be, for those that can't.
-    """
-    found, beside, refused = {}, {}, {}
-    every = divisors(devices)
-    for fsdp, *further in product(every, *([n for n in every if n in sizes] for sizes in axes.values())):
-        sizes, count = (fsdp, *further), math.prod((fsdp, *further))
-        if devices % count:
-            continue
-        more = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
-        try:
-            layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0, axes=more), count)
-        except JaxparError as error:
-            refused[sizes] = error.problems[0].got
-            continue
-        found[sizes] = sum(
-            shard_bytes(each.leaf, each.stored, layout.sizes) // jax.numpy.dtype(each.leaf.dtype).itemsize
-            for each in layout.placements.values()
-        )
-        beside[sizes] = layout.per_device(layout.other_arrays)
-    return found, beside, refused
-
-
-def _piece(blueprint: Blueprint) -> int:
-    """Returns the parameters that are gathered at once: of the largest parameter, or of a layer of a stack."""
-    layer, alone = 0, [0]
-    for leaf in name_stacks(blueprint.leaves).values():
-        if leaf.names and leaf.names[0] == "layers":
-            layer += leaf.size // leaf.shape[0]
-        else:
-            alone.append(leaf.size)
-    return max(layer, *alone)
-
-
-def _is_sum(forward: Callable, *args: Any) -> bool:
-    """Returns whether a loss comes with its count; a scalar is refused where microbatches are summed."""
-    try:
-        jax.eval_shape(forward, *args)
-    except JaxparError:
-        return False
-    return True
+    return counted(job)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
-from jaxpar.models.decoder import DecoderSettings
+from jaxpar.models.settings.decoder import DecoderSettings
 
 RULE = "a config.json says what the decoder of jaxpar can be"
 # what changes no logit: bookkeeping, tokens of the tokenizer, first values, how text is generated or a model is trained

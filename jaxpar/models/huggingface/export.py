@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, differences, refuse
-from jaxpar.models.decoder import DecoderSettings
 from jaxpar.models.huggingface.config import config_of
 from jaxpar.models.huggingface.load import few
 from jaxpar.models.huggingface.rules import Rule, rules, whole
 from jaxpar.models.huggingface.safetensors import FLOATS, Made, write
+from jaxpar.models.settings.decoder import DecoderSettings
 
 
 def export(

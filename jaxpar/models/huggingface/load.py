@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, differences, refuse
-from jaxpar.models.decoder import DecoderSettings
 from jaxpar.models.huggingface.config import settings_of
 from jaxpar.models.huggingface.rules import Rule, rules, whole
 from jaxpar.models.huggingface.safetensors import FLOATS, NAMES, Entry, folder_entries
+from jaxpar.models.settings.decoder import DecoderSettings
 
 PREFIXES = {"llama": "model.", "gpt2": "transformer."}
 # constants that older versions saved beside the weights: causal masks, rotary frequencies

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxpar.models.decoder import DecoderSettings
+from jaxpar.models.settings.decoder import DecoderSettings
 
 # ours, its dims, theirs, its dims. d embed, s seq_table, v vocab, h heads, g kv_heads, k head_dim, f mlp; {} the layer
 LLAMA = """

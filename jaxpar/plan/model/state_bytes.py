@@ -71,29 +71,30 @@ JAXPAR = Recipe(
     why="float32 parameters, cast where bf16 uses them, and gradients; float32 mean and variance",
 )  # fmt: skip
 RECIPES: Mapping[str, Recipe] = {"paper": PAPER, "megatron": MEGATRON, "jaxpar": JAXPAR}
-_MOMENTS = {"adamw": 8, "adam": 8, "lamb": 8, "sgd": 4, "lion": 4, "lars": 4}
+# bytes per parameter of optimizers for which shapes do not matter
+MOMENTS: Mapping[str, int] = {"adamw": 8, "adam": 8, "lamb": 8, "sgd": 4, "lion": 4, "lars": 4}
 
 
 def recipe(optimizer: str, *, momentum: bool = True) -> Recipe:
     """Returns what jaxpar keeps with one of its optimizers.
 
     Args:
-      optimizer: The `name` of `optim.chain.Optimizer`.
+      optimizer: The `name` of `optim.optimizer.Optimizer`.
       momentum: Whether sgd's `beta1` is above 0.
 
     Raises:
       JaxparError: If there is no such optimizer, or its state depends on the shapes of the parameters.
     """
-    if optimizer not in _MOMENTS:
+    if optimizer not in MOMENTS:
         shaped = optimizer in ("adafactor", "muon")
         raise refuse(
             f"bytes per parameter of {optimizer!r}",
             rule="the state of adafactor and muon depends on the shapes of the parameters"
             if shaped
-            else f"known are {', '.join(_MOMENTS)}",
-            fix="the abstract state of a step counts it: step.abstract()" if shaped else nearest(optimizer, _MOMENTS),
+            else f"known are {', '.join(MOMENTS)}",
+            fix="the abstract state of a step counts it: step.abstract()" if shaped else nearest(optimizer, MOMENTS),
         )
-    size = 0 if optimizer == "sgd" and not momentum else _MOMENTS[optimizer]
+    size = 0 if optimizer == "sgd" and not momentum else MOMENTS[optimizer]
     what = {0: "no state", 4: "float32 momentum", 8: "float32 mean and variance"}[size]
     return replace(
         JAXPAR,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.models.remat import POLICIES
+from jaxpar.models.settings.computing import POLICIES
 
 ROWS = 2, 4  # rows that a model is traced with: a single one could be broadcast
 

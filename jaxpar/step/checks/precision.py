@@ -17,8 +17,8 @@ from jaxpar.errors import nearest, refuse
 from jaxpar.hlo.attribution import users_frame
 from jaxpar.hlo.text import Frame
 from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
+from jaxpar.models.settings.computing import Precision
 from jaxpar.pipeline.tables.schedule import Schedule
-from jaxpar.step.numerics import Precision
 
 NOT_BF16 = "matmuls that are not bf16, with their share of FLOP: "
 _TOLERATED = 0.05  # share of matmul FLOP that may stay in float32 unnamed: a router, a small head

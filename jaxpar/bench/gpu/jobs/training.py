@@ -14,7 +14,7 @@ import jaxpar as jp
 from jaxpar.bench.gpu.jobs import stand_in_attention
 from jaxpar.bench.gpu.predicted import Numbers
 from jaxpar.inspector.report import Report, report
-from jaxpar.mesh.target import description_of, target_devices
+from jaxpar.mesh.absent import description_of, target_devices
 from jaxpar.models.islands import implemented
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware

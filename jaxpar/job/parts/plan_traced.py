@@ -1,0 +1,151 @@
+"""The model of a job as a plan sees it that has no formulas for it: traced over data, fsdp and what is added."""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from itertools import product
+from typing import Any
+
+import jax
+
+from jaxpar.errors import JaxparError
+from jaxpar.job.file.schema import Job
+from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
+from jaxpar.optim import chain
+from jaxpar.parallel.compose import as_blueprint, compose
+from jaxpar.parallel.declare import DECLARED, Parallel
+from jaxpar.parallel.layout import Layout
+from jaxpar.plan.choices import Choices
+from jaxpar.plan.model.dims import Dims
+from jaxpar.plan.model.state_bytes import Recipe
+from jaxpar.plan.model.tracing import trace
+from jaxpar.plan.techniques.base import divisors
+from jaxpar.plan.techniques.table import TECHNIQUES
+from jaxpar.plan.traced import Traced
+from jaxpar.sharding.names import Blueprint, Compute
+from jaxpar.sharding.rules import name_stacks
+from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.step.keyed.loss import shaped
+from jaxpar.step.losses import as_sums
+from jaxpar.step.numerics import DTYPES
+
+
+def traced(job: Job, devices: int) -> Traced:
+    """Returns any model of a job, traced over data, fsdp and what is added.
+
+    Raises:
+      JaxparError: If it cannot be traced.
+    """
+    loss = resolve_loss(job)
+    blueprint = as_blueprint(resolve_model(job, loss))
+    return _traced(job, blueprint, loss, _recipe(job, blueprint), devices)
+
+
+def counted(job: Job) -> Recipe:
+    """Returns the bytes per parameter that training a job keeps, the optimizer's read off its state's shapes."""
+    return _recipe(job, as_blueprint(resolve_model(job, resolve_loss(job))))
+
+
+def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
+    params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
+    moments = jax.eval_shape(chain.build(job.optimizer, job.train.steps).init, params)
+    own, its = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
+    count = sum(leaf.size for leaf in params.values())
+    return Recipe(
+        name=job.optimizer.name, parameters=own / count, gradients=own / count, optimizer=round(its / count, 3),
+        since=1,
+        why="parameters and gradients as they are stored, and the optimizer's state",
+    )  # fmt: skip
+
+
+def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devices: int) -> Traced:
+    alone, dtype = compose(blueprint, Parallel(), 1), DTYPES[job.train.precision.compute]
+    params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
+    batch = abstract_batch(job)
+
+    def forward(remat: str, *, accumulate: int = 1) -> Callable:
+        def run(params, known):
+            model = blueprint.bind(params, known[0], alone.use, Compute(dtype=dtype, remat=remat))
+            return as_sums(shaped(loss)(model, known[1]), accumulate=accumulate)["loss"][0]
+
+        return run
+
+    def known(rows: int) -> Any:
+        return model_state, {
+            key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
+        }
+
+    with accepting(job, blueprint.name, known(2)[1]):
+        found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
+    named = _dims(alone)
+    axes = {
+        axis: each.legal(named, job.train.global_batch, Choices())
+        for axis, each in TECHNIQUES.items()
+        if axis not in DECLARED and not each.lacks(named)
+    }
+    shards, beside, refused = _shards(blueprint, devices, axes)
+    return Traced(
+        name=blueprint.name, shards=shards, beside=beside, refused=refused, piece=_piece(blueprint), recipe=recipe,
+        trace=found,
+        itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
+        sums=_is_sum(forward("none", accumulate=2), params, known(2)),
+        axes=tuple(axes), dims=named.dims, holding=named.holding,
+    )  # fmt: skip
+
+
+def _dims(layout: Layout) -> Dims:
+    """Returns the named dims of a model's parameters."""
+    dims, holding = {}, {}
+    for place in layout.placements.values():
+        for name, size in zip(place.names, place.leaf.shape, strict=True):
+            if name:
+                dims[name] = math.gcd(size, dims.get(name, 0))
+                holding[name] = holding.get(name, 0) + place.leaf.size
+    return Dims(dims=dims, holding=holding)
+
+
+def _shards(
+    blueprint: Blueprint, devices: int, axes: Mapping[str, Collection[int]]
+) -> tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int], dict[tuple[int, ...], str]]:
+    """Returns the parameters on each device, and the bytes of other state, for all sizes of fsdp and of further axes.
+
+    And why they can't be, for those that can't.
+    """
+    found, beside, refused = {}, {}, {}
+    every = divisors(devices)
+    for fsdp, *further in product(every, *([n for n in every if n in sizes] for sizes in axes.values())):
+        sizes, count = (fsdp, *further), math.prod((fsdp, *further))
+        if devices % count:
+            continue
+        more = {axis: size for axis, size in zip(axes, further, strict=True) if size > 1}
+        try:
+            layout = compose(blueprint, Parallel(fsdp=fsdp, zero=3 if fsdp > 1 else 0, axes=more), count)
+        except JaxparError as error:
+            refused[sizes] = error.problems[0].got
+            continue
+        found[sizes] = sum(
+            shard_bytes(each.leaf, each.stored, layout.sizes) // jax.numpy.dtype(each.leaf.dtype).itemsize
+            for each in layout.placements.values()
+        )
+        beside[sizes] = layout.per_device(layout.other_arrays)
+    return found, beside, refused
+
+
+def _piece(blueprint: Blueprint) -> int:
+    """Returns the parameters that are gathered at once: of the largest parameter, or of a layer of a stack."""
+    layer, alone = 0, [0]
+    for leaf in name_stacks(blueprint.leaves).values():
+        if leaf.names and leaf.names[0] == "layers":
+            layer += leaf.size // leaf.shape[0]
+        else:
+            alone.append(leaf.size)
+    return max(layer, *alone)
+
+
+def _is_sum(forward: Callable, *args: Any) -> bool:
+    """Returns whether a loss comes with its count; a scalar is refused where microbatches are summed."""
+    try:
+        jax.eval_shape(forward, *args)
+    except JaxparError:
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""Layouts of a plan, compiled for the GPUs that were asked about: what XLA makes of them, and how long it takes."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from jaxpar.errors import JaxparError
+from jaxpar.job.file.schema import Job
+from jaxpar.job.inspect import observe
+from jaxpar.job.plan import compiled_chip, planned
+from jaxpar.mesh.chips import Chip
+from jaxpar.mesh.memory_pool import Pool
+from jaxpar.mesh.target import Target
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.search import Question, Ranked
+from jaxpar.plan.validation import Checked
+
+
+def verify(job: Job, asked: Question, layouts: Iterable[Ranked], *, memory: int = 0) -> Iterator[Checked]:
+    """Yields what XLA makes of layouts, compiled for the GPUs that were asked about, and replayed over their links.
+
+    Args:
+      job: What is laid out.
+      asked: About which GPUs.
+      layouts: Which.
+      memory: Bytes that XLA takes a program to have, as it computes again what does not fit; 0 means as asked.
+
+    Raises:
+      JaxparError: If XLA can't compile for them.
+    """
+    each = asked.hardware.per_node
+    target = Target(_as_asked(asked, memory or asked.room), -(-asked.devices // each), min(each, asked.devices))
+    for ranked in layouts:
+        yield _checked(job, ranked, asked, target)
+
+
+def _as_asked(asked: Question, memory: int) -> Chip:
+    """Returns the chip with as much memory for a program, and with links as much faster or slower as they were asked.
+
+    The inspector has shares of the sheet of its own, so links are given in proportion to those usually planned with.
+    """
+    chip = compiled_chip(asked.hardware)
+    usual, meant = HARDWARE[chip.key], asked.hardware
+    return dataclasses.replace(
+        chip,
+        reported=math.ceil(Pool().memory(memory)),
+        nvlink=chip.nvlink * meant.inside.bandwidth / usual.inside.bandwidth,
+        network=(chip.network or 0.0) * meant.between.bandwidth / usual.between.bandwidth or None,
+    )
+
+
+def _checked(job: Job, ranked: Ranked, asked: Question, target: Target) -> Checked:
+    try:
+        report = observe(planned(job, ranked.candidate, asked.model.layers), target)
+    except JaxparError as error:
+        return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
+    causes = {share.cause: share.bytes for share in report.memory}
+    seconds, exposed = (report.timeline.seconds, report.timeline.exposed) if report.timeline else (None, {})
+    return Checked(
+        ranked=ranked, seconds=seconds, bytes=report.total, fits=report.total <= asked.room,
+        causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",
+        squeezed=report.flop.squeezed / (report.flop.total or 1),
+    )  # fmt: skip

@@ -1,0 +1,49 @@
+"""How any model computes, by name: what its matmuls run in, and what its backward pass keeps.
+
+`step/numerics.py` has the dtypes of the one, `models/remat.py` the policies of the other.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from jaxpar.errors import nearest, refuse
+
+PRECISIONS = ("fp32", "bf16")
+POLICIES = {
+    "none": "keeps all that the backward pass reads",
+    "dots": "keeps the results of matmuls with a weight (no batch dims), recomputes the rest",
+    "all_dots": "keeps the results of all matmuls, attention scores too",
+    "full": "keeps the input of each layer, recomputes everything inside it",
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype of matmuls, and which of them may have another. `"bf16"` alone stands for `{compute = "bf16"}`.
+
+    Attributes:
+      compute: fp32, or bf16: matmuls in bfloat16, parameters and optimizer in float32.
+      allow: Matmuls that may stay in float32 although bf16 was asked for: "Router.__call__", "moe.py:41" or patterns
+        such as "Router.*", by the names under which a refusal and `jaxpar inspect` list them.
+    """
+
+    SHORT: ClassVar[str] = "compute"  # the key that a text in place of a job's table stands for
+
+    compute: Literal["fp32", "bf16"] = "fp32"
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not isinstance(self.compute, str) or self.compute not in PRECISIONS:
+            raise refuse(
+                f"precision={self.compute!r}",
+                rule=f"precision is one of {', '.join(PRECISIONS)}",
+                fix=nearest(str(self.compute), PRECISIONS),
+            )
+        if isinstance(self.allow, str) or not all(isinstance(each, str) for each in self.allow):
+            raise refuse(f"allow={self.allow!r:.60}", rule="allow is a list of patterns", fix='allow=("Router.*",)')
+        if self.allow and self.compute == "fp32":
+            raise refuse(
+                f"precision fp32 with allow={list(self.allow)}",
+                rule="allow names what stays in float32 where all else is computed in bf16",
+                fix='compute="bf16", or allow left out',
+            )
