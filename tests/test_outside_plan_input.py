@@ -118,9 +118,9 @@ def test_outside_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_micro
 def test_outside_no_layout_that_a_doubt_would_put_first_is_left_out(given):
     question = asked(**given)
     found = search(question, top=1).doubts
-    for what, hardware, software in doubts(question.hardware, question.software):
-        changed = replace(question, hardware=hardware, software=software)
-        assert search(changed, top=1).best[0].candidate == found[what].candidate, what
+    for doubt in doubts(question.hardware, question.software):
+        changed = replace(question, hardware=doubt.hardware, software=doubt.software)
+        assert search(changed, top=1).best[0].candidate == found[doubt.what].candidate, doubt.what
 
 
 def test_outside_a_doubt_changes_no_step_by_more_than_twice():
@@ -128,8 +128,22 @@ def test_outside_a_doubt_changes_no_step_by_more_than_twice():
     plan = search(question, top=1)
     some = pick(plan.points.layouts, np.arange(0, len(plan.points.seconds), 97))
     before = question.seconds(some)
-    for _, hardware, software in doubts(question.hardware, question.software):
-        after = replace(question, hardware=hardware, software=software).seconds(some)
-        ratio = after.total / before.total
-        assert (ratio >= 0.5 - 1e-9).all()
-        assert (ratio <= 2 + 1e-9).all()
+    for doubt in doubts(question.hardware, question.software):
+        after = replace(question, hardware=doubt.hardware, software=doubt.software).seconds(some)
+        assert (after.total >= doubt.at_least(before) * (1 - 1e-9)).all()
+        assert (after.total <= before.total * (2 + 1e-9)).all()
+        for cause in doubt.untouched:
+            np.testing.assert_array_equal(after[cause], before[cause], f"{cause}: {doubt.what}")
+
+
+def test_a_doubt_weighs_what_it_may_put_first_and_not_all_that_fits():
+    weighed = []
+
+    class Counted(Transformer):
+        def time(self, candidate, hardware, software):
+            weighed.append(np.size(candidate.data))
+            return super().time(candidate, hardware, software)
+
+    plan = search(asked(model=Counted(shape=asked().model.shape)), top=1)
+    assert weighed[0] == plan.fitting
+    assert sum(weighed[1:]) < 3 * plan.fitting  # by twelve doubts

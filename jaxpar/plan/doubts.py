@@ -5,37 +5,78 @@
     exposed collectives                twice, or half, of what overlap is assumed to leave
     fixed cost of a matmul             twice, or half: what a small microbatch's matmuls lose
 
-So no doubt makes a cause of a step's time more than twice, or less than half, as long.
+So no doubt makes a step more than twice, or less than half, as long; and each says which causes of its time it leaves
+as they are, so that what cannot become first under it need not be weighed.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
 
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.time import StepTime
 
 DOUBT = 0.3  # how wrong an assumed bandwidth or speed may be
 MOST = 2.0  # the factor by which a doubt changes a part of the time at most
+COMPUTING = ("matmuls", "attention", "elementwise", "recompute", "optimizer")  # causes without a collective
 
 _OVERLAPS = tuple(each.name for each in fields(SoftwareModel) if each.name.endswith("overlap"))
 
 
-def doubts(hardware: Hardware, software: SoftwareModel) -> Iterator[tuple[str, Hardware, SoftwareModel]]:
-    """Yields each doubt in words, with the hardware and the software as they would then be."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Doubt:
+    """One assumption, made as wrong as it may well be to one side.
+
+    Attributes:
+      what: In words.
+      hardware: As it would then be.
+      software: As it would then be.
+      left: Share of a step's time that is left at least; 1 where steps only grow longer.
+      untouched: Causes of a step's time that it does not touch.
+    """
+
+    what: str
+    hardware: Hardware
+    software: SoftwareModel
+    left: float
+    untouched: tuple[str, ...]
+
+    def at_least(self, time: StepTime) -> Any:
+        """Returns the seconds that a step would still take, or more, by what it takes without the doubt.
+
+        Not the causes that it touches, each shortened: what computation hides of a collective stays as long, so that
+        what is left of it may shrink to nothing.
+        """
+        return np.maximum(self.left * time.total, sum(time[cause] for cause in self.untouched))
+
+
+def doubts(hardware: Hardware, software: SoftwareModel) -> Iterator[Doubt]:
+    """Yields each doubt, with the hardware and the software as they would then be."""
     for sign, word in ((1 + DOUBT, "more"), (1 - DOUBT, "less")):
-        for what, part, rate in (
-            ("bandwidth inside a node", "inside", "bandwidth"),
-            ("bandwidth between nodes", "between", "bandwidth"),
-            ("speed of matmuls", "chip", "bf16_flops"),
+        for what, part, rate, untouched in (
+            ("bandwidth inside a node", "inside", "bandwidth", COMPUTING),
+            ("bandwidth between nodes", "between", "bandwidth", COMPUTING),
+            ("speed of matmuls", "chip", "bf16_flops", ()),
         ):
             one = getattr(hardware, part)
-            changed = replace(one, **{rate: getattr(one, rate) * sign})
-            yield f"{DOUBT:.0%} {word} {what}", replace(hardware, **{part: changed}), software
+            faster = replace(hardware, **{part: replace(one, **{rate: getattr(one, rate) * sign})})
+            yield Doubt(
+                what=f"{DOUBT:.0%} {word} {what}", hardware=faster, software=software,
+                left=min(1.0, 1 / sign), untouched=untouched,
+            )  # fmt: skip
     for factor, word in ((MOST, "twice"), (1 / MOST, "half")):
-        yield f"{word} the latencies", _later(hardware, factor), software
-        yield f"{word} the traffic that nothing hides", hardware, _exposed(software, factor)
-        gemm = replace(hardware.gemm, half=hardware.gemm.half * factor)
-        yield f"{word} the fixed cost of a matmul", replace(hardware, gemm=gemm), software
+        gemm = replace(hardware, gemm=replace(hardware.gemm, half=hardware.gemm.half * factor))
+        for what, changed, exposed, untouched in (
+            ("the latencies", _later(hardware, factor), software, COMPUTING),
+            ("the traffic that nothing hides", hardware, _exposed(software, factor), COMPUTING),
+            ("the fixed cost of a matmul", gemm, software, ()),
+        ):
+            yield Doubt(
+                what=f"{word} {what}", hardware=changed, software=exposed, left=min(1.0, factor), untouched=untouched
+            )
 
 
 def _later(hardware: Hardware, factor: float) -> Hardware:

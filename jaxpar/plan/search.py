@@ -8,7 +8,7 @@ import numpy as np
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
-from jaxpar.plan.doubts import MOST, doubts
+from jaxpar.plan.doubts import doubts
 from jaxpar.plan.enumerate import at, pick
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
@@ -21,6 +21,7 @@ from jaxpar.units import show_bytes
 
 SPARE = 0.05  # of the memory stays free: predictions are off by about as much
 CHUNKED = 0.25  # and so much more where a stage has several chunks: of those, compiled bytes were up to 47 % more
+ROUNDING = 1e-9  # by how large a share sums in another order may differ
 MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
 
 
@@ -173,7 +174,8 @@ def search(question: Question, *, top: int = 10) -> Plan:
       JaxparError: If there is no legal layout, or none fits: how much is missing, and what would make it fit.
     """
     considered, fitting, needed = _fitting(question)
-    seconds, order = _order(question, fitting, needed)
+    time = question.seconds(fitting)
+    seconds, order = time.total, _order(question, fitting, time.total, needed)
     best, compared = _one_of_each(fitting, order)[:top], np.sort(order)
     return Plan(
         question=question,
@@ -181,7 +183,7 @@ def search(question: Question, *, top: int = 10) -> Plan:
         fastest=weigh(question, at(fitting, int(order[np.argmin(seconds[order])]))),
         considered=considered,
         fitting=len(needed),
-        doubts=_doubted(question, fitting, seconds, needed),
+        doubts=_doubted(question, fitting, time, needed),
         points=Points(layouts=pick(fitting, compared), seconds=seconds[compared], bytes=needed[compared]),
     )
 
@@ -193,7 +195,8 @@ def first_of(question: Question) -> Ranked:
       JaxparError: As `search` does.
     """
     _, fitting, needed = _fitting(question)
-    return weigh(question, at(fitting, int(_order(question, fitting, needed)[1][0])))
+    order = _order(question, fitting, question.seconds(fitting).total, needed)
+    return weigh(question, at(fitting, int(order[0])))
 
 
 def _fitting(question: Question) -> tuple[int, Candidate, np.ndarray]:
@@ -223,13 +226,12 @@ def complexity(candidate: Candidate) -> Any:
     return axes + besides / 4 + more(candidate.microbatches) / 8
 
 
-def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the candidates' seconds, and the indices of those compared, by time, but one within the margin first.
+def _order(question: Question, fitting: Candidate, seconds: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    """Returns the indices of the candidates that are compared, by time, but one within the margin first.
 
     It is the simplest of those that no other one beats in both time and memory; of those that are as simple and as
     fast, within a fifth of the margin, the one that needs least memory.
     """
-    seconds = question.seconds(fitting).total
     order = np.argsort(seconds, kind="stable")
     order = order[_compared(question, fitting, seconds)[order]]
     close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
@@ -238,7 +240,7 @@ def _order(question: Question, fitting: Candidate, needed: np.ndarray) -> tuple[
     simplest = close[how == how.min()]
     level = simplest[seconds[simplest] <= seconds[simplest[0]] * (1 + question.margin / 5)]
     first = level[np.argmin(needed[level])]
-    return seconds, np.concatenate([[first], order[order != first]])
+    return np.concatenate([[first], order[order != first]])
 
 
 def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np.ndarray:
@@ -263,16 +265,21 @@ def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
     return order[first].tolist()
 
 
-def _doubted(question: Question, fitting: Candidate, seconds: np.ndarray, needed: np.ndarray) -> dict[str, Ranked]:
+def _doubted(question: Question, fitting: Candidate, time: StepTime, needed: np.ndarray) -> dict[str, Ranked]:
     """Returns what would be first with each assumption as wrong as it may be.
 
-    A doubt changes times by a factor of `MOST` at most, so what takes longer than that cannot become first.
+    Weighed is what is fast today, and then, of all that fit, what a doubt may make as fast as that. What is first takes
+    at most two margins more than the fastest: one that layouts inside of nodes have, and one for simplicity.
     """
-    near = np.flatnonzero(seconds <= seconds.min() * MOST * (1 + question.margin))
-    close, found = pick(fitting, near), {}
-    for what, hardware, software in doubts(question.hardware, question.software):
-        changed = replace(question, hardware=hardware, software=software)
-        found[what] = weigh(changed, at(close, int(_order(changed, close, needed[near])[1][0])))
+    near, found = (1 + question.margin) ** 2, {}
+    fast = pick(fitting, np.flatnonzero(time.total <= time.total.min() * near))
+    for doubt in doubts(question.hardware, question.software):
+        changed = replace(question, hardware=doubt.hardware, software=doubt.software)
+        reached = changed.seconds(fast).total.min()
+        may = np.flatnonzero(doubt.at_least(time) <= reached * near * (1 + ROUNDING))
+        close = pick(fitting, may)
+        order = _order(changed, close, changed.seconds(close).total, needed[may])
+        found[doubt.what] = weigh(changed, at(close, int(order[0])))
     return found
 
 
