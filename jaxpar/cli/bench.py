@@ -1,6 +1,7 @@
 """`jaxpar bench NAME`: measurements that remember where they were taken."""
 
 import argparse
+import sys
 from typing import Any
 
 from jaxpar.cli.options import add_job, add_json, check_file, prefer_huge_pages
@@ -15,6 +16,8 @@ EXAMPLE = """\
   seconds to save and to restore a state beside Orbax's, interleaved in one process, and flipped bytes that are found
   $ jaxpar bench pipeline
   memory of a pipelined step by schedule and microbatches, as compiled for simulated devices and for eight H100s
+  $ jaxpar bench fsdp2 --torch ~/torch/bin/python --rounds 20
+  what a step costs two processes beside PyTorch's FSDP2, interleaved, each with remat or without, as it likes best
   $ jaxpar bench faults --timeout 10
   seconds until all processes of a run have noticed that one is killed, stopped, late or runs another program
   $ jaxpar bench planner
@@ -32,7 +35,7 @@ EXAMPLE = """\
   everything that jaxpar claims about GPUs, on one of them, as far as nine minutes go; the next call goes on from there,
   and what was predicted with --plan, anywhere, stands beside what is measured
 
-The first five and `layouts` end with status 1 where a bound does not hold.
+The first six and `layouts` end with status 1 where a bound does not hold.
 """
 
 
@@ -44,7 +47,7 @@ def add(verbs) -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = "overhead|checkpoint|pipeline|faults|planner|gemm|links|layers|layouts|gpu"
+    names = "overhead|checkpoint|pipeline|fsdp2|faults|planner|gemm|links|layers|layouts|gpu"
     inner = verb.add_subparsers(dest="name", metavar=names, required=True)
 
     def add_one(name: str, meaning: str, function: Any) -> argparse.ArgumentParser:
@@ -66,6 +69,10 @@ def add(verbs) -> None:
     one.add_argument("--rounds", type=int, default=15, help="interleaved pairs per size (default 15)")
     add_json(one)
     add_json(add_one("pipeline", "memory of a pipelined step, by schedule and microbatches", pipeline))
+    one = add_one("fsdp2", "a step of two processes beside PyTorch's FSDP2", fsdp2)
+    one.add_argument("--torch", metavar="PYTHON", default=sys.executable, help="one that has torch (default: this one)")
+    one.add_argument("--rounds", type=int, default=20, help="interleaved pairs (default 20)")
+    add_json(one)
     one = add_one("faults", "seconds until all processes have noticed what befell one", faults)
     one.add_argument("--timeout", type=float, default=30.0, help="run.timeout, in seconds (default 30)")
     add_json(one)
@@ -134,6 +141,13 @@ def pipeline(args: argparse.Namespace) -> tuple[Any, int]:
 
     prefer_huge_pages()
     return _held(pipeline())
+
+
+def fsdp2(args: argparse.Namespace) -> tuple[Any, int]:
+    """Runs both sides on two processes each."""
+    from jaxpar.bench.fsdp2.pairs import fsdp2
+
+    return _held(fsdp2(rounds=_rounds(args), torch=args.torch))
 
 
 def faults(args: argparse.Namespace) -> tuple[Any, int]:
