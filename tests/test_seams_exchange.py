@@ -20,11 +20,12 @@ import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.exchange import algorithms
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.between import averaged
-from jaxpar.exchange.price import of_sent, seconds
+from jaxpar.exchange.collectives import algorithms
+from jaxpar.exchange.collectives.messages import padded
+from jaxpar.exchange.collectives.price import of_sent, seconds
 from jaxpar.exchange.table import added
 from jaxpar.job.check import check
 from jaxpar.job.file import dump, parse
@@ -295,7 +296,7 @@ def test_an_algorithm_sends_the_messages_of_its_table(algorithm):
     (note,) = (note for note in report.notes if "half" in note)
     assert re.search(r"half every 2 steps \(algorithm='\w+'\); replicas differ, and send .*which takes [\d.]+ ms", note)
     link = Link(latency=1e-6, bandwidth=1e9)
-    count = algorithms.padded(sum(place.leaf.size for place in layout.placements.values()) // 2, 4)
+    count = padded(sum(place.leaf.size for place in layout.placements.values()) // 2, 4)
     assert of_sent(layout.sends(), link) == pytest.approx(seconds(algorithms.table(algorithm, 4, count), link, item=4))
 
 

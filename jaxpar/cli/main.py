@@ -8,13 +8,26 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from jaxpar.cli import bench, check, checkpoint, doctor, inspect, launch, partition, plan, sample, schedule, train
+from jaxpar.cli import (
+    bench,
+    check,
+    checkpoint,
+    doctor,
+    exchange,
+    inspect,
+    launch,
+    partition,
+    plan,
+    sample,
+    schedule,
+    train,
+)
 from jaxpar.errors import STOPPED, JaxparError, refuse
 from jaxpar.launch.lifeline import follow
 from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
 
-VERBS = (train, launch, check, inspect, plan, partition, schedule, sample, checkpoint, bench, doctor)
+VERBS = (train, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor)
 LASTING = ("train", "launch")  # their output outlasts its reader
 
 

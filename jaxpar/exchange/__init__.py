@@ -5,8 +5,8 @@
     all_reduce   the default: gradients are summed in every step
     averaging/   replicas that differ, and meet every so many steps
     compressed/  gradients that travel as codes
+    collectives/ collectives as rounds of messages: replayed on numbers, run on devices, priced
     table        the exchanges that a job may name
-    algorithms   collectives as rounds of messages: replayed on numbers (`replay`), run on devices (`run`), priced
 
 Nouns: `Exchange` (a frozen value), `Replicas` where they meet, `Between` them a mesh axis, what is `Sent` (the noun
 `Collective`, which the ledger has too), an algorithm (rounds of messages).
@@ -14,5 +14,5 @@ Nouns: `Exchange` (a frozen value), `Replicas` where they meet, `Between` them a
 To add an exchange: a file with a frozen dataclass that is an `Exchange`, and a row of `table.EXCHANGES` (or `with
 added(name, kind)`, for as long as a test or a script runs). Say whether replicas `differ` and after how many steps
 they `agree`; the step, checkpoints, jobs, plans and the inspector read it from there. To add an all-reduce: see
-`algorithms`.
+`collectives`.
 """

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpar.exchange.algorithms import padded, table
+from jaxpar.exchange.collectives.algorithms import table
+from jaxpar.exchange.collectives.messages import padded
+from jaxpar.exchange.collectives.replay import check_all_reduce
+from jaxpar.exchange.collectives.run import permutes, run
 from jaxpar.exchange.part import Part
-from jaxpar.exchange.replay import check_all_reduce
-from jaxpar.exchange.run import permutes, run
 from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.collective import Collective
 from jaxpar.sharding.names import Tree

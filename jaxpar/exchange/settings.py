@@ -1,6 +1,6 @@
 """What settings of exchanges have in common: their table in a job, and their ranges."""
 
-from jaxpar.exchange import algorithms
+from jaxpar.exchange.collectives import algorithms
 
 SECTION = "parallel.exchange"
 STEPS = 2**31 - 1

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxpar.exchange import price
+from jaxpar.exchange.collectives import price
 from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.own_share import OwnShare
 from jaxpar.hlo.traced_flop import forward_flop

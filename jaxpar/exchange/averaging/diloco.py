@@ -84,7 +84,7 @@ class DiLoCo(Outer):
       momentum: Its momentum; 0 for none.
       nesterov: Whether its momentum is Nesterov's.
       outer: In Python, any optax chain in place of these three.
-      algorithm: By whose messages they average: ring, halving, butterfly or tree; "" is XLA's all-reduce.
+      algorithm: By whose messages they average: ring, halving, butterfly, tree or two_levels; "" is XLA's all-reduce.
     """
 
     name: str = "diloco"

@@ -24,7 +24,7 @@ class Local(Exchange):
       name: local (every so many steps replicas take the mean of their parameters).
       every: Steps from one meeting to the next.
       optimizer: Whether an optimizer's averages, such as momentum, are "kept" by each replica or "averaged" too.
-      algorithm: By whose messages they average: ring, halving, butterfly or tree; "" is XLA's all-reduce.
+      algorithm: By whose messages they average: ring, halving, butterfly, tree or two_levels; "" is XLA's all-reduce.
     """
 
     name: str = "local"

@@ -1,4 +1,4 @@
-"""Collectives as tables of messages: who sends which part of an array to whom, round by round.
+"""Collectives among equals, as tables of messages: all-reduces above all.
 
 Each is a function of the devices that take part, in order, and of the part of the array. `replay` plays a table on
 numbers, `run` on devices, and `price` says how long it takes.
@@ -7,40 +7,11 @@ To add an all-reduce: its function here and a row of `ALL_REDUCE`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpar.errors import nearest, refuse
-
-Part = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """Elements of one device's array that go to another's.
-
-    Attributes:
-      source: The device that sends.
-      target: The device that receives.
-      part: First element, and the one past the last.
-      add: Whether they are added to what is there.
-      into: First element at the target; the same as at the source unless said.
-    """
-
-    source: int
-    target: int
-    part: Part
-    add: bool = False
-    into: int | None = None
-
-    @property
-    def size(self) -> int:
-        """Elements."""
-        return self.part[1] - self.part[0]
-
-
-Round = list[Message]
+from jaxpar.exchange.collectives.messages import Message, Part, Round, cut
+from jaxpar.exchange.collectives.rooted import broadcast, reduce
 
 
 def table(name: str, group: int, elements: int) -> list[Round]:
@@ -72,19 +43,6 @@ def check(name: str) -> None:
         )
 
 
-def padded(elements: int, group: int) -> int:
-    """Returns the least number of elements, not less than these, that every algorithm cuts into equal pieces."""
-    ways = math.lcm(group, 1 << (group.bit_length() - 1))
-    return -(-elements // ways) * ways
-
-
-def cut(part: Part, pieces: int) -> list[Part]:
-    """Returns a part in so many pieces, as equal as they can be."""
-    start, stop = part
-    at = [start + (stop - start) * i // pieces for i in range(pieces + 1)]
-    return list(pairwise(at))
-
-
 def reduce_scatter(ranks: Sequence[int], part: Part) -> list[Round]:
     """A ring's: the i-th device ends with the sum of the i-th piece."""
     count, pieces = len(ranks), cut(part, len(ranks))
@@ -110,12 +68,7 @@ def ring(ranks: Sequence[int], part: Part) -> list[Round]:
 
 def tree(ranks: Sequence[int], part: Part) -> list[Round]:
     """An all-reduce: by a binomial tree to the first device, and back."""
-    # level by level the number of devices that still hold a part of the sum is halved; with a number that is no power
-    # of two the last pair of a level may lack its second device, and is left out
-    spans = [1 << level for level in range((len(ranks) - 1).bit_length())]
-    pairs = [[(i, i + span) for i in range(0, len(ranks) - span, 2 * span)] for span in spans]
-    up = [[Message(ranks[b], ranks[a], part, add=True) for a, b in level] for level in pairs]
-    return up + [[Message(ranks[a], ranks[b], part) for a, b in level] for level in reversed(pairs)]
+    return reduce(ranks, part) + broadcast(ranks, part)
 
 
 def butterfly(ranks: Sequence[int], part: Part) -> list[Round]:
@@ -146,6 +99,27 @@ def halving(ranks: Sequence[int], part: Part) -> list[Round]:
     return _folded(ranks, part, core)
 
 
+def two_levels(ranks: Sequence[int], part: Part, *, inside: int | None = None) -> list[Round]:
+    """An all-reduce: reduce-scatter inside of each node, an all-reduce of each piece between nodes, all-gather inside.
+
+    All devices of a node send to other nodes at once, each a piece of its own.
+
+    Args:
+      ranks: Devices, those of a node in a row.
+      part: Of the array.
+      inside: Devices of a node; a divisor of their number. Unless said, the smallest that is not below its root.
+    """
+    count = len(ranks)
+    inside = inside or next(size for size in range(math.isqrt(count - 1) + 1, count + 1) if count % size == 0)
+    nodes = [ranks[first : first + inside] for first in range(0, count, inside)]
+    between = [ring([node[place] for node in nodes], piece) for place, piece in enumerate(cut(part, inside))]
+    return [
+        *_at_once(reduce_scatter(node, part) for node in nodes),
+        *_at_once(between),
+        *_at_once(all_gather(node, part) for node in nodes),
+    ]
+
+
 def all_to_all(ranks: Sequence[int], part: Part) -> list[Round]:
     """The i-th device sends its j-th piece to the j-th; what comes lies past the part, in the order of the senders."""
     count, pieces = len(ranks), cut(part, len(ranks))
@@ -164,7 +138,13 @@ ALL_REDUCE: dict[str, Callable[[Sequence[int], Part], list[Round]]] = {
     "halving": halving,
     "butterfly": butterfly,
     "tree": tree,
+    "two_levels": two_levels,
 }
+
+
+def _at_once(tables: Iterable[list[Round]]) -> list[Round]:
+    """Returns tables between devices that have nothing to do with each other, round by round as one."""
+    return [[message for messages in rounds for message in messages] for rounds in zip(*tables, strict=True)]
 
 
 def _folded(ranks: Sequence[int], part: Part, core) -> list[Round]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.exchange.algorithms import Round
+from jaxpar.exchange.collectives.messages import Round
 
 
 def deliver(rounds: Iterable[Round], data: np.ndarray) -> np.ndarray:
@@ -46,5 +46,5 @@ def check_all_reduce(rounds: Sequence[Round], group: int, name: str) -> None:
         raise refuse(
             f"algorithm {name!r}: device {wrong[0]} of {group} ends without the sum of all",
             rule="after an all-reduce every device has the sum",
-            fix="a table of `jaxpar.exchange.algorithms.ALL_REDUCE`",
+            fix="a table of `jaxpar.exchange.collectives.algorithms.ALL_REDUCE`",
         )

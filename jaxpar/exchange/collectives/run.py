@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.exchange.algorithms import Message, Round
+from jaxpar.exchange.collectives.messages import Message, Round
 
 Permute = list[Message]
 

@@ -6,7 +6,8 @@ For devices that are all alike these are the closed forms of Thakur, Rabenseifne
 
 from collections.abc import Iterable
 
-from jaxpar.exchange.algorithms import ALL_REDUCE, Round, padded, table
+from jaxpar.exchange.collectives.algorithms import ALL_REDUCE, table
+from jaxpar.exchange.collectives.messages import Round, padded
 from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.links import Link
 

@@ -1,0 +1,53 @@
+"""`jaxpar exchange collective NAME`: its messages round by round, and what they do."""
+
+import argparse
+from typing import Any
+
+from jaxpar.cli.options import add_json
+
+EXAMPLE = """\
+  $ jaxpar exchange collective ring --devices 3
+  ring between 3 devices
+  round 1  0 -> 1 [2:3] added, 1 -> 2 [0:1] added, 2 -> 0 [1:2] added
+  round 2  0 -> 1 [1:2] added, 1 -> 2 [2:3] added, 2 -> 0 [0:1] added
+  round 3  0 -> 1 [0:1], 1 -> 2 [1:2], 2 -> 0 [2:3]
+  round 4  0 -> 1 [2:3], 1 -> 2 [0:1], 2 -> 0 [1:2]
+  12 messages in 4 rounds; 12 elements in all, 4 by the device that sends most
+  device 0  0 1 2  ->  30 33 36
+  device 1  10 11 12  ->  30 33 36
+  device 2  20 21 22  ->  30 33 36
+"""
+
+
+def add(inner) -> None:
+    """Adds the verb."""
+    meaning = "show a collective message by message, and run it on simulated devices"
+    one = inner.add_parser("collective", help=meaning, description=meaning)
+    one.add_argument(
+        "name",
+        metavar="NAME",
+        help="send, broadcast, reduce, gather, scatter, all_gather, reduce_scatter, all_to_all, or an all-reduce: "
+        "ring, halving, butterfly, tree, two_levels",
+    )
+    one.add_argument("--devices", metavar="N", type=int, default=4, help="how many (default: 4)")
+    add_json(one)
+    one.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Prints the messages of a collective and what devices begin and end with."""
+    from jaxpar.errors import refuse
+
+    if not 1 <= args.devices <= 64:
+        raise refuse(f"--devices {args.devices}", rule="1 to 64 devices are simulated", fix="--devices 4")
+
+    import jax
+
+    from jaxpar.exchange.collectives.shown import check, show
+    from jaxpar.mesh.devices import simulate
+
+    check(args.name)
+    simulate(args.devices)
+    shown = show(args.name, jax.devices()[: args.devices])
+    print(shown)
+    return shown.to_dict(), 0

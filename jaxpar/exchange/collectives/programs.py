@@ -1,0 +1,140 @@
+"""Collectives by name, for arrays of any shape, made of `lax.ppermute` alone.
+
+Called inside of `shard_map` or of a `vmap` with an axis name, like the collectives of `jax.lax`, over any manual axis:
+
+    jax.shard_map(lambda x: all_reduce(x, "data", algorithm="tree"), mesh=mesh, in_specs=P("data"), out_specs=P())
+
+Each lays its array out as one row of elements, runs a table of messages on it, and takes what it has become.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.exchange.collectives import algorithms, rooted
+from jaxpar.exchange.collectives.messages import Part, Round, padded
+from jaxpar.exchange.collectives.run import run
+
+Table = Callable[[Sequence[int], Part], list[Round]]
+TABLES: dict[str, Table] = {
+    "send": rooted.send,
+    "broadcast": rooted.broadcast,
+    "reduce": rooted.reduce,
+    "gather": rooted.gather,
+    "scatter": rooted.scatter,
+    "all_gather": algorithms.all_gather,
+    "reduce_scatter": algorithms.reduce_scatter,
+    "all_to_all": algorithms.all_to_all,
+    **algorithms.ALL_REDUCE,
+}
+
+
+def send(x: jax.Array, axis: str, *, source: int = 0, target: int = -1) -> jax.Array:
+    """Returns the source's x on the target; the others keep their own. A target of -1 is the last."""
+    count = jax.lax.axis_size(axis)
+    return _run(rooted.send([source % count, target % count], (0, x.size)), x, axis)
+
+
+def broadcast(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
+    """Returns the root's x on every device."""
+    return _run(rooted.broadcast(_from(root, axis), (0, x.size)), x, axis)
+
+
+def reduce(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
+    """Returns the sum of every x on the root; the others keep their own."""
+    return _on(root, _run(rooted.reduce(_from(root, axis), (0, x.size)), x, axis), x, axis)
+
+
+def gather(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
+    """Returns every x on the root, zeros on the others. Shape [devices, ...]."""
+    ranks = _from(root, axis)
+    found = _run(rooted.gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis, first=root), axis)
+    return _on(root, jnp.roll(found, root, axis=0), jnp.zeros_like(found), axis)
+
+
+def scatter(x: jax.Array, axis: str, *, root: int = 0) -> jax.Array:
+    """Returns the root's x[i] on the i-th device. x: [devices, ...]."""
+    found = _run(rooted.scatter(_from(root, axis), (0, x.size)), jnp.roll(x, -root, axis=0), axis)
+    return _own(found, axis, first=root)
+
+
+def all_gather(x: jax.Array, axis: str) -> jax.Array:
+    """Returns every x on every device. Shape [devices, ...]."""
+    ranks = _from(0, axis)
+    return _run(algorithms.all_gather(ranks, (0, len(ranks) * x.size)), _placed(x, axis), axis)
+
+
+def reduce_scatter(x: jax.Array, axis: str) -> jax.Array:
+    """Returns the sum of every x[i] on the i-th device. x: [devices, ...]."""
+    return _own(_run(algorithms.reduce_scatter(_from(0, axis), (0, x.size)), x, axis), axis)
+
+
+def all_to_all(x: jax.Array, axis: str) -> jax.Array:
+    """Returns on the i-th device the i-th of every device's entries. x: [devices, ...]."""
+    kept = _placed(_own(x, axis), axis)  # is not sent
+    both = _run(algorithms.all_to_all(_from(0, axis), (0, x.size)), jnp.stack([x, kept]), axis)
+    return both[1]
+
+
+def all_reduce(x: jax.Array, axis: str, *, algorithm: str = "ring") -> jax.Array:
+    """Returns the sum of every x on every device.
+
+    Args:
+      x: Of any shape.
+      axis: A manual axis.
+      algorithm: One of `algorithms.ALL_REDUCE`.
+
+    Raises:
+      JaxparError: If there is no such algorithm.
+    """
+    count = jax.lax.axis_size(axis)
+    elements = padded(x.size, count)
+    flat = jnp.pad(x.reshape(-1), (0, elements - x.size))
+    return run(algorithms.table(algorithm, count, elements), flat, axis)[: x.size].reshape(x.shape)
+
+
+PROGRAMS: dict[str, Callable[[jax.Array, str], jax.Array]] = {
+    "send": send,
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "gather": gather,
+    "scatter": scatter,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": all_to_all,
+    **{name: partial(all_reduce, algorithm=name) for name in algorithms.ALL_REDUCE},
+}
+ROWS = ("scatter", "reduce_scatter", "all_to_all")  # of an array with an entry for each device
+OWN = ("gather", "all_gather")  # of an array that is one device's entry
+
+
+def _run(rounds: list[Round], x: jax.Array, axis: str) -> jax.Array:
+    return run(rounds, x.reshape(-1), axis).reshape(x.shape)
+
+
+def _from(root: int, axis: str) -> list[int]:
+    """Returns the devices, the root first."""
+    count = jax.lax.axis_size(axis)
+    return [(root + place) % count for place in range(count)]
+
+
+def _on(root: int, there: jax.Array, elsewhere: jax.Array, axis: str) -> jax.Array:
+    return jnp.where(jax.lax.axis_index(axis) == root % jax.lax.axis_size(axis), there, elsewhere)
+
+
+def _place(axis: str, first: int) -> jax.Array:
+    """Returns this device's place among them, from the first."""
+    return (jax.lax.axis_index(axis) - first) % jax.lax.axis_size(axis)
+
+
+def _placed(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
+    """Returns an array for every device's x that has this one's. Shape [devices, ...]."""
+    here = jnp.arange(jax.lax.axis_size(axis)) == _place(axis, first)
+    return jnp.where(here.reshape(-1, *(1,) * x.ndim), x, jnp.zeros_like(x))
+
+
+def _own(x: jax.Array, axis: str, *, first: int = 0) -> jax.Array:
+    """Returns this device's entry of an array for all."""
+    return jax.lax.dynamic_index_in_dim(x, _place(axis, first), keepdims=False)

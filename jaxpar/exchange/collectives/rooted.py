@@ -1,0 +1,52 @@
+"""Collectives with a root, the first of the devices: it gives to all, or gets from all, by a binomial tree.
+
+    broadcast, 6 devices    0 ─► 4 | 0 ─► 2 | 0 ─► 1, 2 ─► 3, 4 ─► 5
+    reduce                  the same messages the other way, the last first, and added
+
+A gather and a scatter send along the same tree what lies below a device, as one message.
+"""
+
+from collections.abc import Sequence
+
+from jaxpar.exchange.collectives.messages import Message, Part, Round, cut
+
+
+def send(ranks: Sequence[int], part: Part) -> list[Round]:
+    """The first sends the part to the last."""
+    return [[Message(ranks[0], ranks[-1], part)]] if len(ranks) > 1 else []
+
+
+def broadcast(ranks: Sequence[int], part: Part) -> list[Round]:
+    """All have what the first has."""
+    return [[Message(ranks[a], ranks[b], part) for a, b, _ in level] for level in reversed(_levels(len(ranks)))]
+
+
+def reduce(ranks: Sequence[int], part: Part) -> list[Round]:
+    """The first has the sum of all; the others have sums of some."""
+    return [[Message(ranks[b], ranks[a], part, add=True) for a, b, _ in level] for level in _levels(len(ranks))]
+
+
+def gather(ranks: Sequence[int], part: Part) -> list[Round]:
+    """The first has the i-th piece of the i-th device."""
+    pieces = cut(part, len(ranks))
+    return [
+        [Message(ranks[b], ranks[a], (pieces[b][0], pieces[last][1])) for a, b, last in level]
+        for level in _levels(len(ranks))
+    ]
+
+
+def scatter(ranks: Sequence[int], part: Part) -> list[Round]:
+    """The i-th device has the i-th piece of the first's."""
+    pieces = cut(part, len(ranks))
+    return [
+        [Message(ranks[a], ranks[b], (pieces[b][0], pieces[last][1])) for a, b, last in level]
+        for level in reversed(_levels(len(ranks)))
+    ]
+
+
+def _levels(count: int) -> list[list[tuple[int, int, int]]]:
+    """Returns the pairs of a binomial tree, the leaves first: nearer the root, farther, and the last below that."""
+    # level by level the number of devices that still hold a part of the sum is halved; with a number that is no power
+    # of two the last pair of a level may lack its second device, and is left out
+    spans = [1 << level for level in range((count - 1).bit_length())]
+    return [[(i, i + span, min(i + 2 * span, count) - 1) for i in range(0, count - span, 2 * span)] for span in spans]
