@@ -92,6 +92,7 @@ class Step:
             update = guarded(update, self._on_device, self.gradients.told)
         self._train = cache(lambda meeting: self._jitted(self._agreeing(update, meeting) if meeting else update))
         self._eval = jax.jit(self._measure)
+        self._differentiated = jax.jit(self.gradients.gradients)
         self._last: tuple[jax.Array | None, int] = (None, 0)  # the newest count of steps, on devices and on the host
 
     def __call__(self, state: State, batch: Batch, *, limit: float = math.inf) -> tuple[State, dict[str, jax.Array]]:
@@ -155,6 +156,15 @@ class Step:
         sums = self._run(key, state, state.params, state.model_state, batch)
         self._bound(sums)
         return sums
+
+    def differentiated(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
+        """Returns gradients of a batch's mean loss, its sums, and the model state afterwards; nothing is updated.
+
+        For who applies gradients elsewhere, or later, than a step does: the parameters need not be the newest.
+        """
+        batch = self.put(batch)
+        with self._users_code(batch), self._traced():
+            return self._differentiated(params, model_state, batch)
 
     def _compile(self, key: Any, lowered):
         """Compiles a program in which nobody waits for ever: all processes agree on it, and its stages meet.

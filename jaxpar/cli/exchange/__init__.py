@@ -1,17 +1,18 @@
-"""`jaxpar exchange collective`: how replicas agree, shown. A file for each of its verbs."""
+"""`jaxpar exchange compare|collective`: how replicas agree, tried and shown. A file for each of its verbs."""
 
 import argparse
 
-from jaxpar.cli.exchange import collective
+from jaxpar.cli.exchange import collective, compare
 
 
 def add(verbs) -> None:
     """Adds the verb, and its own verbs."""
     verb = verbs.add_parser(
         "exchange",
-        help="how replicas agree: show a collective message by message",
-        epilog=collective.EXAMPLE,
+        help="how replicas agree: compare methods on a job, show a collective message by message",
+        epilog=compare.EXAMPLE + collective.EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    inner = verb.add_subparsers(dest="what", metavar="collective", required=True)
+    inner = verb.add_subparsers(dest="what", metavar="compare|collective", required=True)
+    compare.add(inner)
     collective.add(inner)

@@ -1,0 +1,71 @@
+"""`jaxpar exchange compare JOB --methods ...`: one job, trained by several ways to agree, on one page."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cli.options import add_job, check_file
+
+EXAMPLE = """\
+  $ jaxpar exchange compare configs/quickstart.toml --methods sync,local:20,diloco:20,sign,topk:0.01,ssp:3
+  $ jaxpar exchange compare configs/digits.toml --methods sync,async,ssp:3,backup:1 --delays pareto:2 train.steps=200
+"""
+
+
+def add(inner) -> None:
+    """Adds the verb."""
+    meaning = "train a job by several methods: loss against examples, bytes and virtual seconds, on one page"
+    one = inner.add_parser("compare", help=meaning, description=meaning)
+    add_job(one)
+    one.add_argument(
+        "--methods",
+        required=True,
+        help="sync, an exchange (local:20, diloco:20, topk:0.01), or, simulated on a virtual clock, async, ssp:STEPS, "
+        "backup:WORKERS, downpour:SHARDS; with commas",
+    )
+    one.add_argument(
+        "--delays",
+        metavar="LAW",
+        default="exponential",
+        help="of how long a replica computes: constant, exponential (default), lognormal:SIGMA, pareto:SHAPE, or a "
+        ".csv of seconds",
+    )
+    one.add_argument("--compute", metavar="SECONDS", type=float, default=0.1, help="its mean (default: 0.1)")
+    one.add_argument(
+        "--between", metavar="BYTES", default="1GB", help="per second between replicas, one way: 10Gb/s (default: 1GB)"
+    )
+    one.add_argument("--html", metavar="FILE", default="exchange.html", help="the page (default: exchange.html)")
+    one.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Prints a row of each method and writes the page."""
+    from jaxpar.exchange.clock.delays import Times, parse
+    from jaxpar.job.compare import methods
+    from jaxpar.job.file.parse import load
+    from jaxpar.mesh.links import Link
+    from jaxpar.units import parse_rate, show_seconds
+
+    check_file("--html", args.html, "exchange.html")
+    link = Link(latency=5e-6, bandwidth=parse_rate(args.between))
+    job = load(args.job, args.overrides, allow_import=args.allow_import)
+    times = Times(law=parse(args.delays), compute=args.compute, seed=job.train.seed)
+    asked = methods.parse(args.methods, job)
+
+    from jaxpar.job.compare import page, trained
+    from jaxpar.mesh.devices import simulate
+
+    if job.mesh.simulate:
+        simulate(job.mesh.simulate)
+    curves = []
+    for method in asked:
+        curve = trained.train(job, method, times, link)
+        print(f"{method.name}: loss {curve.loss[-1]:.4f}, eval loss {curve.eval_loss:.4f}, "
+              f"{show_seconds(curve.seconds[-1])} on the virtual clock", flush=True)  # fmt: skip
+        curves.append(curve)
+    print(f"\n{page.text(curves)}")
+    title = f"{Path(args.job).stem}: how {trained.replicas(job)} replicas agree"
+    said = f"{args.between} per second between them, with 5 us before the first byte"
+    Path(args.html).write_text(page.write(curves, title=title, law=times.law, compute=args.compute, said=said))
+    print(f"page: {args.html}")
+    return {"curves": [curve.to_dict() for curve in curves]}, 0

@@ -1,0 +1,172 @@
+"""How long workers compute: laws of mean 1, times the seconds of a step.
+
+A worker's times depend on the seed and its number alone, so that methods are compared on the same stragglers.
+"""
+
+import csv
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, cycle, repeat
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from jaxpar.errors import JaxparError, check_ranges, nearest, refuse
+
+BLOCK = 1024  # times that are drawn at once
+
+
+class Law(Protocol):
+    """A law of times with a mean of 1."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Returns so many times."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Always as long."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Returns so many times."""
+        return np.ones(count)
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """What has no memory."""
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Returns so many times."""
+        return rng.exponential(size=count)
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """Many small delays that multiply.
+
+    Attributes:
+      sigma: Standard deviation of the logarithm.
+    """
+
+    sigma: float = 0.5
+
+    def __post_init__(self):
+        check_ranges(self, "", {"sigma": (0.0, 10.0)})
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Returns so many times."""
+        return rng.lognormal(-(self.sigma**2) / 2, self.sigma, count)
+
+
+@dataclass(frozen=True)
+class Pareto:
+    """A heavy tail: few times are very long.
+
+    Attributes:
+      shape: How fast the tail falls; the mean is finite above 1.
+    """
+
+    shape: float = 2.5
+
+    def __post_init__(self):
+        if not 1 < self.shape <= 1e6:
+            raise refuse(
+                f"pareto:{self.shape:g}",
+                rule="the mean of a Pareto law is finite above 1",
+                fix="pareto:2.5",
+            )
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Returns so many times."""
+        return (rng.pareto(self.shape, count) + 1) * (self.shape - 1) / self.shape
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Times that were measured, one after the other and from the start again; each worker begins elsewhere in them.
+
+    Attributes:
+      seconds: As measured; their mean is made 1.
+    """
+
+    seconds: tuple[float, ...]
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Returns so many times."""
+        found = np.array(self.seconds) / np.mean(self.seconds)
+        first = rng.integers(len(found))
+        return np.resize(np.roll(found, -first), count)
+
+
+LAWS = {"constant": Constant, "exponential": Exponential, "lognormal": Lognormal, "pareto": Pareto}
+
+
+def parse(text: str) -> Law:
+    """Returns a law as it is written: its name, and after a colon its number; or a file of seconds, one a line.
+
+    >>> parse("lognormal:0.3")
+    Lognormal(sigma=0.3)
+
+    Raises:
+      JaxparError: If there is no such law or file.
+    """
+    name, _, number = text.partition(":")
+    if text.endswith((".csv", ".txt")):
+        return Trace(_read(Path(text)))
+    if name not in LAWS:
+        raise refuse(
+            f"delays {text!r:.60}", rule=f"one of {', '.join(LAWS)}, or a .csv of seconds", fix=nearest(name, LAWS)
+        )
+    try:
+        return LAWS[name](float(number)) if number else LAWS[name]()
+    except JaxparError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise refuse(f"delays {text!r:.60}", rule="lognormal and pareto take a number", fix=name) from error
+
+
+def _read(path: Path) -> tuple[float, ...]:
+    fix = "a file with the seconds of one step on each line"
+    try:
+        seconds = tuple(float(row[0]) for row in csv.reader(path.read_text().splitlines()) if row)
+    except (OSError, ValueError) as error:
+        raise refuse(f"delays {str(path)!r:.60}: {error}", rule="a trace has a number on each line", fix=fix) from error
+    if not seconds or not all(0 < each < math.inf for each in seconds):
+        raise refuse(f"delays {str(path)!r:.60}", rule="a trace has positive seconds, at least one", fix=fix)
+    return seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """The times of all workers.
+
+    Attributes:
+      law: Of how long a gradient takes.
+      compute: Seconds of one gradient, in the mean.
+      travel: Seconds that parameters take from the server to a worker, and gradients back.
+      seed: Of what is drawn.
+    """
+
+    law: Law = Constant()
+    compute: float = 1.0
+    travel: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        check_ranges(self, "", {"compute": (1e-12, 1e9), "travel": (0.0, 1e9)})
+
+    def of(self, worker: int) -> Iterator[float]:
+        """Returns the seconds of a worker's gradients, one after the other, without end."""
+        rng = np.random.default_rng((self.seed, worker))
+        if isinstance(self.law, Trace):
+            return cycle((self.compute * self.law.draw(rng, len(self.law.seconds))).tolist())
+        return chain.from_iterable((self.compute * self.law.draw(rng, count)).tolist() for count in repeat(BLOCK))
+
+    def matrix(self, workers: int, steps: int) -> np.ndarray:
+        """Returns the seconds of so many steps of so many workers. Shape [steps, workers]."""
+        each = [self.of(worker) for worker in range(workers)]
+        return np.array([[next(one) for one in each] for _ in range(steps)]).reshape(steps, workers)

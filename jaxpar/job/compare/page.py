@@ -1,0 +1,98 @@
+"""Curves of several methods as one HTML file, and as text."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxpar.exchange.clock.delays import Law
+from jaxpar.html.frame import document
+from jaxpar.html.lines import Line, chart
+from jaxpar.html.markup import badge, table, tag
+from jaxpar.job.compare.trained import Curve
+from jaxpar.units import show_bytes, show_count, show_seconds
+
+POINTS = 60  # of a line at most: each is a mean over some updates
+_LOOKS = tuple(f"jx-k{i}" for i in range(5)) + tuple(f"jx-c{i}" for i in range(10))
+_HEAD = ("method", "", "eval loss", "examples", "bytes a device sent", "virtual time", "staleness")
+MEANT = {
+    "run": "trained as `jaxpar train` does",
+    "simulated": "gradients and updates are computed exactly, in the order of a virtual clock: JAX runs nothing late",
+    "modelled": "a formula; nothing was measured",
+}
+
+
+def rows(curves: Sequence[Curve]) -> list[tuple[str, ...]]:
+    """Returns a row of each curve, the least loss first."""
+    ordered = sorted(curves, key=lambda curve: (np.isnan(curve.eval_loss), curve.eval_loss))
+    return [
+        (
+            curve.method.name,
+            "run" if curve.method.runs else "simulated",
+            "-" if np.isnan(curve.eval_loss) else f"{curve.eval_loss:.4f}",
+            show_count(curve.samples[-1]),
+            show_bytes(curve.bytes[-1]),
+            show_seconds(curve.seconds[-1]),
+            f"{curve.staleness:.3g}",
+        )
+        for curve in ordered
+    ]
+
+
+def text(curves: Sequence[Curve]) -> str:
+    """Returns the table as text."""
+    cells = [_HEAD, *rows(curves)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEAD))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place < 2 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines)
+
+
+def write(curves: Sequence[Curve], *, title: str, law: Law, compute: float, said: str) -> str:
+    """Returns the page.
+
+    Args:
+      curves: At least one.
+      title: Of the page.
+      law: Of the times of gradients.
+      compute: Their mean in seconds.
+      said: About the link, in words.
+    """
+    where = f"gradients take {show_seconds(compute)} in the mean, {law}; {said}"
+    looks = {curve.method.name: _LOOKS[i % len(_LOOKS)] for i, curve in enumerate(curves)}
+    charts = [
+        ("Against examples", "samples", "examples that were used", show_count),
+        ("Against bytes", "bytes", "bytes that a device has sent", show_bytes),
+        ("Against virtual seconds", "seconds", "seconds on the virtual clock, modelled", lambda x: f"{x:.4g} s"),
+    ]
+    sections = [
+        tag("section", tag("h2", name), chart(
+            [_line(curve, key, looks[curve.method.name]) for curve in curves],
+            x=x, y="loss of the examples of an update", show_x=show,
+        ))
+        for name, key, x, show in charts
+    ]  # fmt: skip
+    known = [word for word in MEANT if word != "simulated" or not all(curve.method.runs for curve in curves)]
+    return document(
+        title,
+        tag("p", where, " ", badge("modelled"), cls="jx-where"),
+        table("Methods", _HEAD, [_badged(row) for row in rows(curves)], "ttnnnnn"),
+        *sections,
+        tag("ul", *[tag("li", badge(word), f" {MEANT[word]}") for word in known], cls="jx-key jx-legend"),
+    )
+
+
+def _badged(row: tuple[str, ...]) -> tuple[str, ...]:
+    return (row[0], badge(row[1]), *row[2:])
+
+
+def _line(curve: Curve, key: str, look: str) -> Line:
+    """Returns a curve against one of its arrays, as means over so many updates that it has few points."""
+    bins = np.array_split(np.arange(len(curve.loss)), min(POINTS, len(curve.loss)))
+    x, y = (np.array([float(array[each].mean()) for each in bins]) for array in (getattr(curve, key), curve.loss))
+    name = curve.method.name if curve.method.runs else f"{curve.method.name} (simulated)"
+    return Line(name=name, x=x, y=y, look=look, dashed=not curve.method.runs)

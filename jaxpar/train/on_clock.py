@@ -1,0 +1,166 @@
+"""Training on a virtual clock: gradients are computed and applied as a table of updates says. *Simulated*.
+
+    update ─► its gradients, each of the versions that its worker has read ─► weighted mean ─► optimizer ─► next version
+
+The numbers are those that such a run would have; the seconds are the table's. All workers' gradients are computed one
+after the other on the devices of one, and versions of the parameters are kept for as long as some gradient reads them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.errors import refuse
+from jaxpar.exchange.base import by_path
+from jaxpar.exchange.clock.events import Push, Update
+from jaxpar.step.state import State, init_state, salted
+from jaxpar.step.step import Step
+
+Flat = dict[str, jax.Array]
+Examples = Callable[[int], Mapping[str, Any]]
+
+
+def run(
+    step: Step, updates: Sequence[Update], examples: Examples, told: Callable[[Update, float], None], *, seed: int = 0
+) -> State:
+    """Returns the state after all updates; its `optimizer` is as it was born, for shards have their own.
+
+    Args:
+      step: Of one worker's layout: it differentiates.
+      updates: In the order of their times.
+      examples: The batch of a share.
+      told: Called after every update with the mean loss of its gradients.
+      seed: Of the initial parameters.
+
+    Raises:
+      JaxparError: If there are more shards than parameters.
+    """
+    state = init_state(step.layout, step.optimizer, seed=seed)
+    server = _Server(step.optimizer, by_path(state.params)[0], updates)
+    structure = jax.tree.structure(state.params)
+    workers = {push.worker for update in updates for push in update.pushes}
+    kept = {worker: salted(state.model_state, jnp.uint32(worker)) for worker in workers} if len(workers) > 1 else \
+        dict.fromkeys(workers, state.model_state)  # fmt: skip
+    made: dict[int, _Gradient] = {}
+    for update in updates:
+        for push in update.pushes:
+            if push.share not in made:
+                params = structure.unflatten(server.read(push))
+                tree, sums, kept[push.worker] = step.differentiated(params, kept[push.worker], examples(push.share))
+                total, count = sums["loss"]
+                made[push.share] = _Gradient(by_path(tree)[0], float(total), float(count), server.shards)
+        each = [made[push.share] for push in update.pushes]
+        server.update(update, each)
+        told(update, sum(one.loss for one in each) / max(sum(one.count for one in each), 1e-30))
+        for push in update.pushes:
+            made[push.share].left -= 1
+            if not made[push.share].left:
+                del made[push.share]
+    params = structure.unflatten(server.newest())
+    return replace(state, params=params, model_state=kept[min(kept)] if kept else state.model_state)
+
+
+@dataclass
+class _Gradient:
+    """A gradient on its way: the sums of its loss, and how many shards have not applied it yet."""
+
+    of: Flat
+    loss: float
+    count: float
+    left: int
+
+
+class _Server:
+    """The parameters in shards, each with its own optimizer state, and the versions that are still to be read."""
+
+    def __init__(self, optimizer: optax.GradientTransformation, params: Flat, updates: Sequence[Update]):
+        self.shards = max((update.shard for update in updates), default=0) + 1
+        self.order = list(params)
+        if self.shards > len(params):
+            raise refuse(
+                f"{self.shards} shards of a model of {len(params)} parameters",
+                rule="each shard of a parameter server has a parameter",
+                fix=f"{len(params)} shards or fewer",
+            )
+        self.paths = divided({path: x.size for path, x in params.items()}, self.shards)
+        reads = {push.share: push for update in updates for push in update.pushes}.values()
+        self._readers = Counter((shard, version) for push in reads for shard, version in enumerate(push.read))
+        self._held = {(shard, 0): {path: params[path] for path in paths} for shard, paths in enumerate(self.paths)}
+        self._newest = [0] * self.shards
+        self._optimizer = [optimizer.init(self._held[shard, 0]) for shard in range(self.shards)]
+
+        @jax.jit
+        def apply(params: Flat, state: Any, gradients: Flat) -> tuple[Flat, Any]:
+            changes, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, changes), state  # pyright: ignore[reportReturnType]
+
+        self._apply = apply
+
+    def read(self, push: Push) -> list[jax.Array]:
+        """Returns the parameters that a worker has read, each shard's of its version, in their order."""
+        found: Flat = {}
+        for shard, version in enumerate(push.read):
+            found |= self._held[shard, version]
+            self._readers[shard, version] -= 1
+            self._forget(shard, version)
+        return [found[path] for path in self.order]
+
+    def update(self, update: Update, gradients: Sequence[_Gradient]) -> None:
+        """Makes an update of one shard, by the mean of gradients, each weighed by its tokens."""
+        shard, paths = update.shard, self.paths[update.shard]
+        tokens = sum(each.count for each in gradients)
+        shares = [jnp.float32(each.count / tokens if tokens else 0.0) for each in gradients]
+        mean = _weighted(shares, [{path: each.of[path] for path in paths} for each in gradients])
+        before = self._newest[shard]
+        after, self._optimizer[shard] = self._apply(self._held[shard, before], self._optimizer[shard], mean)
+        self._newest[shard], self._held[shard, before + 1] = before + 1, after
+        self._forget(shard, before)
+
+    def newest(self) -> list[jax.Array]:
+        """Returns the parameters after all updates, in their order."""
+        found: Flat = {}
+        for shard, version in enumerate(self._newest):
+            found |= self._held[shard, version]
+        return [found[path] for path in self.order]
+
+    def _forget(self, shard: int, version: int) -> None:
+        if version < self._newest[shard] and self._readers[shard, version] <= 0:
+            self._held.pop((shard, version), None)
+
+
+def divided(sizes: Mapping[str, int], shards: int) -> list[list[str]]:
+    """Returns the paths of each shard: the largest first, each where least is so far.
+
+    >>> divided({"a": 5, "b": 3, "c": 2}, 2)
+    [['a'], ['b', 'c']]
+    """
+    found: list[list[str]] = [[] for _ in range(shards)]
+    filled = [0] * shards
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        shard = filled.index(min(filled))
+        found[shard].append(path)
+        filled[shard] += sizes[path]
+    return found
+
+
+@jax.jit
+def _scaled(share: jax.Array, gradient: Flat) -> Flat:
+    return jax.tree.map(lambda x: (share * x).astype(x.dtype), gradient)
+
+
+@jax.jit
+def _added(share: jax.Array, gradient: Flat, total: Flat) -> Flat:
+    return jax.tree.map(lambda x, y: y + (share * x).astype(x.dtype), gradient, total)
+
+
+def _weighted(shares: Sequence[jax.Array], gradients: Sequence[Flat]) -> Flat:
+    """Returns a weighted sum, one after the other: any number of gradients takes two programs."""
+    total = _scaled(shares[0], gradients[0])
+    for share, gradient in zip(shares[1:], gradients[1:], strict=True):
+        total = _added(share, gradient, total)
+    return total
