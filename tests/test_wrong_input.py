@@ -215,7 +215,7 @@ JOBS = [
     # the pipeline: its table
     (PIPE, "parallel.pipeline.schedul=1f1b", "parallel.pipeline.schedul", "did you mean 'schedule'?"),
     (PIPE, "parallel.pipeline.microbatches=8.0", "parallel.pipeline.microbatches = 8.0", "integer", "default: 0"),
-    (PIPE, "parallel.pipeline.schedule=1", "parallel.pipeline.schedule = 1", "string", '"1f1b_phased"'),
+    (PIPE, "parallel.pipeline.schedule=1", "parallel.pipeline.schedule = 1", "string", '"auto"'),
     (PIPE, "parallel.pipeline.keep=input", "parallel.pipeline.keep", "did you mean 'inputs'?"),
     (PIPE, "parallel.pipeline=1f1b", 'parallel.pipeline = "1f1b"', "[parallel.pipeline] on a line of its own"),
     (PIPE, "parallel.microbatches=8", "parallel.microbatches", "microbatches belongs to [parallel.pipeline]"),

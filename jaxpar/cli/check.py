@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if job is None:
         raise JaxparError(*problems)
 
-    from jaxpar.job.check import check, device_count
+    from jaxpar.job.check import check, devices_of
     from jaxpar.job.inspect import work
     from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.mesh.devices import leave_alone, simulate
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         problems += check(job, whole=not problems)
     if problems:
         raise JaxparError(*problems)
-    layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, device_count(job))
+    layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, devices_of(job))
     print(f"ok: {layout.summary()}", *layout.notes, *[layout.agreement] * bool(layout.agreement), sep="\n")
     placed, others = ({path: layout.describe(path) for path in places} for places in (layout.placements, layout.others))
     result = {

@@ -18,7 +18,7 @@ from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.start import check_start, is_folder
 from jaxpar.mesh.axes import AXES, batch_axes, infer_sizes
-from jaxpar.mesh.devices import visible
+from jaxpar.mesh.devices import Simulated, is_simulated, visible
 from jaxpar.mesh.memory_pool import taken
 from jaxpar.mesh.target import parse_target
 from jaxpar.optim import chain
@@ -66,7 +66,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
         if (whole and not problems) or ":" not in job.model["name"]
         else None
     )
-    layout = attempt(compose, blueprint, job.parallel, device_count(job)) if blueprint else None
+    layout = attempt(compose, blueprint, job.parallel, devices_of(job)) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in declared(job.parallel) if problem not in problems)
     if blueprint and whole and not problems and is_folder(job.checkpoint.start_from):
@@ -84,6 +84,13 @@ def device_count(job: Job) -> int:
     """Returns how many devices the job is for, whether they are there or not."""
     mesh = job.mesh
     return mesh.simulate or mesh.devices or (parse_target(mesh.target).devices if mesh.target else len(visible()))
+
+
+def devices_of(job: Job) -> Simulated | int:
+    """Returns what stands for the devices of a job in `compose`, whether they are there or not."""
+    count = device_count(job)
+    simulated = job.mesh.simulate or (not job.mesh.declared and is_simulated(visible()))
+    return Simulated(count) if simulated else count
 
 
 def _check_path(job: Job) -> None:

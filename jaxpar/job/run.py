@@ -38,6 +38,7 @@ from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.start import is_folder
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
+from jaxpar.parallel.pipe import UNNAMED
 from jaxpar.step import state
 from jaxpar.step.inspectable import model_flop
 from jaxpar.train import loop
@@ -48,6 +49,8 @@ from jaxpar.train.progress import Progress
 from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.watchdog.judge import SLOW
 from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
+
+SCHEDULE = "parallel.pipeline.schedule"  # which a job may leave to its devices
 
 
 def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
@@ -77,7 +80,7 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
                 steps = _go_back(store, steps, at, say if watchdog.process == 0 else None)
             changed = changes.changes(folder, job) if steps else []
             built = build(job, processes=watchdog.count)
-            _check_same_run(folder, built, steps)
+            changed += _check_same_run(folder, built, steps)
             watchdog.agree("data", built.source.fingerprint)
             watchdog.agree("list of checkpoints", str(steps))
             make_folder(folder)
@@ -148,7 +151,8 @@ def _train(
     log = Log(folder, job.metrics, start=at, writes=first)
     with progress:
         progress.say(
-            f"{built.layout.summary()}\n{describe(devices)}, {folder}" + (f", on from step {at}" if at else "")
+            "\n".join([built.layout.summary(), *built.layout.notes, f"{describe(devices)}, {folder}"])
+            + (f", on from step {at}" if at else "")
         )
         for change in changed:
             progress.say(f"changed since step {at}: {change}")
@@ -201,6 +205,8 @@ def record(built: Built) -> dict[str, Any]:
         "mesh": built.layout.sizes,
         "data": built.source.fingerprint,
         "parameters": sum(place.leaf.size for place in built.layout.placements.values()),
+        "schedule": _schedule(built),
+        "chosen": [*built.layout.notes],
     }
 
 
@@ -260,21 +266,31 @@ def _go_back(store: Store, steps: list[int], at: int, say: Callable[[str], None]
     return [step for step in steps if step <= at]
 
 
-def _check_same_run(folder: Path, built: Built, steps: list[int]) -> None:
-    """Refuses to go on with other data than the run began with."""
+def _check_same_run(folder: Path, built: Built, steps: list[int]) -> list[changes.Change]:
+    """Refuses to go on with other data than the run began with; returns what other devices change."""
     file = folder / "run.json"
     if not steps or not file.exists():
-        return
+        return []
     with reading(
         file, rule="run.json records the data that the run was trained on", fix=f"rm {file}, if the data is the same"
     ):
-        before = json.loads(file.read_text())["data"]
+        recorded = json.loads(file.read_text())
+        before = recorded["data"]
     if before != built.source.fingerprint:
         raise refuse(
             f"{folder} was trained on data {before}, the job's data is {built.source.fingerprint}",
             rule="a run goes on with the data it began with",
             fix="another run.dir, or the data it began with",
         )
+    was, now = recorded.get("schedule"), _schedule(built)
+    unnamed = built.job.parallel.pipeline.schedule == UNNAMED
+    return [changes.Change(SCHEDULE, was, now)] if unnamed and was and now and was != now else []
+
+
+def _schedule(built: Built) -> str:
+    """Returns the name of the schedule that runs, nothing without a pipeline."""
+    layout = built.layout
+    return layout.parallel.pipeline.schedule if layout.sizes["pipe"] > 1 else ""
 
 
 def _peak(devices: list[Any]) -> float:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,6 +13,13 @@ from jaxpar.mesh.memory_pool import wanted
 from jaxpar.mesh.plugin import hush_plugin
 
 THREADS = 8  # threads per simulated device, see `_make_devices`
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """So many simulated devices that need not be there: enough to say what would run on them."""
+
+    count: int
 
 
 def visible() -> list[Any]:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxpar.errors import JaxparError, Problem, refuse, users_code
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
+from jaxpar.mesh.devices import Simulated, is_simulated
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placing import placed
@@ -121,7 +122,7 @@ def as_blueprint(model: Any) -> Blueprint:
 
 
 def compose(
-    model: Callable | Blueprint, parallel: Parallel, devices: Sequence[Any] | Mesh | int | None = None
+    model: Callable | Blueprint, parallel: Parallel, devices: Sequence[Any] | Mesh | Simulated | int | None = None
 ) -> Layout:
     """Returns where every array of a training job lives.
 
@@ -130,7 +131,8 @@ def compose(
         or `jp.nnx(function, inputs)`.
       parallel: The declaration.
       devices: The devices to use, all visible ones by default, or a mesh of them; a number stands for
-        devices that are not there, and gives a layout that can be explained but not trained.
+        GPUs that are not there, and gives a layout that can be explained but not trained. So does `Simulated`, for
+        simulated devices.
 
     Raises:
       JaxparError: With every problem at once: sizes that do not multiply to the devices, dims
@@ -141,8 +143,8 @@ def compose(
     mesh = None
     problems: list[Problem] = []
     try:
-        if isinstance(devices, int):
-            sizes = infer_sizes(parallel.sizes, devices)
+        if isinstance(devices, int | Simulated):
+            sizes = infer_sizes(parallel.sizes, devices if isinstance(devices, int) else devices.count)
         else:
             mesh = build(parallel.sizes, devices)
             sizes = dict(mesh.shape)
@@ -159,13 +161,19 @@ def compose(
     problems += _leaf_problems(blueprint) + rule_problems(parallel, blueprint)
     if any(problem.rule == REGULAR for problem in problems):
         raise JaxparError(*problems)
-    layout, wrong = placed(parallel, blueprint, mesh)
-    if problems + wrong:
-        raise JaxparError(*_grouped(problems + wrong))
+    simulated = isinstance(devices, Simulated) if mesh is None else is_simulated(mesh.devices.flat)
+
+    def place(chosen: Parallel) -> tuple[Layout, list[Problem]]:
+        layout, wrong = placed(chosen, blueprint, mesh)
+        return replace(layout, simulated=simulated), wrong
 
     def again(other: Parallel) -> tuple[Layout | None, list[Problem]]:
         wrong = declared(other)
-        return (None, wrong) if wrong else placed(other, blueprint, mesh)
+        return (None, wrong) if wrong else place(other)
+
+    layout, wrong = place(parallel)
+    if problems + wrong:
+        raise JaxparError(*_grouped(problems + wrong))
 
     return settled(layout, again)
 

@@ -37,6 +37,7 @@ class Layout:
       others: Path of every other array of the model's state to where it lives.
       names: Names of activation dims to mesh axes, earlier first.
       mesh: The mesh, or None where the devices are not there (`jaxpar check` on a laptop).
+      simulated: Whether the devices are simulated on the processor, there or not.
       lists: Parameters of a stack that a pipeline makes of a list of layers, each with those of the layers.
       notes: What techniques chose where the declaration left it to them, and why, a sentence each.
     """
@@ -47,6 +48,7 @@ class Layout:
     names: Mapping[str, Axes]
     others: Mapping[str, Placement] = field(default_factory=dict)
     mesh: Mesh | None = field(default=None, repr=False)
+    simulated: bool = False
     lists: Lists = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 

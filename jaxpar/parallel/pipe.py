@@ -25,6 +25,9 @@ HELD = 2 + 4
 # hundredth of a GPU's.
 LEAST = 256 * 2**20
 
+UNNAMED = "auto"
+PHASED = "1f1b_phased"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(Keywords):
@@ -32,7 +35,9 @@ class Pipeline(Keywords):
 
     Attributes:
       schedule: A name that `jaxpar schedule --compare` lists, or a CSV file with a table of your own. One that mixes
-        kinds of ops in a tick is refused once it is compiled, if the layers would wait there for other stages.
+        kinds of ops in a tick is refused once it is compiled, if the layers would wait there for other stages. auto:
+        1f1b_phased, and on simulated devices 1f1b, which computes less there, where that can be; `Layout.notes` and
+        `check` say which and why. Both make the same updates, up to rounding.
       microbatches: Pieces of the batch that go through the stages one after the other; 0 means twice the stages.
       chunks: Parts of the model on each stage, where a schedule interleaves; 0 means the fewest that it takes.
       layers: Layers of each stage, if not all stages have as many: (16, 16, 16, 15). Every tick takes as long as the
@@ -55,7 +60,7 @@ class Pipeline(Keywords):
         flush. What else a chain of your own counts, counts updates.
     """
 
-    schedule: str = "1f1b_phased"
+    schedule: str = UNNAMED
     microbatches: int = 0
     chunks: int = 0
     layers: tuple[int, ...] = ()
@@ -65,14 +70,15 @@ class Pipeline(Keywords):
     weights: Literal["flush", "stash", "vertical", "2bw", "none"] = "flush"
 
     def table(self, stages: int) -> Schedule:
-        """Returns the table for so many stages.
+        """Returns the table for so many stages, of `auto` the phased one.
 
         Raises:
           JaxparError: If there is no such schedule, or not for these numbers.
         """
         if not str(self.schedule).endswith(".csv"):
             count = self.microbatches or 2 * stages
-            return library.schedule(self.schedule, stages=stages, microbatches=count, chunks=self.chunks or None)
+            name = PHASED if self.schedule == UNNAMED else self.schedule
+            return library.schedule(name, stages=stages, microbatches=count, chunks=self.chunks or None)
         try:
             made = from_csv(Path(self.schedule).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:

@@ -24,7 +24,6 @@ from jaxpar.errors import nearest, refuse, users_code
 from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.own_share import FIX, OwnShare, find_excess, own_share
 from jaxpar.inspector.subject import Subject
-from jaxpar.mesh.devices import is_simulated
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
@@ -86,7 +85,7 @@ class Step:
         self._used = asked.Used()
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
         self._flying: deque = deque()
-        self._most = 8 if layout.mesh is not None and is_simulated(layout.mesh.devices.flat) else None
+        self._most = 8 if layout.simulated else None
         self.guard, update = guard, self._update
         if guard:
             update = guarded(update, self._on_device, self.gradients.told)

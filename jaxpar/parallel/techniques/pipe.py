@@ -3,10 +3,11 @@
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.parallel.as_stacks import as_stacks
 from jaxpar.parallel.declare import Axes, Parallel
+from jaxpar.parallel.default_schedule import chosen_schedule
 from jaxpar.parallel.head import placed_head
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipe import Pipeline
-from jaxpar.parallel.techniques.base import Technique
+from jaxpar.parallel.techniques.base import Compose, Technique
 
 
 def problems(parallel: Parallel) -> list[Problem]:
@@ -101,4 +102,9 @@ def uncut(layout: Layout) -> list[Problem]:
     ]
 
 
-PIPE = Technique(axis="pipe", problems=problems, names=names, idle=uncut, settle=placed_head)
+def settled(layout: Layout, compose: Compose) -> Layout:
+    """Returns a layout that knows where its ends run, then by which table: a head that is spread needs a phased one."""
+    return chosen_schedule(placed_head(layout, compose))
+
+
+PIPE = Technique(axis="pipe", problems=problems, names=names, idle=uncut, settle=settled)
