@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if problems:
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, devices_of(job))
-    print(f"ok: {layout.summary()}", *layout.notes, *[layout.agreement] * bool(layout.agreement), sep="\n")
+    said_too = [layout.agreement, job.optimizer.said_at(job.train.global_batch)]
+    print(f"ok: {layout.summary()}", *layout.notes, *filter(None, said_too), sep="\n")
     placed, others = ({path: layout.describe(path) for path in places} for places in (layout.placements, layout.others))
     result = {
         "problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed,

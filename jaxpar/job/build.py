@@ -74,7 +74,7 @@ def build(job: Job, *, processes: int = 1) -> Built:
         step=step,
         optimizer=step.optimizer,
         source=source,
-        learning_rate=rates(job.optimizer, job.train.steps),
+        learning_rate=rates(job.optimizer.at(job.train.global_batch), job.train.steps),
     )
 
 
@@ -99,8 +99,9 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     if problems := check(job):
         raise JaxparError(*problems)
     loss, train = resolve_loss(job), job.train
+    optimizer = chain.build(job.optimizer.at(train.global_batch), train.steps)
     return train_step(
-        compose(resolve_model(job, loss), job.parallel, devices), loss, chain.build(job.optimizer, train.steps),
+        compose(resolve_model(job, loss), job.parallel, devices), loss, optimizer,
         guard=job.faults.on_bad_step == "skip", seed=train.seed,
         accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
     )  # fmt: skip

@@ -150,10 +150,9 @@ def _train(
         write_json(folder / "run.json", record(built))
     log = Log(folder, job.metrics, start=at, writes=first)
     with progress:
-        progress.say(
-            "\n".join([built.layout.summary(), *built.layout.notes, f"{describe(devices)}, {folder}"])
-            + (f", on from step {at}" if at else "")
-        )
+        rate = job.optimizer.said_at(job.train.global_batch)
+        about = [built.layout.summary(), *built.layout.notes, *filter(None, [rate]), f"{describe(devices)}, {folder}"]
+        progress.say("\n".join(about) + (f", on from step {at}" if at else ""))
         for change in changed:
             progress.say(f"changed since step {at}: {change}")
         if at >= job.train.steps:

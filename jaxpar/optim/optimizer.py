@@ -1,6 +1,7 @@
 """The settings of a job's optimizer; `chain` makes an optax chain of them."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxpar.errors import check_ranges, refuse
@@ -20,6 +21,10 @@ class Optimizer:
       beta1: Decay of the mean of gradients; the momentum of sgd and lars.
       beta2: Decay of the mean of squares.
       clip: Largest global norm of the gradients; 0 does not clip.
+      reference_batch: Examples per step for which learning_rate and warmup were found: with another global batch the
+        rate follows `scaling`, and the warm-up takes as many examples. 0 takes both as they are.
+      scaling: How the rate follows the global batch, given reference_batch: linear (Goyal et al. 2017), or sqrt (You et
+        al. 2019, with lamb).
     """
 
     name: Literal["adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "muon"] = "adamw"
@@ -31,6 +36,8 @@ class Optimizer:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
+    reference_batch: int = 0
+    scaling: Literal["linear", "sqrt"] = "linear"
 
     def __post_init__(self):
         most = 3.4e38  # float32
@@ -45,6 +52,7 @@ class Optimizer:
                 "clip": (0, most),
                 "beta1": (0, 1),
                 "beta2": (0, 1),
+                "reference_batch": (0, 2**31 - 1),
             },
             below=("beta1", "beta2"),
         )
@@ -54,3 +62,27 @@ class Optimizer:
                 rule=f"{self.name} does not decay weights",
                 fix='name = "adamw", or leave weight_decay out',
             )
+
+    def at(self, batch: int) -> "Optimizer":
+        """Returns the settings for a global batch: their rate and warm-up hold as they are.
+
+        Args:
+          batch: Examples per step, over all devices and microbatches: how a mesh divides them changes nothing.
+        """
+        if not self.reference_batch:
+            return self
+        times = batch / self.reference_batch
+        rate = self.learning_rate * (times if self.scaling == "linear" else math.sqrt(times))
+        steps = -(-self.warmup * self.reference_batch // batch)
+        return replace(self, learning_rate=rate, warmup=steps, reference_batch=0)
+
+    def said_at(self, batch: int) -> str:
+        """Returns how the rate follows the global batch; "" where it does not."""
+        if not self.reference_batch:
+            return ""
+        here = self.at(batch)
+        rises = f", reached after {here.warmup} steps" if here.warmup else ""
+        return (
+            f"learning rate {here.learning_rate:.4g} for {batch} examples per step{rises}: "
+            f"{self.learning_rate:.4g} for {self.reference_batch}, {self.scaling} in the batch"
+        )

@@ -158,7 +158,8 @@ def _of_one(job: Job, workers: int, updates: int, size: int) -> Job:
     """Returns the job of one worker: its devices, its examples, and a schedule over all updates."""
     devices = device_count(job) // workers
     mesh = replace(job.mesh, target="", **{"simulate" if job.mesh.simulate else "devices": devices})
-    optimizer = replace(job.optimizer, warmup=job.optimizer.warmup * updates // job.train.steps)
+    warmup = job.optimizer.at(job.train.global_batch).warmup * updates // job.train.steps
+    optimizer = replace(job.optimizer.at(size), warmup=warmup)
     return replace(
         job,
         mesh=mesh,
