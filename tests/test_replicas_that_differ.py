@@ -14,7 +14,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
-from jaxpar.exchange.averaging import graphs
+from jaxpar.exchange.averaging import graphs, streaming
 from jaxpar.exchange.averaging.fragments import fragments
 from jaxpar.exchange.between import Between
 from jaxpar.exchange.part import Part
@@ -146,10 +146,10 @@ def test_momentum_is_averaged_where_it_is_asked_for():
 
 
 def test_one_fragment_without_delay_is_diloco():
-    streaming = trained(jp.Exchange("streaming", every=3, fragments=1))
+    one = trained(jp.Exchange("streaming", every=3, fragments=1))
     diloco = trained(jp.Exchange("diloco", every=3))
-    assert streaming[1] == diloco[1]
-    assert_equal_bits(streaming[0].params, diloco[0].params)
+    assert one[1] == diloco[1]
+    assert_equal_bits(one[0].params, diloco[0].params)
 
 
 def flat(tree):
@@ -196,10 +196,33 @@ def test_fragments_have_every_parameter_once(order, count):
 
 
 @pytest.mark.slow
-def test_layers_of_a_stack_meet_by_fragments():
-    """A decoder that scans its layers: each fragment's all-reduce has its layers alone, as compiled for GPUs."""
-    exchange = jp.Exchange("streaming", every=4, fragments=2, order="depth")
-    settings = jp.DecoderSettings(vocab=64, seq=16, layers=4, dim=16, heads=2)
+@pytest.mark.parametrize(("wire", "far"), [("bf16", 2e-3), ("int8", 1e-2), ("int4", 0.2)])
+def test_a_way_that_travels_as_a_code_is_nearly_the_way(wire, far, monkeypatch):
+    """After one meeting at a rate of 1 replicas are at the mean of what they were, but for what the code loses."""
+    monkeypatch.setitem(streaming.CODES, wire, dataclasses.replace(streaming.CODES[wire], smallest=1, whole=()))
+    whole = dict(every=3, fragments=1, lr=1.0, momentum=0.0)
+    exact, coded = (trained(jp.Exchange("streaming", **whole, wire=each), 3) for each in ("fp32", wire))
+    assert coded[1] == exact[1]  # losses of before the meeting
+    for start, one, other in zip(*map(jax.tree.leaves, (born(), exact[0].params, coded[0].params)), strict=True):
+        way, missed = np.abs(np.asarray(one) - start[None]).max(), np.abs(np.asarray(one) - np.asarray(other)).max()
+        assert 0 < missed < far * way
+        assert (np.asarray(other) == np.asarray(other)[:1]).all()  # all replicas decode the same
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wire", "share"),
+    [
+        ("fp32", 1),
+        ("int4", 1 / 8),
+        pytest.param("bf16", 1 / 2, marks=pytest.mark.full),
+        pytest.param("int8", 1 / 4, marks=pytest.mark.full),
+    ],
+)
+def test_layers_of_a_stack_meet_by_fragments(wire, share):
+    """A decoder that scans its layers: each fragment's collectives have its layers alone, as compiled for GPUs."""
+    exchange = jp.Exchange("streaming", every=4, fragments=2, order="depth", wire=wire)
+    settings = jp.DecoderSettings(vocab=1024, seq=16, layers=4, dim=64, heads=2)
     layout = jp.compose(
         partial(jp.Decoder, settings), jp.Parallel(**WHOLE, exchange=exchange), jp.target_devices("h100:1x8")
     )
@@ -209,8 +232,13 @@ def test_layers_of_a_stack_meet_by_fragments():
     sizes = [sum(each.step_payload for each in found) for found in both]
     wanted = [sum(s.collective.step_payload for s in layout.sends() if s.meeting == at) for at in (1, 2)]
     assert sizes == wanted
-    assert sum(sizes) == sum(part.size * 4 for part in layout.parts.values())
+    whole = sum(part.size * 4 for part in layout.parts.values())
+    # codes go twice, to those who sum them and back, where an all-reduce is counted once
+    assert sum(sizes) == pytest.approx(whole * (1 if wire == "fp32" else 2 * share), rel=0 if wire == "fp32" else 0.03)
     assert max(sizes) < 0.6 * sum(sizes)
+    assert {each.dtype for found in both for each in found} == {
+        "fp32": {"f32"}, "bf16": {"bf16", "f32"}, "int8": {"u8", "f32"}, "int4": {"u8", "f32"},
+    }[wire]  # fmt: skip
 
 
 # gossip
@@ -324,6 +352,7 @@ def test_an_ensemble_sends_nothing():
         ("streaming", {"every": 10, "fragments": 4}, "fragments = 4 with every = 10"),
         ("streaming", {"every": 4, "delay": 4}, "delay = 4 with every = 4"),
         ("streaming", {"blend": 1.0}, "blend = 1.0"),
+        ("streaming", {"wire": "int2"}, "wire = 'int2'"),
         ("easgd", {"alpha": 2.0}, "alpha = 2.0"),
         ("easgd", {"beta": -0.5}, "beta = -0.5"),
         ("gossip", {"graph": "rign"}, "graph = 'rign'"),

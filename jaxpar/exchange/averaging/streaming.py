@@ -4,6 +4,7 @@
     sends       0   1   2   0
     applies       0   1   2   0      so that what is sent in a step is of one fragment
 
+What is sent is the way that a replica has gone since the fragment's last meeting: whole, or as a code of fewer bits.
 One program makes one step, so that here the delay is in what is computed, not in time: a step waits for what it sends.
 """
 
@@ -11,15 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from jaxpar.errors import check_ranges, refuse
+from jaxpar.errors import check_ranges, nearest, refuse
 from jaxpar.exchange.averaging.diloco import Outer, stepped
 from jaxpar.exchange.averaging.fragments import ALL, Fragment, fragments, put, share, take
 from jaxpar.exchange.base import Replicas, Tree, by_path
+from jaxpar.exchange.compressed.base import Compressed
+from jaxpar.exchange.compressed.bfloat16 import BFloat16
+from jaxpar.exchange.compressed.qsgd import Qsgd
 from jaxpar.exchange.sent import Sent
 from jaxpar.exchange.settings import SECTION, STEPS
 
 if TYPE_CHECKING:
     from jaxpar.exchange.between import Between
+
+CODES: Mapping[str, Compressed] = {"bf16": BFloat16(), "int8": Qsgd(bits=8), "int4": Qsgd(bits=4)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,8 @@ class Streaming(Outer):
       order: depth (layers in a row are a fragment), or strided (every so many layers).
       delay: Steps from when a fragment's mean is taken to when it is applied.
       blend: Of a replica's own parameters, how much it keeps when the fragment's are applied.
+      wire: In what a replica's way travels: fp32, bf16, int8 or int4, of which the last two are rounded at random, in
+        blocks with a scale, as by `qsgd`. Norms, biases and what has fewer than 4,096 elements travel in fp32.
       lr: The outer optimizer's learning rate.
       momentum: Its momentum; 0 for none.
       nesterov: Whether its momentum is Nesterov's.
@@ -47,6 +55,7 @@ class Streaming(Outer):
     order: Literal["depth", "strided"] = "strided"
     delay: int = 0
     blend: float = 0.0
+    wire: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     differ = True
 
     def __post_init__(self):
@@ -57,6 +66,9 @@ class Streaming(Outer):
             below=("blend",),
         )
         self.check()
+        if self.wire not in ("fp32", *CODES):
+            rule = f"the way of a replica travels in fp32, {', '.join(CODES)}"
+            raise refuse(f"{SECTION}.wire = {self.wire!r}", rule=rule, fix=nearest(str(self.wire), ["fp32", *CODES]))
         if self.every % self.fragments:
             fits = max(count for count in range(1, self.fragments) if self.every % count == 0)
             raise refuse(
@@ -74,7 +86,8 @@ class Streaming(Outer):
     def init(self, params: Tree, replicas: int) -> Tree:
         """Returns the anchor, the outer optimizer's state, and what was sent and not applied yet."""
         flat, _ = by_path(params)
-        return {"anchor": flat, "outer": self.chain.init(flat), "sent": flat}
+        code = CODES[self.wire].init(flat, replicas) if self.wire in CODES else {}
+        return {"anchor": flat, "outer": self.chain.init(flat), "sent": flat, "code": code}
 
     def meeting(self, step: int) -> int:
         """Returns the step's place in the period, where something is sent or applied then; other numbers at first."""
@@ -94,23 +107,37 @@ class Streaming(Outer):
         first, place = divmod(between.meeting - 1, self.every)
         if (number := self._at(place)) is not None:
             fragment = each[number]
-            mean = _only(between, fragment).mean(take(params, fragment, dim=1))
+            mean, own["code"] = self._mean(fragment, params, own, _only(between, fragment))
             own["sent"] = put(own["sent"], fragment, mean)
         if not first and (number := self._at(place - self.delay)) is not None:
             params, own = self._apply(each[number], params, own, between)
         return replace(replicas, params=structure.unflatten(params.values()), own=own)
 
     def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
-        """Returns the all-reduce of each fragment."""
+        """Returns the all-reduce of each fragment, or what its code sends."""
         from jaxpar.exchange.between import averaged
 
+        sent_by = CODES[self.wire].sends if self.wire in CODES else averaged
         several = len(shards) > 1  # a plan asks about all parameters as one array
         each = fragments(shards, self.fragments, self.order) if several else [dict.fromkeys(shards, ALL)]
         found = []
         for number, fragment in enumerate(each):
             own = {path: share(shards[path], layers) for path, layers in fragment.items()}
-            found += [replace(sent, meeting=number + 1) for sent in averaged(own, replicas, every=self.every)]
+            found += [replace(sent, meeting=number + 1, every=self.every) for sent in sent_by(own, replicas)]
         return tuple(found)
+
+    def _mean(self, fragment: Fragment, params: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
+        """Returns the replicas' mean of a fragment as it comes off the wire, and the state of its code."""
+        import jax
+        import jax.numpy as jnp
+
+        each = take(params, fragment, dim=1)
+        if self.wire not in CODES:
+            return between.mean(each), own["code"]
+        anchor = take(own["anchor"], fragment)
+        ways = jax.tree.map(jnp.subtract, between.spread(anchor), each)
+        way, code = CODES[self.wire].gradients(ways, own["code"], between)
+        return jax.tree.map(jnp.subtract, anchor, way), code
 
     def _apply(self, fragment: Fragment, params: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
         """Returns parameters and state after a step of the outer optimizer along the way that a fragment has gone."""
@@ -135,4 +162,5 @@ class Streaming(Outer):
 
 
 def _only(between: "Between", fragment: Fragment) -> "Between":
-    return between.of({path: between.specs[path] for path in fragment})
+    parts = {path: share(between.parts[path], layers) for path, layers in fragment.items()}
+    return replace(between, specs={path: between.specs[path] for path in fragment}, parts=parts)
