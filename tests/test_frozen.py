@@ -12,6 +12,7 @@ from tiny import batches as tokens
 import jaxpar as jp
 from jaxpar.mesh.target import find_plugin
 from jaxpar.sharding.names import Compute
+from jaxpar.units import show_bytes
 
 DIM, ROWS, RANK = 64, 16, 4
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
@@ -147,6 +148,15 @@ def test_on_gpus_no_gradient_of_a_frozen_parameter_travels(layout, numerics):
 
 
 @absent
+def test_replicas_that_step_apart_say_that_they_send_no_frozen_parameter():
+    composed = jp.compose(Tuned, jp.Parallel(data=8, exchange=jp.Exchange("local", every=2)))
+    layout = jp.train_step(composed, squares, CHAINS["multi_transform"]).layout
+    sent = {path for each in layout.sends() for path in each.collective.parameters}
+    assert sent == layout.placements.keys() - BASE
+    share = 4 * sum(layout.placements[path].leaf.size for path in sent) * 2 * 7 / 8  # of an all-reduce over eight
+    assert f"send {show_bytes(share)} a device every 2 steps" in layout.explain()
+
+
 def test_a_clip_over_all_parameters_reads_the_gradients_of_frozen_ones():
     assert reduced(jp.Parallel(data=8), "clipped outside") > 4 * 2 * 512 * 512
 

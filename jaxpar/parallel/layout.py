@@ -40,6 +40,8 @@ class Layout:
       simulated: Whether the devices are simulated on the processor, there or not.
       lists: Parameters of a stack that a pipeline makes of a list of layers, each with those of the layers.
       notes: What techniques chose where the declaration left it to them, and why, a sentence each.
+      frozen: Paths of parameters that replicas never send each other: an optimizer leaves them alone. Empty until a
+        step is built, for a layout is composed without an optimizer.
     """
 
     parallel: Parallel
@@ -51,6 +53,7 @@ class Layout:
     simulated: bool = False
     lists: Lists = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -181,13 +184,13 @@ class Layout:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """Path of each parameter to what a device holds of it between steps."""
+        """Path of each parameter that is trained to what a device holds of it between steps."""
 
         def one(place: Placement) -> Part:
             shape = shard_shape(place.leaf.shape, place.stored, self.sizes)
             return Part(shape, place.leaf.dtype, layers=place.names[:1] == ("layers",), whole=place.leaf.size)
 
-        return {path: one(place) for path, place in self.placements.items()}
+        return {path: one(place) for path, place in self.placements.items() if path not in self.frozen}
 
     def batch_spec(self, shape) -> PartitionSpec:
         """Returns where a batch array goes: examples over `data`, `fsdp` and other axes that see other examples."""
@@ -245,6 +248,10 @@ class Layout:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.summary(), *self.notes, *[self.agreement] * bool(self.agreement), "", *lines])
+
+    def freezing(self, paths: frozenset[str]) -> "Layout":
+        """Returns the same layout, for an optimizer that leaves these parameters alone."""
+        return replace(self, frozen=paths) if paths else self
 
     def noted(self, note: str) -> "Layout":
         """Returns the same layout with one more sentence on what was chosen."""

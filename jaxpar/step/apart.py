@@ -118,8 +118,7 @@ class Apart(Gradients):
         return self._scalars(found)
 
     def _between(self, specs: Tree) -> Between:
-        parts = {path: part for path, part in self.layout.parts.items() if path not in self.one.frozen}
-        return Between(mesh=self.layout.on, specs=self._trained(specs), parts=parts)
+        return Between(mesh=self.layout.on, specs=self._trained(specs), parts=self.layout.parts)
 
     def _trained(self, tree: Tree) -> Tree:
         """Returns a tree of parameters, or of what stands for them, without those that are frozen."""
