@@ -262,10 +262,11 @@ def test_compare_has_a_row_for_every_schedule_and_a_reason_where_there_is_none(t
             assert lines[row["name"]] == ["cannot:", *row["cannot"].split()]
             continue
         asked = schedule(row["name"], stages=4, microbatches=6)
-        cost, most = price(asked, EVEN), max(asked.peak)
+        cost, most, late = price(asked, EVEN), max(asked.peak), max(asked.stash)
         assert lines[row["name"]] == [
             str(asked.chunks), str(asked.ticks), f"{cost.asynchronous_bubble:.1%}", f"{cost.barrier_bubble:.1%}",
-            f"{cost.repeated:.2f}", str(most), f"{most / asked.chunks:.3g}", str(asked.messages),
+            f"{cost.repeated:.2f}", str(most), f"{most / asked.chunks:.3g}", f"{late / asked.chunks:.3g}",
+            str(asked.messages),
         ]  # fmt: skip
     assert {row["name"] for row in rows if "cannot" in row} >= {"interleaved", "interleaved_phased"}
     assert "cannot" not in rows[0]

@@ -377,6 +377,7 @@ def test_pools_are_as_large_as_the_most_that_is_alive():
         made, alive = program(plan), [lifetimes(plan, stage) for stage in range(plan.stages)]
         mail, kept, stash = (max(map(most, spans)) for spans in zip(*alive, strict=True))
         assert (made.messages, made.kept, made.stash) == (mail, kept, stash), each
+        assert stash == max(plan.stash), each
         if not plan.split:
             assert made.kept == max(plan.peak), each
 

@@ -1,23 +1,29 @@
 """The planner's bytes: closed forms, published numbers, identities."""
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
+from jaxpar.bench import pipeline
 from jaxpar.errors import JaxparError
+from jaxpar.mesh.target import find_plugin
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import JAXPAR, MAXTEXT, MEGATRON_2022
 from jaxpar.plan.memory import memory, static
-from jaxpar.plan.model.layer_bytes import layer_bytes
+from jaxpar.plan.model.layer_bytes import layer_bytes, stash_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR as FLOAT32
 from jaxpar.plan.model.state_bytes import MEGATRON, PAPER, Recipe
@@ -127,10 +133,11 @@ def test_in_flight_is_what_the_table_keeps(name):
     kind = LIBRARY[name]
     chunks = 2 if 2 in kind.chunks else 1
     for stages, count in ((2, 8), (4, 8), (4, 16)):
-        peak = schedule(name, stages=stages, microbatches=count, chunks=chunks).peak
+        table = schedule(name, stages=stages, microbatches=count, chunks=chunks)
         first, last = in_flight(Candidate(schedule=name, pipe=stages, microbatches=count, chunks=chunks))
-        assert (first, last) == (peak[0], peak[-1])
-        assert max(peak) in (first, last) or max(peak) <= first + 1
+        assert (first, last) == ((table.peak[0], table.stash[0]), (table.peak[-1], table.stash[-1]))
+        assert max(table.peak) in (first[0], last[0]) or max(table.peak) <= first[0] + 1
+        assert max(table.stash) == last[1]
 
 
 def test_1f1b_keeps_stages_and_gpipe_keeps_microbatches():
@@ -199,3 +206,35 @@ def test_arrays_give_what_their_entries_give():
 def test_wrong_bytes_are_refused():
     with pytest.raises(JaxparError, match="optimizer"):
         Recipe(name="own", why="", parameters=2, gradients=2, optimizer=-1)
+
+
+def test_a_split_backward_takes_the_memory_of_its_stashes_in_the_recorded_programs_for_h100s():
+    """As many as the table counts, and less than one more, which is there as a B ends: over twice what 1f1b takes."""
+    (record,) = (Path(pipeline.__file__).parent / "records").glob("pipeline_*.json")
+    sizes = json.loads(record.read_text())["temporary bytes"]["8 H100s"]
+    layers, one = pipeline.MODEL.layers / pipeline.STAGES, Candidate(microbatch=pipeline.ROWS)
+    stash = 2 * layers * stash_bytes(Shape.of(pipeline.MODEL), one)  # in float32, where the planner's are in bfloat16
+    for whole, split, count in zip(sizes["1f1b"], sizes["zb_h1"], pipeline.MICROBATCHES, strict=True):
+        stashes = max(schedule("zb_h1", stages=pipeline.STAGES, microbatches=count).stash)
+        assert stashes <= (split - whole) / stash < stashes + 1
+        assert split > 2 * whole
+
+
+@pytest.mark.full  # two pipelines, compiled for GPUs
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_planner_knows_what_a_split_backward_takes_of_an_h100(remat):
+    model = jp.DecoderSettings(vocab=256, seq=512, layers=8, dim=256, heads=4, hidden=512)
+
+    def sizes(name):
+        how = jp.Pipeline(schedule=name, microbatches=8, keep="residuals")
+        parallel = jp.Parallel(pipe=4, data=2, pipeline=how)
+        layout = jp.compose(partial(jp.Decoder, model), parallel, jp.target_devices("h100:1x8"))
+        step = jp.train_step(layout, jp.next_token, optax.sgd(1.0), precision="bf16", remat=remat)
+        tokens = jax.ShapeDtypeStruct((2 * 2 * 8, model.seq), jnp.int32)
+        program = step.lower(step.abstract(), {"inputs": tokens, "targets": tokens}).compile()
+        candidate = Candidate(pipe=4, data=2, schedule=name, microbatch=2, microbatches=8, remat=remat)
+        return program.memory_analysis().temp_size_in_bytes, memory(Shape.of(model), candidate, JAXPAR).total
+
+    (whole, predicted), (split, predicted_split) = sizes("1f1b"), sizes("zb_h1")
+    assert predicted_split - predicted == pytest.approx(split - whole, rel=0.06)

@@ -61,6 +61,7 @@ def test_ticks_and_peaks_are_the_published_ones():
         table, kind = schedule(name, stages=P, microbatches=M, chunks=v), LIBRARY[name]
         assert table.ticks == kind.ticks(P, M, v), (name, P, M, v)
         assert table.peak == tuple(kind.peak(P, M, v, d) for d in range(P)), (name, P, M, v)
+        assert table.stash == tuple(kind.stash(P, M, v, d) for d in range(P)), (name, P, M, v)
         assert table.idle == P * (table.ticks - (2 + table.split) * M * v)
         count += 1
     assert count > 1000

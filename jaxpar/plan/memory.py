@@ -1,7 +1,8 @@
 """The bytes a step needs on one device, by cause, on the first and on the last stage: the larger counts.
 
     static        parameters, gradients, optimizer state, each over tensor, and over fsdp as `zero` says
-    activations   what a layer keeps for its backward, x layers of a part x (microbatch, chunk) pairs in flight
+    activations   what a layer keeps for its backward, x layers of a part x (microbatch, chunk) pairs in flight; where a
+                  table splits backwards, also what their first halves leave for the second
     logits        of the loss: gone before a layer's backward begins, so they count where they are more than that
     working       what the backward of one layer computes again, and the parameters gathered for it and the next
 
@@ -15,7 +16,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_bytes import layer_bytes, stage_parameters
+from jaxpar.plan.model.layer_bytes import layer_bytes, stage_parameters, stash_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.asked import added_bytes
@@ -68,15 +69,16 @@ def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: 
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     one = np.equal(candidate.pipe, 1)
     added = added_bytes(shape, candidate, software, recipe)
-    moments = []
-    for stage, flying in zip(("first", "last"), in_flight(candidate), strict=True):
+    moments, stash = [], stash_bytes(shape, candidate)
+    for stage, (flying, late) in zip(("first", "last"), in_flight(candidate), strict=True):
         parameters, held, optimizer = static(shape, candidate, recipe, stage, everywhere=software.everywhere)
         at_loss, again = np.where(one | (stage == "last"), logits, 0.0), everything - kept
         own = Memory(
             parameters=parameters,
             gradients=while_reduced(shape, candidate, software, recipe, held),
             optimizer=optimizer,
-            activations=flying * deep * kept,
+            # XLA copies what a branch returns: one stash more than the table counts is there while a B ends
+            activations=deep * (flying * kept + (late + np.greater(late, 0)) * stash),
             logits=np.where(at_loss > again, at_loss, 0.0),
             working=np.where(at_loss > again, 0.0, again),
         )

@@ -9,11 +9,12 @@ from jaxpar.pipeline.tables import library
 from jaxpar.pipeline.tables.price import Price, Times, price
 from jaxpar.pipeline.tables.schedule import Schedule
 
-HEAD = ("schedule", "chunks", "ticks", "ideal", "barrier", "work", "slots", "kept", "messages")
+HEAD = ("schedule", "chunks", "ticks", "ideal", "barrier", "work", "slots", "kept", "stash", "messages")
 NOTE = """\
 ideal, barrier: idle share of a run in which every op starts as soon as it can, and of one that waits after every tick
 work: what is computed, with the idle cells of phased tables, which have no conditional; 1: nothing idle is computed
-slots, kept: activations on the fullest stage, counted by chunk, and in microbatches of a whole stage"""
+slots, kept: activations on the fullest stage, counted by chunk, and in microbatches of a whole stage
+stash: what backwards leave for their weights' half, inputs and output gradients of matmuls; on top of what is kept"""
 
 
 def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def row(schedule: Schedule, cost: Price) -> dict[str, Any]:
         "work": cost.repeated,
         "slots": max(schedule.peak),
         "kept": max(schedule.peak) / schedule.chunks,
+        "stash": max(schedule.stash) / schedule.chunks,
         "messages": schedule.messages,
     }
 
@@ -75,5 +77,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if "cannot" in row:
         return (name,)
     shares = (f"{row['bubble'][run]:.1%}" for run in ("ideal", "barrier"))
-    counts = (f"{row['work']:.2f}", str(row["slots"]), f"{row['kept']:.3g}", str(row["messages"]))
+    kept = (f"{row[key]:.3g}" for key in ("kept", "stash"))
+    counts = (f"{row['work']:.2f}", str(row["slots"]), *kept, str(row["messages"]))
     return (name, str(row["chunks"]), str(row["ticks"]), *shares, *counts)

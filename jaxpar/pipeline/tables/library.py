@@ -29,6 +29,7 @@ class ScheduleFamily:
       make: (stages, microbatches, chunks) to the table.
       ticks: (stages, microbatches, chunks) to the rows of the table, as published (but see `dualpipe_v`).
       peak: (stages, microbatches, chunks, stage) to `Schedule.peak[stage]`, as published.
+      stash: The same to `Schedule.stash[stage]`: 0 where a backward is one op.
       chunks: The numbers of chunks per stage that it can have.
       least: stages to the fewest microbatches that it can run.
       whole: Whether the microbatches must be a multiple of the stages.
@@ -39,6 +40,7 @@ class ScheduleFamily:
     make: Callable[[int, int, int], Schedule]
     ticks: Callable[[int, int, int], int]
     peak: Callable[[int, int, int, int], int]
+    stash: Callable[[int, int, int, int], int] = lambda P, M, v, d: 0
     chunks: range = range(1, 2)
     least: Callable[[int], int] = lambda stages: 1
     whole: bool = False
@@ -152,6 +154,7 @@ LIBRARY: Mapping[str, ScheduleFamily] = {
         make=zb_h1,
         ticks=lambda P, M, v: 2 * M + max(M, P) + P - 1,
         peak=lambda P, M, v, d: min(M, P),
+        stash=lambda P, M, v, d: min(M, d + 1),
     ),
     "zb_h2": ScheduleFamily(
         about="no bubble between a stage's first and last op, for twice the activations",
@@ -159,6 +162,7 @@ LIBRARY: Mapping[str, ScheduleFamily] = {
         make=zb_h2,
         ticks=lambda P, M, v: 3 * M + P - 1,
         peak=lambda P, M, v, d: 2 * P - 1,
+        stash=lambda P, M, v, d: 2 * d + 1,
         least=lambda P: 2 * P - 1,
     ),
     "zb_v": ScheduleFamily(
@@ -167,6 +171,7 @@ LIBRARY: Mapping[str, ScheduleFamily] = {
         make=zb_v,
         ticks=lambda P, M, v: 6 * M + P - 1,
         peak=lambda P, M, v, d: 2 * P,
+        stash=lambda P, M, v, d: 2 * d + 1,
         chunks=range(2, 3),
         least=lambda P: 2 * P - 1,
     ),
@@ -176,6 +181,7 @@ LIBRARY: Mapping[str, ScheduleFamily] = {
         make=dualpipe_v,
         ticks=lambda P, M, v: 6 * M + P - 1,
         peak=lambda P, M, v, d: 2 * P + 1,
+        stash=lambda P, M, v, d: d + 1,
         chunks=range(2, 3),
         least=lambda P: 2 * P,
     ),

@@ -136,16 +136,19 @@ class Schedule:
         One is done with when its B has run, or its W where backward is split. For chunks > 1 each is 1/chunks of
         a stage's activations.
         """
-        last = "W" if self.split else "B"
+        return self._most("F", "W" if self.split else "B")
+
+    @cached_property
+    def stash(self) -> tuple[int, ...]:
+        """The most stashes that each stage keeps at once: what a B leaves for its W. None where B and W are one op."""
+        return self._most("B", "W") if self.split else (0,) * self.stages
+
+    def _most(self, begins: str, ends: str) -> tuple[int, ...]:
+        """Returns the most (microbatch, chunk) pairs of each stage that are at once between two of their ops."""
         most, now = [0] * self.stages, [0] * self.stages
-        for row in self.cells:
-            for stage, cell in enumerate(row):
-                if cell and cell.op == "F":
-                    now[stage] += 1
-                    most[stage] = max(most[stage], now[stage])
-            for stage, cell in enumerate(row):
-                if cell and cell.op == last:
-                    now[stage] -= 1
+        for _, stage, cell in self:
+            now[stage] += (cell.op == begins) - (cell.op == ends)
+            most[stage] = max(most[stage], now[stage])
         return tuple(most)
 
     @cached_property
@@ -207,11 +210,7 @@ def _replay(schedule: Schedule) -> None:
                 wrong = _wrong(schedule.cut, done, stage, cell)
                 if wrong:
                     rule, fix = wrong
-                    raise refuse(
-                        f"tick {tick}, stage {stage} of {schedule.name}: {Cell(*cell)}",
-                        rule=rule,
-                        fix=fix,
-                    )
+                    raise refuse(f"tick {tick}, stage {stage} of {schedule.name}: {Cell(*cell)}", rule=rule, fix=fix)
                 new[cell.op, cell.microbatch, schedule.part(stage, cell.chunk)] = tick
         done |= new  # after the whole row: what one stage makes in a tick reaches another in the next
     wanted = OPS if any(op == "W" for op, _, _ in done) else OPS[:2]

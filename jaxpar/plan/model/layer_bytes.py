@@ -48,6 +48,21 @@ def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> 
     return kept, working
 
 
+def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
+    """Returns what the backward of a layer leaves for its weights' half, of one microbatch, where a table splits them.
+
+    Of each matmul, and of the scale of each norm, its input and the gradient of its output, whatever the remat: what
+    that drops is computed again by then. Two norms and four inputs or outputs of matmuls are as wide as the stream.
+    """
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
+    stream = tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
+    qkv, result = shape.dim + 2 * shape.kv_dim, shape.dim
+    # both factors of a gate that is computed again, where else their product is kept
+    again = shape.gated * np.not_equal(candidate.remat, "none")
+    inner = 2 * tokens * (qkv + result + (2 + shape.gated + again) * shape.width) / candidate.tensor
+    return inner + 16 * stream
+
+
 def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the same, for layouts that all have the attention of one software model."""
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context

@@ -48,20 +48,22 @@ def placed_head(shape: Shape, candidate: Candidate) -> Candidate:
     return replace(candidate, head=by_default(shape, candidate))
 
 
-def in_flight(candidate: Candidate) -> tuple[Any, Any]:
-    """Returns the most (microbatch, chunk) pairs that the first and the last stage keep at once.
+def in_flight(candidate: Candidate) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Returns the most (microbatch, chunk) pairs that the first stage keeps at once, and that the last one keeps.
 
-    Source: `Kind.peak`, which tests hold to the replay of the table, `Schedule.peak`.
+    Of each stage two numbers: activations, and what a B leaves for its W.
+    Source: `ScheduleFamily.peak` and `.stash`, which tests hold to the replay of the table, `Schedule.peak`.
     """
     keys = np.broadcast_arrays(candidate.schedule, candidate.pipe, candidate.microbatches, candidate.chunks)
     found = {}
     for key in zip(*(array.ravel().tolist() for array in keys), strict=True):
         if key not in found:
             name, stages, count, chunks = key
-            peak = LIBRARY[name].peak
-            found[key] = [peak(stages, count, chunks, stage) for stage in (0, stages - 1)]
+            family, of = LIBRARY[name], (stages, count, chunks)
+            found[key] = [most(*of, stage) for stage in (0, stages - 1) for most in (family.peak, family.stash)]
     pairs = np.array([found[key] for key in zip(*(array.ravel().tolist() for array in keys), strict=True)])
-    return pairs[:, 0].reshape(keys[0].shape), pairs[:, 1].reshape(keys[0].shape)
+    first, first_stash, last, last_stash = (column.reshape(keys[0].shape) for column in pairs.T)
+    return (first, first_stash), (last, last_stash)
 
 
 def send(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
