@@ -46,6 +46,11 @@ eval_batches = 2
 """
 
 
+def rows_of_the_job():
+    rng = np.random.default_rng(0)
+    np.savez("rows.npz", inputs=rng.normal(size=(120, 8)).astype(np.float32), labels=rng.integers(0, 4, 120))
+
+
 def test_methods_are_written_with_their_one_number():
     job = loads(JOB)
     found = {each.name: each.how for each in parse("sync, local, local:7,topk:0.05,qsgd:4,ssp:3,async", job)}
@@ -83,8 +88,7 @@ def test_a_method_that_there_is_not_is_refused(text, said):
 def test_methods_are_compared_on_one_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(JOB)
-    rng = np.random.default_rng(0)
-    np.savez("rows.npz", inputs=rng.normal(size=(120, 8)).astype(np.float32), labels=rng.integers(0, 4, 120))
+    rows_of_the_job()
     words = ["--methods", "sync,local:2,ssp:0,async,backup:1", "--json", "found.json", "--html", "page.html"]
     assert main(["exchange", "compare", "job.toml", *words]) == 0
     said, page = capsys.readouterr().out, Path("page.html").read_text()
@@ -103,6 +107,16 @@ def test_methods_are_compared_on_one_page(tmp_path, monkeypatch, capsys):
     assert page.count('class="jx-field"') == 3
     assert "async (simulated)" in page
     assert not re.search(r"https?://|<script", page)
+
+
+def test_nothing_is_trained_where_a_method_cannot_be(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB)
+    rows_of_the_job()
+    assert main(["exchange", "compare", "job.toml", "--methods", "sync,backup:1", "train.global_batch=16"]) == 1
+    said = capsys.readouterr()
+    assert "train.global_batch = 16 with backup:1" in said.err
+    assert "loss" not in said.out
 
 
 def test_ticks_are_round_and_few():

@@ -1,1 +1,1 @@
-"""Pages of HTML: pieces that are escaped, bars, and the frame around them."""
+"""Pages of HTML: pieces that are escaped, bars, lines, and the frame around them."""

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
     if job.mesh.simulate:
         simulate(job.mesh.simulate)
+    trained.check_all(job, asked)
     curves = []
     for method in asked:
         curve = trained.train(job, method, times, link)

@@ -1,6 +1,6 @@
 """A job trained by a method: its loss against samples, bytes and virtual seconds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.data.spec import Source, some
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.clock import barriers
 from jaxpar.exchange.clock.delays import Times
 from jaxpar.exchange.clock.events import Simulated, mean_staleness
 from jaxpar.job.build import assemble
-from jaxpar.job.check import device_count
+from jaxpar.job.check import check, device_count
 from jaxpar.job.compare.methods import Method
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import open_data
@@ -81,13 +81,59 @@ def train(job: Job, method: Method, times: Times, link: Link) -> Curve:
     )
 
 
+def check_all(job: Job, methods: Sequence[Method]) -> None:
+    """Refuses methods that a job cannot be trained by, before the first of them is.
+
+    Raises:
+      JaxparError: With what is wrong with any.
+    """
+    problems: list[Problem] = []
+    for method in methods:
+        try:
+            found = check(_by(job, method.how)) if isinstance(method.how, Exchange) else []
+            if not isinstance(method.how, Exchange):
+                _examples(job, method.how, method.name)
+        except JaxparError as error:
+            found = list(error.problems)
+        problems += [problem for problem in found if problem not in problems]
+    if problems:
+        raise JaxparError(*problems)
+
+
+def _by(job: Job, exchange: Exchange) -> Job:
+    return replace(job, parallel=replace(job.parallel, exchange=exchange))
+
+
+def _examples(job: Job, how: Simulated, name: str) -> int:
+    """Returns the examples of a gradient of a simulated method.
+
+    Raises:
+      JaxparError: If the job cannot be divided so.
+    """
+    shares = how.shares(replicas(job))
+    size = job.train.global_batch // shares
+    if size * shares != job.train.global_batch:
+        raise refuse(
+            f"train.global_batch = {job.train.global_batch} with {name}",
+            rule=f"the {shares} workers that count have as many examples each",
+            fix=f"train.global_batch = {-(-job.train.global_batch // shares) * shares}",
+        )
+    if key_of(resolve_loss(job)) is not None:
+        raise refuse(
+            f"{name} with a loss of (model, batch, key)",
+            rule="on the virtual clock a loss draws no random numbers of its own",
+            fix="a loss of (model, batch)",
+        )
+    return size
+
+
 def replicas(job: Job) -> int:
     """Returns how many replicas a job has over `data`."""
     return infer_sizes(job.parallel.sizes, device_count(job))["data"]
 
 
 def _run(job: Job, method: Method, exchange: Exchange, times: Times, link: Link) -> Curve:
-    job = replace(job, parallel=replace(job.parallel, exchange=exchange))
+    job = _by(job, exchange)
     step, source = assemble(job, jax.devices()[: device_count(job)]), open_data(job)
     state, losses = init_state(step.layout, step.optimizer, seed=job.train.seed), []
     feed = Feed(source, step.layout, job.train.global_batch)
@@ -107,20 +153,7 @@ def _run(job: Job, method: Method, exchange: Exchange, times: Times, link: Link)
 
 def _simulate(job: Job, method: Method, how: Simulated, times: Times, link: Link) -> Curve:
     workers = replicas(job)
-    shares, source = how.shares(workers), open_data(job)
-    size = job.train.global_batch // shares
-    if size * shares != job.train.global_batch:
-        raise refuse(
-            f"train.global_batch = {job.train.global_batch} with {method.name}",
-            rule=f"the {shares} workers that count have as many examples each",
-            fix=f"train.global_batch = {-(-job.train.global_batch // shares) * shares}",
-        )
-    if key_of(resolve_loss(job)) is not None:
-        raise refuse(
-            f"{method.name} with a loss of (model, batch, key)",
-            rule="on the virtual clock a loss draws no random numbers of its own",
-            fix="a loss of (model, batch)",
-        )
+    shares, size, source = how.shares(workers), _examples(job, how, method.name), open_data(job)
     held = _held(assemble(_of_one(job, workers, job.train.steps, size), _devices(job, workers)).layout)
     updates = how.updates(workers, job.train.steps, replace(times, travel=link.time(held)))
     alone = _of_one(job, workers, sum(update.shard == 0 for update in updates), size)
