@@ -53,10 +53,10 @@ def rows_of_the_job():
 
 def test_methods_are_written_with_their_one_number():
     job = loads(JOB)
-    found = {each.name: each.how for each in parse("sync, local, local:7,topk:0.05,qsgd:4,ssp:3,async", job)}
+    found = {each.name: each.how for each in parse("sync, local, local:7,topk:0.05,qsgd:4,powersgd:2,ssp:3,async", job)}
     assert (found["local"].every, found["local"].optimizer) == (3, "averaged")  # as the job says
     assert (found["local:7"].every, found["local:7"].optimizer) == (7, "averaged")
-    assert (found["topk:0.05"].share, found["qsgd:4"].bits) == (0.05, 4)
+    assert (found["topk:0.05"].share, found["qsgd:4"].bits, found["powersgd:2"].rank) == (0.05, 4, 2)
     assert found["ssp:3"] == Stale(bound=3)
     assert found["async"] == Stale(name="async")
     assert found["sync"].name == "all_reduce"

@@ -5,6 +5,7 @@
     all_reduce   the default: gradients are summed in every step
     averaging/   replicas that differ, and meet every so many steps
     compressed/  gradients that travel as codes
+    low_rank/    gradients that travel as products of thin matrices
     clock/       stale gradients, simulated: what is applied when, on a virtual clock
     collectives/ collectives as rounds of messages: replayed on numbers, run on devices, priced
     table        the exchanges that a job may name

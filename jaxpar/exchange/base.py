@@ -113,11 +113,12 @@ class Exchange(Keywords, metaclass=_Named):
         """Returns what is wrong with it between so many replicas."""
         return []
 
-    def idle(self, parts: Mapping[str, Part]) -> list[Problem]:
+    def idle(self, parts: Mapping[str, Part], replicas: int) -> list[Problem]:
         """Returns whether it does nothing for a model.
 
         Args:
           parts: Path of each parameter to what a device holds of it.
+          replicas: How many.
         """
         return []
 

@@ -19,10 +19,12 @@ from jaxpar.exchange.compressed.sign import Sign
 from jaxpar.exchange.compressed.sparse import Sparse
 from jaxpar.exchange.compressed.ternary import Ternary
 from jaxpar.exchange.compressed.topk import TopK
+from jaxpar.exchange.low_rank.factors import Factors
+from jaxpar.exchange.low_rank.powersgd import PowerSgd
 from jaxpar.tables import changed
 
 _DIFFER = Local, DiLoCo, Streaming, Easgd, Gossip, Ensemble
-_COMPRESSED = BFloat16, Qsgd, Ternary, Sign, TopK, RandomK, Sparse
+_COMPRESSED = BFloat16, Qsgd, Ternary, Sign, TopK, RandomK, Sparse, PowerSgd, Factors
 for _kind in (AllReduce, *_DIFFER, *_COMPRESSED):
     EXCHANGES[_kind.__dataclass_fields__["name"].default] = _kind
 

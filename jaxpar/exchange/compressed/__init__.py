@@ -1,6 +1,7 @@
 """Compressed gradients: replicas stay equal, and what they send of their gradients is small.
 
-    base       what all have in common: which parameters, what codes lose; `two_phases`: how they travel
+    base       what codes of elements have in common, and what they lose; `two_phases`: how they travel
+    chosen     which parameters are compressed
     sign       one bit an element        ternary    two bits, at random
     qsgd       8 or 4 bits, at random    bfloat16   bfloat16, summed in float32
     topk       the largest elements      randomk    elements drawn at random, with the seed

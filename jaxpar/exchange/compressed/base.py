@@ -9,11 +9,11 @@ arXiv:1901.09847), by who made the code: each replica for its own gradients, and
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxpar.errors import Problem, check_ranges, refuse
-from jaxpar.exchange.base import Exchange, Tree, by_path
+from jaxpar.errors import check_ranges, refuse
+from jaxpar.exchange.base import Tree, by_path
+from jaxpar.exchange.compressed.chosen import CAUSE, Chosen
 from jaxpar.exchange.part import Part, filled, piece_dim
 from jaxpar.exchange.sent import Sent
 from jaxpar.exchange.settings import SECTION, STEPS
@@ -33,23 +33,21 @@ class Bytes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compressed(Exchange):
+class Compressed(Chosen):
     """Gradients that travel as a code.
 
     Attributes:
       smallest: Parameters of fewer elements are not compressed.
       whole: Patterns of paths that are not compressed either: norms and biases.
-      block: Elements that have a scale in common.
       feedback: Whether what a code loses is added to the next step's gradient.
+      block: Elements that have a scale in common.
     """
 
-    smallest: int = 4096
-    whole: tuple[str, ...] = ("*bias*", "*scale*", "*norm*")
     block: int = 1024
-    feedback: bool = True
 
     def __post_init__(self):
-        check_ranges(self, SECTION, {"smallest": (1, STEPS), "block": (8, STEPS)})
+        super().__post_init__()
+        check_ranges(self, SECTION, {"block": (8, STEPS)})
         if self.block % 8:
             raise refuse(
                 f"{SECTION}.block = {self.block}",
@@ -76,28 +74,6 @@ class Compressed(Exchange):
     def coded_mean(self, elements: int, replicas: int) -> tuple[Bytes, ...]:
         """Returns what the code of the mean of a row is made of."""
         return self.coded(elements)
-
-    def compresses(self, path: str, size: int) -> bool:
-        """Returns whether a parameter's gradient travels as a code.
-
-        Args:
-          path: Of the parameter.
-          size: Its elements, on all devices.
-        """
-        return size >= self.smallest and not any(fnmatchcase(path.lower(), pattern) for pattern in self.whole)
-
-    def idle(self, parts: Mapping[str, Part]) -> list[Problem]:
-        """Returns whether no parameter of a model is compressed."""
-        if any(self.compresses(path, part.whole) for path, part in parts.items()):
-            return []
-        largest = max((part.whole for part in parts.values()), default=0)
-        return [
-            Problem(
-                f"exchange {self} compresses nothing: the largest parameter has {largest:,} elements",
-                f"parameters of {self.smallest:,} elements and more are compressed, but those that `whole` names",
-                f"smallest = {max(largest // 2, 1)}, or leave the exchange out",
-            )
-        ]
 
     def init(self, params: Tree, replicas: int) -> Tree:
         """Returns the count of steps, and where errors are remembered those of gradients and of pieces of the mean."""
@@ -148,21 +124,13 @@ class Compressed(Exchange):
         found = [
             Collective(
                 kind=kind, axes=(AXIS,), dtype=code.dtype, group=replicas, times=1,
-                payload=replicas * code.elements * code.size, cause="gradients", parameters=tuple(dims),
+                payload=replicas * code.elements * code.size, cause=CAUSE, parameters=tuple(dims),
             )
             for kind, arrays in codes.items()
             for code in arrays
         ]  # fmt: skip
         rest = {path: part for path, part in shards.items() if path not in dims}
         return (*(Sent(collective=each) for each in found), *averaged(rest, replicas))
-
-    def explain(self, sent) -> str:
-        """Returns in a sentence how replicas agree, what that sends, and which parameters are compressed."""
-        sent = tuple(sent)
-        coded = {path for each in sent if each.collective.kind == "all-to-all" for path in each.collective.parameters}
-        plain = {path for each in sent if each.collective.kind == "all-reduce" for path in each.collective.parameters}
-        kept = f"; whole: {', '.join(sorted(plain))}" if plain else ""
-        return f"{super().explain(sent)}; compressed: {', '.join(sorted(coded)) or 'nothing'}{kept}"
 
     def _dims(self, parts: Mapping[str, Part], replicas: int) -> dict[str, int]:
         """Returns the parameters that are compressed, with the dim in which replicas have pieces of each."""

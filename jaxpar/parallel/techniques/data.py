@@ -44,7 +44,7 @@ def splits(layout: Layout) -> list[Problem]:
     if not layout.parallel.exchange.apart:
         return []
     exchange = layout.parallel.exchange
-    return (exchange.idle(layout.parts) if layout.sizes["data"] > 1 else []) + [
+    return (exchange.idle(layout.parts, layout.sizes["data"]) if layout.sizes["data"] > 1 else []) + [
         Problem(
             f"{path} {layout.describe(path)} with exchange {layout.parallel.exchange}",
             "each replica has all of its parameters, where replicas step apart",
