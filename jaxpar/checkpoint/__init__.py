@@ -5,7 +5,8 @@
     RUN/checkpoints/000200.damaged/   a block has another hash: set aside
     RUN/checkpoints/000200.left/      training went back to an earlier one: set aside
 
-`store` is what a run uses, `writing` and `reading` handle one checkpoint, `arrays` its files, `manifest` its list.
+`store` is what a run uses, `writing` and `reading` handle one checkpoint, `arrays` its files, `manifest` its list;
+`replicas` goes on with another number of them.
 Names are resolved when they are first used: to list or verify checkpoints takes no jax.
 """
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from jaxpar.errors import check_ranges, refuse
 
@@ -22,6 +23,8 @@ class Checkpoints:
         all below it, * any text. The others are new.
       rename: Beginning of a path in the checkpoint to what it is in the job, {"encoder/blocks" = "blocks"}.
       cast: Whether parameters may be taken that have another dtype in the checkpoint.
+      replicas: How a run whose replicas differ goes on with another number of them: same (not at all), mean (all with
+        their mean), broadcast (all with the first).
     """
 
     every: int = 0
@@ -32,6 +35,7 @@ class Checkpoints:
     take: tuple[str, ...] = ("*",)
     rename: Mapping[str, str] = field(default_factory=dict)
     cast: bool = False
+    replicas: Literal["same", "mean", "broadcast"] = "same"
 
     def __post_init__(self):
         most = 2**31 - 1
@@ -44,6 +48,12 @@ class Checkpoints:
                     rule=f"{key} needs start_from",
                     fix=f'start_from = "runs/other", or leave {key} out',
                 )
+        if self.replicas not in ("same", "mean", "broadcast"):
+            raise refuse(
+                f"checkpoint.replicas = {self.replicas!r:.60}",
+                rule="replicas go on as the same number, their mean, or a broadcast of the first",
+                fix='replicas = "mean"',
+            )
         if not self.take:
             raise refuse(
                 "checkpoint.take = []",

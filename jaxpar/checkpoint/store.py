@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import listing, manifest, paths, processes, reading, writing
-from jaxpar.checkpoint.differences import differences, problems
+from jaxpar.checkpoint import listing, manifest, paths, processes, reading, replicas, writing
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import LOST, JaxparError, Problem, refuse
 from jaxpar.files import FULL, make_folder
@@ -150,13 +149,14 @@ class Store:
         """Returns the state of a checkpoint, each array where `like` says, and its step.
 
         Args:
-          like: The state as `jax.ShapeDtypeStruct`s with shardings; the layout may be another than that of the save.
+          like: The state as `jax.ShapeDtypeStruct`s with shardings; the layout may be another than that of the save,
+            and the number of replicas too, if the spec says how.
           step: Which one; the newest good one by default. Newer ones that are damaged are reported and set aside.
 
         Raises:
           JaxparError: If there is none, with what is wrong with each, or it does not fit: every difference by path.
         """
-        wanted, damaged = paths.flat(like), {}
+        damaged = {}
         for each in self._candidates(step):
             path = self.path(each)
             if listing.is_older(path):
@@ -164,10 +164,7 @@ class Store:
                 raise JaxparError(*self._problems(damaged), *listing.refuse_older(path).problems)
             try:
                 made = reading.listed(path)
-                # compared before anything is read: what does not fit is no damage
-                if wrong := problems(differences(made.arrays, paths.described(like)), str(_run_of(path))):
-                    raise JaxparError(*wrong)
-                arrays = reading.arrays(path, made, wanted)
+                arrays = replicas.read(path, made, like, how=self.spec.replicas, run=str(_run_of(path)))
             except reading.Damaged as found:
                 damaged[each] = found.wrong
                 continue
