@@ -358,6 +358,72 @@ JOBS = [
     (ARRAYS, "data.path=HERE/ok.npz; model.name=vit; model.patch=0", "patch = 0", "patch = "),
     (ARRAYS, "data.path=HERE/ok.npz; model.name=resnet; model.width=-4", "width = -4", "width = "),
 ]
+# The exchange, what is wrong with it, and words of the one problem.
+EXCHANGES = [
+    ("dilco", "", "parallel.exchange.name", "dilco", "did you mean 'diloco'?"),
+    ("local", "evry=2", "unknown key parallel.exchange.evry", "did you mean 'every'?"),
+    ("local", "every=0", "every = 0", "every is at least 1"),
+    ("local", "every=-3", "every = -3"),
+    ("local", "every=2.5", "every = 2.5", "integer"),
+    ("local", "every=often", "every = ", "often"),
+    ("local", "optimizer=mean", "optimizer = ", "averaged"),
+    ("local", "algorithm=rign", "algorithm='rign'", "did you mean 'ring'?"),
+    ("diloco", "every=0", "every = 0"),
+    ("diloco", "lr=-1.0", "lr = -1.0"),
+    ("diloco", "lr=inf", "lr = inf"),
+    ("diloco", "lr=nan", "lr = nan"),
+    ("diloco", "momentum=1.0", "momentum = 1.0", "below the latter"),
+    ("diloco", "momentum=-0.1", "momentum = -0.1"),
+    ("diloco", "nesterov=maybe", "nesterov = ", "true or false"),
+    ("diloco", "outer=sgd", "outer='sgd'", "optax"),
+    ("diloco", "algorithm=star", "algorithm='star'"),
+    ("streaming", "fragments=0", "fragments = 0"),
+    ("streaming", "every=10; fragments=4", "fragments = 4 with every = 10", "fragments = 2"),
+    ("streaming", "every=4; delay=4", "delay = 4 with every = 4", "delay = 3"),
+    ("streaming", "delay=-1", "delay = -1"),
+    ("streaming", "blend=1.0", "blend = 1.0"),
+    ("streaming", "order=random", "order = ", "strided"),
+    ("easgd", "every=0", "every = 0"),
+    ("easgd", "alpha=2.0", "alpha = 2.0"),
+    ("easgd", "alpha=-0.1", "alpha = -0.1"),
+    ("easgd", "beta=1.5", "beta = 1.5"),
+    ("gossip", "graph=rign", "graph = 'rign'", "did you mean 'ring'?"),
+    ("gossip", "graph=[[0.5,0.5],[0.9,0.1]]", "graph = ", "doubly stochastic"),
+    ("gossip", "graph=[[1.5,-0.5],[-0.5,1.5]]", "graph = ", "none below 0"),
+    ("gossip", "graph=[[1.0],[0.0,1.0]]", "graph = ", "square"),
+    ("gossip", "graph=[[1.0]]", "a graph of 1 rows with data=2"),
+    ("ensemble", "every=3", "unknown key parallel.exchange.every"),
+    ("qsgd", "bits=3", "bits = 3"),
+    ("qsgd", "block=12", "block = 12", "block = 16"),
+    ("ternary", "block=0", "block = 0"),
+    ("bf16", "smallest=0", "smallest = 0"),
+    ("bf16", "bits=8", "unknown key parallel.exchange.bits"),
+    ("sign", "smallest=1000000000", "compresses nothing", "smallest = "),
+    ("sign", "whole=['*']", "compresses nothing"),
+    ("topk", "share=0.0", "share = 0.0"),
+    ("topk", "share=1.5", "share = 1.5"),
+    ("randomk", "block=131072", "block = 131072"),
+    ("sparse", "share=nan", "share = nan"),
+    ("powersgd", "rank=0", "rank = 0"),
+    ("powersgd", "rank=1000", "rank = 1000 and ", "not above the rows and columns of a matrix"),
+    ("powersgd", "whole=['*']", "compresses nothing"),
+    ("factors", "rank=-1", "rank = -1"),
+    ("factors", "rank=5000", "compresses nothing between 2 replicas"),
+]
+JOBS += [
+    (
+        DECODER,
+        "; ".join(f"parallel.exchange.{word}" for word in [f"name={name}", *filter(None, wrong.split("; "))]),
+        *words,
+    )
+    for name, wrong, *words in EXCHANGES
+]
+JOBS += [
+    (DECODER, "parallel.exchange.name=local; parallel.data=1; parallel.fsdp=4", "local every 20 steps with data=1"),
+    (PIPE, "parallel.exchange.name=local", "exchange local every 20 steps with pipe=4"),
+    (DECODER, "parallel.exchange.name=sign; train.offload=true", "offload with exchange sign"),
+    (DECODER, "checkpoint.replicas=median", "checkpoint.replicas = ", "broadcast"),
+]
 
 
 @pytest.mark.parametrize(("text", "wrong", "words"), [pytest.param(t, w, words, id=ascii(w)) for t, w, *words in JOBS])
@@ -812,6 +878,16 @@ COMMANDS = [
     ("checkpoint diff HERE HERE/ok.toml", 1, "no checkpoint in"),
     ("checkpoint export HERE --to HERE/none", 1, "no checkpoint in"),
     ("checkpoint verify HERE --step last", 2, "--step", "'last'"),
+    ("exchange", 2, "compare|collective"),
+    ("exchange collective trie", 1, "collective 'trie'", "did you mean 'tree'?"),
+    ("exchange collective tree --devices 0", 1, "--devices 0"),
+    ("exchange compare HERE/ok.toml", 2, "--methods"),
+    ("exchange compare HERE/ok.toml --methods snyc", 1, "method 'snyc'", "did you mean 'sync'?"),
+    ("exchange compare HERE/ok.toml --methods sync --delays slow", 1, "delays 'slow'"),
+    ("exchange compare HERE/ok.toml --methods sync --compute 0", 1, "compute = 0.0"),
+    ("exchange compare HERE/ok.toml --methods sync --between 10", 1, "'10' has no unit"),
+    ("exchange compare HERE/ok.toml --methods sync --html HERE", 1, "--html", "a folder that exists"),
+    ("exchange compare HERE/ok.toml --methods backup:1", 1, "1 backups of 2 workers", "a larger parallel.data"),
 ]
 
 

@@ -30,7 +30,7 @@ from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
 from jaxpar.step.keyed.loss import shaped
-from jaxpar.step.kinds import gradients_of
+from jaxpar.step.kinds import check_offload, gradients_of
 from jaxpar.step.numerics import Numerics
 from jaxpar.units import show_bytes
 
@@ -72,6 +72,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     if blueprint and whole and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job)
     attempt(_check_origin, job)
+    if layout:
+        attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)
         attempt(_check_room, job, layout)

@@ -35,14 +35,23 @@ def gradients_of(
     return KeyedGradients(layout, _of_layout(*handed(layout, loss), numerics, frozen), seed)
 
 
+def check_offload(layout: Layout, *, offload: bool) -> None:
+    """Refuses an optimizer state in host memory where replicas step apart.
+
+    Raises:
+      JaxparError: If both are asked for.
+    """
+    if offload and layout.parallel.exchange.apart:
+        raise refuse(
+            f"offload with exchange {layout.parallel.exchange}",
+            rule="replicas that step apart keep their optimizer states on their devices",
+            fix="offload = false, or zero=1 with a larger fsdp",
+        )
+
+
 def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str]) -> Gradients:
     if layout.parallel.exchange.apart:
-        if numerics.offload:
-            raise refuse(
-                f"offload with exchange {layout.parallel.exchange}",
-                rule="replicas that step apart keep their optimizer states on their devices",
-                fix="offload = false, or zero=1 with a larger fsdp",
-            )
+        check_offload(layout, offload=numerics.offload)
         one, together = of_one(layout), layout.parallel.exchange.averages_predictions
         seen = of_mean_prediction(loss, layout.blueprint.name) if together else loss
         return Apart(layout, Whole(one, loss, numerics, frozen), Whole(one, seen, numerics, frozen))

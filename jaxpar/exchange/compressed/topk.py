@@ -23,7 +23,7 @@ class Largest(Compressed):
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, SECTION, {"share": (0.0, 1.0), "block": (8, 2**16)})
+        check_ranges(self, SECTION, {"share": (2**-16, 1.0), "block": (8, 2**16)})
 
     @property
     def kept(self) -> int:
