@@ -18,6 +18,8 @@ EXAMPLE = """\
   memory of a pipelined step by schedule and microbatches, as compiled for simulated devices and for eight H100s
   $ jaxpar bench fsdp2 --torch ~/torch/bin/python --rounds 20
   what a step costs two processes beside PyTorch's FSDP2, interleaved, each with remat or without, as it likes best
+  $ jaxpar bench collectives --only "fsdp 8, 8B"
+  the exposed communication of jobs for many GPUs by what XLA is told, as compiled for absent H100s; half an hour
   $ jaxpar bench faults --timeout 10
   seconds until all processes of a run have noticed that one is killed, stopped, late or runs another program
   $ jaxpar bench planner
@@ -35,7 +37,7 @@ EXAMPLE = """\
   everything that jaxpar claims about GPUs, on one of them, as far as nine minutes go; the next call goes on from there,
   and what was predicted with --plan, anywhere, stands beside what is measured
 
-The first six and `layouts` end with status 1 where a bound does not hold.
+Overhead, checkpoint, pipeline, fsdp2, faults, planner and layouts end with status 1 where a bound does not hold.
 """
 
 
@@ -47,7 +49,7 @@ def add(verbs) -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = "overhead|checkpoint|pipeline|fsdp2|faults|planner|gemm|links|layers|layouts|gpu"
+    names = "overhead|checkpoint|pipeline|collectives|fsdp2|faults|planner|gemm|links|layers|layouts|gpu"
     inner = verb.add_subparsers(dest="name", metavar=names, required=True)
 
     def add_one(name: str, meaning: str, function: Any) -> argparse.ArgumentParser:
@@ -69,6 +71,9 @@ def add(verbs) -> None:
     one.add_argument("--rounds", type=int, default=15, help="interleaved pairs per size (default 15)")
     add_json(one)
     add_json(add_one("pipeline", "memory of a pipelined step, by schedule and microbatches", pipeline))
+    one = add_one("collectives", "exposed communication of jobs for many GPUs, by what XLA is told", collectives)
+    one.add_argument("--only", metavar="JOB", action="append", default=[], help="one job, such as 'fsdp 8, 8B'")
+    add_json(one)
     one = add_one("fsdp2", "a step of two processes beside PyTorch's FSDP2", fsdp2)
     one.add_argument("--torch", metavar="PYTHON", default=sys.executable, help="one that has torch (default: this one)")
     one.add_argument("--rounds", type=int, default=20, help="interleaved pairs (default 20)")
@@ -148,6 +153,13 @@ def fsdp2(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.bench.fsdp2.pairs import fsdp2
 
     return _held(fsdp2(rounds=_rounds(args), torch=args.torch))
+
+
+def collectives(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compiles jobs with each of XLA's options, for their communication."""
+    from jaxpar.job.collectives import JOBS, collectives
+
+    return collectives(jobs=args.only or tuple(JOBS)), 0
 
 
 def faults(args: argparse.Namespace) -> tuple[Any, int]:

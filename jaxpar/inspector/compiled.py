@@ -8,16 +8,18 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from jaxpar.errors import refuse
 from jaxpar.inspector import program_cache
+from jaxpar.mesh.preset import unknown_option, without
 from jaxpar.mesh.stand_in_toolkit import make_toolkit
 
 _NOISE = (
@@ -33,7 +35,6 @@ _NEEDS = {  # what XLA says where an option needs what it has not
     "Failed to get configs": _TUNING,  # some products have no kernel that is taken without a choice
     "No supported config found": _TUNING,  # so XLA 0.11 says it
     "Cannot find key: sm_": _COSTS,  # its cost model has no table for this GPU
-    "No such compile option": _COLLECTIVES,  # before jaxlib 0.11
 }
 REMATERIALIZED = "Involuntary full rematerialization"
 
@@ -69,19 +70,22 @@ class Compiled:
     warned: tuple[str, ...] = ()
 
 
-def compile_program(lowered: Any, devices: Sequence[Any], *, keep: bool = False) -> Compiled:
+def compile_program(
+    lowered: Any, devices: Sequence[Any], *, keep: bool = False, told: Mapping[str, Any] = MappingProxyType({})
+) -> Compiled:
     """Compiles a lowered program, and returns what XLA made of it; its other words go to the standard error.
 
     Args:
       lowered: As `jax.jit(...).lower` returns it.
       devices: What it is compiled for, in the order of the mesh.
       keep: Read it where an earlier inspection kept it, and keep it for later ones; see `program_cache`.
+      told: What XLA is told where it compiles the program to be run.
 
     Raises:
       JaxparError: With XLA's first line, if it does not compile.
     """
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
-    options = _options(platform)
+    options = {**told, **_options(platform)}
     file = program_cache.file_of(lowered, devices, options) if keep else None
     kept = program_cache.read(file) if file else None
     if kept:
@@ -151,17 +155,21 @@ def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
     Returns:
       The program, and what XLA said meanwhile, without noise.
     """
+    missing: list[str] = []
     while True:
         with _listening() as said:
             try:
                 program = lowered.compile(compiler_options=options)
             except jax.errors.JaxRuntimeError as error:
                 unmet = [o for words, o in _NEEDS.items() if words in str(error) and o in options]
+                if (unknown := unknown_option(error)) in options:
+                    unmet.append(unknown)
+                    missing += [without(unknown)] * (unknown != _COLLECTIVES)  # which older versions do not need
                 if not unmet:
                     raise
                 options = {name: value for name, value in options.items() if name not in unmet}
                 continue
-        return program, [line for line in said if line.strip() and not any(noise in line for noise in _NOISE)]
+        return program, missing + [line for line in said if line.strip() and not any(noise in line for noise in _NOISE)]
 
 
 def _read(folder: str, pattern: str) -> str:

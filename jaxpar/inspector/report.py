@@ -88,7 +88,7 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
     """Returns the report about a subject, on a chip of jaxpar's table or on the one given here."""
     devices = list(subject.mesh.devices.flat)
     platform = "cpu" if devices[0].platform == "cpu" else "gpu"
-    compiled = compile_program(subject.lowered, devices, keep=subject.own)
+    compiled = compile_program(subject.lowered, devices, keep=subject.own, told=subject.options)
     module = parse(compiled.text)
     sizes = {str(axis): size for axis, size in subject.mesh.shape.items()}
     if subject.schedule:

@@ -39,6 +39,7 @@ class Subject:
       schedule: The schedule of its pipeline; None without one.
       notes: Remarks for the reader of a report.
       own: Whether jaxpar jitted it, without compiler options; a user's `jit` may have some, and its text hides them.
+      options: What XLA is told where it compiles it to be run.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Subject:
     schedule: Schedule | None = field(default=None, repr=False)
     notes: tuple[str, ...] = ()
     own: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def argument(path: str, role: str, leaf: Any, sharding: Any, *, names: Sequence[str | None] = ()) -> Argument:

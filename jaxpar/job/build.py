@@ -104,4 +104,5 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
         compose(resolve_model(job, loss), job.parallel, devices), loss, optimizer,
         guard=job.faults.on_bad_step == "skip", seed=train.seed,
         accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
+        collectives=train.collectives,
     )  # fmt: skip

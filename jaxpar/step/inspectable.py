@@ -39,6 +39,11 @@ class Inspectable(Protocol):
     share: OwnShare | None
     products: Matmuls | None
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """What XLA is told besides the program."""
+        ...
+
     def abstract(self) -> State:
         """Returns the state as shapes, dtypes and shardings."""
         ...
@@ -101,6 +106,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
         notes=(*notes, *(step.products.notes if step.products else ()), *step.gradients.notes, *_agreement(layout)),
         own=True,
+        options=step.options,
     )
 
 

@@ -1,11 +1,12 @@
 """Settings that change the speed and memory of a step, and not its meaning."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 
 from jaxpar.errors import nearest, refuse
+from jaxpar.mesh.preset import Preset
 from jaxpar.models.settings.computing import POLICIES, Precision
 
 DTYPES = {"fp32": None, "bf16": jnp.bfloat16}
@@ -20,12 +21,15 @@ class Numerics:
       precision: `fp32`, `bf16`, or a `Precision`.
       remat: What the backward pass keeps, one of `jaxpar.models.settings.computing.POLICIES`.
       offload: Keep the optimizer state in host memory between steps.
+      collectives: overlapped tells XLA of several GPUs what `jaxpar.mesh.preset` says, so that less of their
+        communication is waited for; plain tells it nothing.
     """
 
     accumulate: int = 1
     precision: Precision | str = "fp32"
     remat: str = "none"
     offload: bool = False
+    collectives: Preset = "overlapped"
 
     @property
     def matmuls(self) -> Precision:
@@ -45,5 +49,11 @@ class Numerics:
                 f"remat={self.remat!r}",
                 rule=f"remat is one of {', '.join(POLICIES)}",
                 fix=nearest(str(self.remat), POLICIES),
+            )
+        if self.collectives not in (known := get_args(Preset)):
+            raise refuse(
+                f"collectives={self.collectives!r:.60}",
+                rule=f"collectives is one of {', '.join(known)}",
+                fix=nearest(str(self.collectives), known),
             )
         _ = self.matmuls  # refuses one that is none

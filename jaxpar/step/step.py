@@ -24,6 +24,7 @@ from jaxpar.errors import nearest, refuse, users_code
 from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.own_share import FIX, OwnShare, find_excess, own_share
 from jaxpar.inspector.subject import Subject
+from jaxpar.mesh.preset import compile_with, options
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
@@ -175,7 +176,7 @@ class Step:
             self.agree(
                 f"{key[0]} program ({len(self._compiled)})", hashlib.sha256(lowered.as_text().encode()).hexdigest()
             )
-        program = lowered.compile()
+        program = compile_with(lowered, self.options)
         several = self.layout.devices > 1 and key[0] != "eval"
         if several and (excess := find_excess(program.as_text(), self.share)):
             warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {FIX}", stacklevel=3)
@@ -189,6 +190,11 @@ class Step:
         except (TypeError, ValueError, RuntimeError):
             self._check_state(state)  # looked at only where JAX refuses, so that a good step costs nothing
             raise
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What XLA is told besides the program."""
+        return options(list(self.layout.on.devices.flat), self.numerics.collectives)
 
     def _check_state(self, state: State) -> None:
         """Refuses a state of another layout, model or optimizer."""
@@ -305,7 +311,7 @@ def train_step(
       optimizer: The optax chain that `init_state` was given.
       guard: Whether a step whose loss or gradients are not finite, or whose loss is above a limit, changes nothing.
       seed: Of the loss's keys.
-      **numerics: `accumulate`, `precision`, `remat`, `offload`: see `Numerics`.
+      **numerics: `accumulate`, `precision`, `remat`, `offload`, `collectives`: see `Numerics`.
 
     Raises:
       JaxparError: If a setting has no such value.

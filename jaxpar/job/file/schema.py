@@ -12,6 +12,7 @@ from typing import Any, Literal
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.data.spec import Data
 from jaxpar.errors import check_ranges, refuse
+from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
 from jaxpar.models.settings.computing import Precision
 from jaxpar.optim.optimizer import Optimizer
@@ -95,6 +96,8 @@ class TrainTable:
       precision: The dtype of matmuls; precision = "bf16" for short.
       remat: How much the backward pass recomputes: none (keeps all), dots, all_dots or full (keeps least).
       offload: Keep the optimizer state in host memory between steps.
+      collectives: overlapped tells XLA of several GPUs to combine collectives less than it would, so that less of them
+        is waited for; plain tells it nothing.
       eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
       eval_batches: Most batches per evaluation; 0 takes all that are held out.
     """
@@ -107,6 +110,7 @@ class TrainTable:
     precision: Precision = field(default_factory=Precision)
     remat: Literal["none", "dots", "all_dots", "full"] = "none"
     offload: bool = False
+    collectives: Preset = "overlapped"
     eval_every: int = 0
     eval_batches: int = 0
 

@@ -1,0 +1,84 @@
+"""What XLA is told about the collectives of several GPUs: each option with its reason.
+
+Chosen by the exposed communication that the timeline models for jobs under configs/, as compiled for their absent GPUs:
+`jaxpar bench collectives`, whose record says what each option does to each job. No GPU has measured it.
+
+    kept as they are   the latency hiding scheduler, which XLA has on: without it all communication is exposed
+    left out           a threshold for all-reduces: as much of them is exposed with it
+                       larger thresholds, as most recipes have them: fewer collectives, which begin later
+                       collective matmul (windowed einsum): more to send, in pieces whose launches are exposed
+                       O1, which pipelines collectives: better with fsdp alone, worse beside tensor; more memory, and
+                       twice to four times as long to compile
+"""
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Preset = Literal["overlapped", "plain"]
+SMALL = 8 * 2**20  # bytes: of gathers over NVLink some 30 us, several times what one more collective costs to start
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """One option of XLA.
+
+    Attributes:
+      name: As XLA has it, without dashes.
+      value: What it is set to.
+      why: The reason.
+    """
+
+    name: str
+    value: Any
+    why: str
+
+
+OVERLAPPED = (
+    Option(
+        name="xla_gpu_all_gather_combine_threshold_bytes",
+        value=SMALL,
+        why="a gather of few parameters ends before the first matmul that reads them; a large one is waited for",
+    ),
+    Option(
+        name="xla_gpu_reduce_scatter_combine_threshold_bytes",
+        value=SMALL,
+        why="the first gradients travel while the next are computed; combined, they wait for the last of them",
+    ),
+)
+
+
+def options(devices: Sequence[Any], preset: Preset) -> dict[str, Any]:
+    """Returns what XLA is told for these devices: nothing for one, or for a processor."""
+    if preset == "plain" or len(devices) < 2 or devices[0].platform in ("cpu", "tpu"):
+        return {}
+    return {option.name: option.value for option in OVERLAPPED}
+
+
+def compile_with(lowered: Any, told: Mapping[str, Any]) -> Any:
+    """Returns the compiled program; options that this version of XLA has not are left out, with a warning."""
+    import jax  # here: whoever reads a job has this module
+
+    left = dict(told)
+    while True:
+        try:
+            return lowered.compile(compiler_options=left) if left else lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            name = unknown_option(error)
+            if name not in left:
+                raise
+            warnings.warn(without(name), stacklevel=2)
+            del left[name]
+
+
+def without(name: str) -> str:
+    """Returns that an option is left out, as a sentence."""
+    return f"this version of XLA has no option {name}: compiled without it"
+
+
+def unknown_option(error: Exception) -> str:
+    """Returns the name of the option that XLA says it has not, or nothing."""
+    found = re.search(r"No such compile option: '(\w+)'", str(error))
+    return found[1] if found else ""
