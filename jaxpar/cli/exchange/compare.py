@@ -8,7 +8,7 @@ from jaxpar.cli.options import add_job, check_file
 
 EXAMPLE = """\
   $ jaxpar exchange compare configs/quickstart.toml --methods sync,local:20,diloco:20,sign,topk:0.01,ssp:3
-  $ jaxpar exchange compare configs/digits.toml --methods sync,async,ssp:3,backup:1 --delays pareto:2 train.steps=200
+  $ jaxpar exchange compare configs/digits.toml --methods sync,async,ssp:3 --delays pareto:2 train.steps=200
 """
 
 
@@ -67,6 +67,6 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     print(f"\n{page.text(curves)}")
     title = f"{Path(args.job).stem}: how {trained.replicas(job)} replicas agree"
     said = f"{args.between} per second between them, with 5 us before the first byte"
-    Path(args.html).write_text(page.write(curves, title=title, law=times.law, compute=args.compute, said=said))
+    Path(args.html).write_text(page.write(curves, title=title, law=args.delays, compute=args.compute, said=said))
     print(f"page: {args.html}")
     return {"curves": [curve.to_dict() for curve in curves]}, 0

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpar.exchange.clock.delays import Law
 from jaxpar.html.frame import document
 from jaxpar.html.lines import Line, chart
 from jaxpar.html.markup import badge, table, tag
@@ -15,7 +14,7 @@ POINTS = 60  # of a line at most: each is a mean over some updates
 _LOOKS = tuple(f"jx-k{i}" for i in range(5)) + tuple(f"jx-c{i}" for i in range(10))
 _HEAD = ("method", "", "eval loss", "examples", "bytes a device sent", "virtual time", "staleness")
 MEANT = {
-    "run": "trained as `jaxpar train` does",
+    "run": "trained as jaxpar train does",
     "simulated": "gradients and updates are computed exactly, in the order of a virtual clock: JAX runs nothing late",
     "modelled": "a formula; nothing was measured",
 }
@@ -52,21 +51,21 @@ def text(curves: Sequence[Curve]) -> str:
     return "\n".join(lines)
 
 
-def write(curves: Sequence[Curve], *, title: str, law: Law, compute: float, said: str) -> str:
+def write(curves: Sequence[Curve], *, title: str, law: str, compute: float, said: str) -> str:
     """Returns the page.
 
     Args:
       curves: At least one.
       title: Of the page.
-      law: Of the times of gradients.
+      law: Of the times of gradients, as it was written.
       compute: Their mean in seconds.
       said: About the link, in words.
     """
-    where = f"gradients take {show_seconds(compute)} in the mean, {law}; {said}"
+    where = f"gradients take {show_seconds(compute)} in the mean ({law}); {said}"
     looks = {curve.method.name: _LOOKS[i % len(_LOOKS)] for i, curve in enumerate(curves)}
     charts = [
         ("Against examples", "samples", "examples that were used", show_count),
-        ("Against bytes", "bytes", "bytes that a device has sent", show_bytes),
+        ("Against bytes", "bytes", "bytes that a device has sent", lambda x: f"{show_count(x)}B"),
         ("Against virtual seconds", "seconds", "seconds on the virtual clock, modelled", lambda x: f"{x:.4g} s"),
     ]
     sections = [
