@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_compressed_gradients import COUNTING, trained
-from test_seams_exchange import CHAIN, batch, composed, loss, over_data, saved
+from test_seams_exchange import CHAIN, asked, batch, composed, loss, over_data, saved
 from tiny import assert_same_arrays
 
 import jaxpar as jp
@@ -180,3 +180,8 @@ def test_a_rank_that_no_matrix_has_is_refused(exchange, said):
     with pytest.raises(JaxparError) as caught:
         composed(ALONE, exchange)
     assert said in str(caught.value)
+
+
+def test_a_plan_which_knows_no_shapes_does_not_price_products():
+    with pytest.raises(JaxparError, match="a plan with exchange powersgd"):
+        asked("parallel.exchange.name=powersgd").legal()

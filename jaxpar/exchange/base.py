@@ -80,6 +80,7 @@ class Exchange(Keywords, metaclass=_Named):
     every = 0  # steps from one `agree` to the next; 0 for an exchange that has none
     differ = False  # whether parameters and optimizer states of replicas may differ
     averages_predictions = False  # whether an evaluation shows all examples to all, and averages what they return
+    of_shapes = False  # whether what it sends depends on the shapes of parameters, not just on how many there are
     apart = True  # whether replicas make their steps apart; else XLA sums gradients over them like over any axis
 
     def init(self, params: Tree, replicas: int) -> Tree:

@@ -66,8 +66,15 @@ class Question:
         """Returns all layouts for these devices, or for so many.
 
         Raises:
-          JaxparError: If there is none, or none with replicas that can step apart as the exchange wants.
+          JaxparError: If there is none, or none with replicas that can step apart as the exchange wants. If what that
+            sends follows from the shapes of parameters.
         """
+        if self.software.exchange.of_shapes:
+            raise refuse(
+                f"a plan with exchange {self.software.exchange}",
+                rule="a plan knows how many parameters a device holds, and what this exchange sends depends on shapes",
+                fix="a plan without it; jaxpar inspect JOB says what it sends",
+            )
         found = self.model.legal(devices=devices or self.devices, rows=self.rows, choices=self.choices)
         if not self.software.exchange.apart:
             return found

@@ -31,6 +31,7 @@ class LowRank(Chosen):
     """
 
     rank: int = 4
+    of_shapes = True
 
     def __post_init__(self):
         super().__post_init__()
