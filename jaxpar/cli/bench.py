@@ -157,7 +157,7 @@ def fsdp2(args: argparse.Namespace) -> tuple[Any, int]:
 
 def collectives(args: argparse.Namespace) -> tuple[Any, int]:
     """Compiles jobs with each of XLA's options, for their communication."""
-    from jaxpar.job.collectives import JOBS, collectives
+    from jaxpar.job.benches.collectives import JOBS, collectives
 
     return collectives(jobs=args.only or tuple(JOBS)), 0
 
@@ -193,8 +193,8 @@ def links(args: argparse.Namespace) -> tuple[Any, int]:
 
 def layers(args: argparse.Namespace) -> tuple[Any, int]:
     """Times the layers of a job's model."""
+    from jaxpar.job.benches.layers import measured
     from jaxpar.job.file.parse import load
-    from jaxpar.job.layers import measured
 
     check_file("--write", args.write, "own.graph.txt", anew=True)
     return measured(load(args.job, args.overrides, allow_import=args.allow_import), args.write), 0
@@ -202,8 +202,8 @@ def layers(args: argparse.Namespace) -> tuple[Any, int]:
 
 def layouts(args: argparse.Namespace) -> tuple[Any, int]:
     """Compares predictions with compiled programs."""
+    from jaxpar.job.benches.validate_planner import layouts
     from jaxpar.job.file.parse import load
-    from jaxpar.job.validate_planner import layouts
     from jaxpar.mesh.devices import leave_alone
 
     leave_alone()

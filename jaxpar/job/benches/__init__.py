@@ -1,0 +1,1 @@
+"""What `jaxpar bench` measures or compiles of jobs: their layers, their communication, the planner beside them."""
