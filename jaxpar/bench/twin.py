@@ -106,6 +106,75 @@ gather.defvjp(
 )
 
 
+@jax.custom_vjp
+def swiglu(gate, up):
+    """SwiGLU, whose backward pass keeps its two inputs."""
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_backward(kept, gradient):
+    gate, up = kept
+    zero, gradient = jax.lax.optimization_barrier((jnp.zeros((), gate.dtype), gradient))  # not the sigmoid from forward
+    share = jax.nn.sigmoid(gate + zero)
+    return gradient * up * share * (1 + gate * (1 - share)), gradient * gate * share
+
+
+swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
+
+
+@jax.custom_vjp
+def matmul(x, head):
+    """The head, whose gradient is made as it is stored."""
+    return jnp.einsum("bsd,dv->bsv", x, head)
+
+
+def _matmul_backward(kept, gradient):
+    x, head = kept
+    return jnp.einsum("bsv,dv->bsd", gradient, head), jnp.einsum("bsd,bsv->dv", x, gradient)
+
+
+matmul.defvjp(lambda x, head: (matmul(x, head), (x, head)), _matmul_backward)
+
+
+@jax.custom_jvp
+def cross_entropy(logits, targets):
+    """Losses [batch, seq], whose backward pass keeps the logits and two numbers per token."""
+    return _losses(logits, targets)[0]
+
+
+def _losses(logits, targets):
+    highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    total = jnp.sum(jnp.exp(logits - highest), axis=-1)
+    picked = jnp.sum(jnp.where(_hit(logits, targets), logits, 0.0), axis=-1, keepdims=True)
+    losses = jnp.log(total) - jnp.squeeze(picked - highest, axis=-1)
+    # as ours: a target that is no token is no loss either
+    return jnp.where(_known(targets), losses, jnp.nan), highest, total
+
+
+def _hit(logits, targets):
+    return jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == targets[..., None]
+
+
+def _known(targets):
+    return (targets >= 0) & (targets < VOCAB)
+
+
+@cross_entropy.defjvp
+def _cross_entropy_slope(primals, tangents):
+    (logits, targets), (slopes, _) = primals, tangents
+    losses, highest, total = _losses(logits, targets)
+    slopes = jax.lax.optimization_barrier(slopes)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def along(logits, highest, total, slopes):
+        powers = jnp.exp(-(highest - logits))
+        return jnp.sum(powers * slopes, axis=-1) / total - jnp.sum(
+            jnp.where(_hit(logits, targets), slopes, 0.0), axis=-1
+        )
+
+    return losses, jnp.where(_known(targets), along(logits, highest, total, slopes), 0.0)
+
+
 def forward(params, tokens, mesh):
     """Returns logits [batch, seq, vocab]."""
 
@@ -128,23 +197,20 @@ def forward(params, tokens, mesh):
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         x = on(x + jnp.einsum("bshk,hkd->bsd", y, p["attention_out"]), ROWS)
         y = rms_norm(x, p["norm_mlp"])
-        h = jax.nn.silu(jnp.einsum("bsd,df->bsf", y, p["mlp_gate"])) * jnp.einsum("bsd,df->bsf", y, p["mlp_up"])
-        return on(x + jnp.einsum("bsf,fd->bsd", on(h, ROWS, None, "tensor"), p["mlp_down"]), ROWS), None
+        up = on(jnp.einsum("bsd,df->bsf", y, p["mlp_up"]), ROWS, None, "tensor")
+        gate = on(jnp.einsum("bsd,df->bsf", y, p["mlp_gate"]), ROWS, None, "tensor")
+        return on(x + jnp.einsum("bsf,fd->bsd", swiglu(gate, up), p["mlp_down"]), ROWS), None
 
     x = on(jnp.take(gathered("embed", params["embed"]), tokens, axis=0), ROWS)
     x, _ = jax.lax.scan(layer, x, params["blocks"])
     x = rms_norm(x, gathered("norm", params["norm"]))
-    return on(jnp.einsum("bsd,dv->bsv", x, gathered("head", params["head"])), ROWS, None, "tensor")
+    return on(matmul(x, gathered("head", params["head"])), ROWS, None, "tensor")
 
 
 def mean_loss(params, batch, mesh):
     """Returns the mean cross entropy."""
     logits = forward(params, batch["inputs"], mesh)
-    shifted = logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    hit = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == batch["targets"][..., None]
-    losses = jnp.log(jnp.sum(jnp.exp(shifted), axis=-1)) - jnp.sum(jnp.where(hit, shifted, 0.0), axis=-1)
-    known = (batch["targets"] >= 0) & (batch["targets"] < VOCAB)
-    return jnp.mean(jnp.where(known, losses, jnp.nan))  # as ours: a target that is no token is no loss either
+    return jnp.mean(cross_entropy(logits, batch["targets"]))
 
 
 def build(mesh, optimizer):

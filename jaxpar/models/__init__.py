@@ -5,6 +5,7 @@
     pipelined(layers, x)                    where a pipeline cuts the model              stack.py
     remat = "none" as an attribute          what the backward pass keeps of each layer   remat.py
     what a model returns to its loss        float32, whatever it computes in             returned.py
+    swiglu(gate, up), logits(x, head)       a backward pass of less memory than JAX's    own_backward.py
 
 Nouns: the settings of a model (a frozen dataclass: the `[model]` table of a job), names of dims, a stack of equal
 layers, an island.

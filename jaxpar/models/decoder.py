@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
+from jaxpar.models.own_backward import logits
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderSettings
 from jaxpar.models.stack import run_stack, stack
@@ -65,6 +66,6 @@ class Decoder(nnx.Module):
             x, keys = dropout(x, s.dropout, first), keys[1:]
         x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan)
         x = self.norm(x)
-        head = table.T if self.head is None else self.head[...]
+        made = jnp.einsum("bsd,dv->bsv", x, table.T) if self.head is None else logits(x, self.head[...])
         # logits stay split over the vocabulary: the loss sums over it, and never needs all of a token's
-        return constrain(jnp.einsum("bsd,dv->bsv", x, head), "batch", "seq", "vocab")
+        return constrain(made, "batch", "seq", "vocab")

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.named import constrain
+from jaxpar.models.own_backward import swiglu
 from jaxpar.models.rotary import Rope, rotate
 
 
@@ -133,7 +134,7 @@ class FeedForward(nnx.Module):
             h = jax.nn.gelu(h)
         else:
             gate = constrain(jnp.einsum("bsd,df->bsf", x_bsd, self.gate[...]), "batch", "seq", "mlp")
-            h = jax.nn.silu(_plus(gate, self.gate_bias)) * h
+            h = swiglu(_plus(gate, self.gate_bias), h)
         return _plus(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
 
 

@@ -91,7 +91,7 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
 
     Left to itself JAX keeps the exponentials of the forward pass, in float32, beside the logits. Here a checkpoint
     computes them again, so that the backward pass reads the logits, as they are, and two numbers per row. The sums are
-    those that JAX would make, in their order, so that gradients in 16 bits round as they do.
+    those that JAX would make, in their order.
     """
     (logits, labels), (slopes, _) = primals, tangents
     losses, highest, total = _losses(logits, labels)
@@ -99,12 +99,12 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
     # the gradient of the logits is computed once, over them: else XLA computes it for each matmul that reads it
     slopes = jax.lax.optimization_barrier(slopes)
 
-    # XLA may keep the exponentials of the forward pass all the same, as it does for GPUs: they are of the same numbers.
-    # Of other numbers, or kept apart, gradients in 16 bits would round otherwise than JAX's own
     @partial(jax.checkpoint, prevent_cse=False)
     def along(logits: jax.Array, highest: jax.Array, total: jax.Array, slopes: jax.Array) -> jax.Array:
         slopes = slopes.astype(jnp.float32)
-        powers = jnp.exp(logits.astype(jnp.float32) - highest)
+        # the exponentials of the forward pass, to the bit, but in another form: of the same form XLA computes them
+        # once, and keeps them in float32 beside the logits
+        powers = jnp.exp(-(highest - logits.astype(jnp.float32)))
         at_label = jnp.sum(jnp.where(_at(labels, logits), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
@@ -115,9 +115,9 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
     """Returns the losses, and of each row its highest logit and the sum of exponentials of logits below it."""
     wide = logits.astype(jnp.float32)
     highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
-    shifted = wide - highest
-    total = jnp.sum(jnp.exp(shifted), axis=-1)
-    losses = jnp.log(total) - jnp.sum(jnp.where(_at(labels, logits), shifted, 0.0), axis=-1)
+    total = jnp.sum(jnp.exp(wide - highest), axis=-1)
+    at_label = jnp.sum(jnp.where(_at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
+    losses = jnp.log(total) - jnp.squeeze(at_label - highest, axis=-1)
     return jnp.where(_known(labels, logits), losses, jnp.nan), highest, total
 
 
