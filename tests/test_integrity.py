@@ -291,7 +291,8 @@ class Disk:
     def fill(self, leave):
         free = shutil.disk_usage(self.folder).free
         with contextlib.suppress(OSError):  # what a run writes meanwhile may fill it first
-            (self.folder / "ballast").write_bytes(b"\1" * (free - leave))
+            with (self.folder / "ballast").open("ab") as ballast:
+                ballast.write(b"\1" * (free - leave))
 
     def empty(self):
         (self.folder / "ballast").unlink(missing_ok=True)
@@ -419,6 +420,7 @@ def test_a_run_on_a_disk_that_is_full_for_a_while_loses_nothing(disk, tmp_path):
     with pytest.raises(JaxparError, match="step 13 is not saved: the disk of"):
         train(longer, stream=stream)
     assert listing.steps(folder / "checkpoints") in ([7, 8, 9], [7, 8, 9, 10])  # step 10 may have been on its way
+    disk.fill(0)  # what was half written, and is deleted, has left room
     with pytest.raises(JaxparError, match=r"(job.toml|run.json): No space left"):
         train(longer, stream=stream)
     disk.empty()

@@ -74,13 +74,14 @@ class Step:
         guard: bool = False,
         seed: int = 0,
     ):
+        abstract = states.abstract(layout, optimizer)  # refuses what is no layout, or no optimizer
         layout = self.layout = layout.freezing(frozen(layout, optimizer))
         self.loss, self.optimizer, self.numerics = loss, optimizer, numerics
         self.products: check.Matmuls | None = None
         self.share: OwnShare | None = None
         self.agree: Callable[[str, str], None] | None = None
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.placed = states.shardings(layout, states.abstract(layout, optimizer), offload=numerics.offload)
+        self.placed = states.shardings(layout, abstract, offload=numerics.offload)
         self.gradients = gradients_of(layout, loss, numerics, frozen=layout.frozen, seed=seed)
         self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self._compiled: dict[Any, Any] = {}
