@@ -421,8 +421,9 @@ def test_a_run_on_a_disk_that_is_full_for_a_while_loses_nothing(disk, tmp_path):
         train(longer, stream=stream)
     assert listing.steps(folder / "checkpoints") in ([7, 8, 9], [7, 8, 9, 10])  # step 10 may have been on its way
     disk.fill(0)  # what was half written, and is deleted, has left room
-    with pytest.raises(JaxparError, match=r"(job.toml|run.json): No space left"):
+    with pytest.raises(JaxparError, match=r"(lock|job.toml|run.json): No space left"):
         train(longer, stream=stream)
+    assert not (folder / "lock").exists()
     disk.empty()
     assert train(longer, stream=io.StringIO())["resumed_from"] in (9, 10)
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 13

@@ -102,8 +102,12 @@ class Lock:
             return False
         except OSError as error:
             raise refuse(f"{self.path}: {error.strerror}", rule=RULE, fix="another run.dir") from error
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(asdict(self.holder), file)
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                json.dump(asdict(self.holder), file)
+        except OSError as error:  # a full disk has room for a name, and none for what is in it
+            self.path.unlink()
+            raise refuse(f"{self.path}: {error.strerror}", rule=RULE, fix="free some, or another run.dir") from error
         return True
 
     def _break(self) -> None:
