@@ -7,6 +7,7 @@ Trees of replicas have a leading dim `replica`, split over the mesh axis `data`:
 sum over that dim is what travels. Parameters that the optimizer leaves as they are, are in none of these trees.
 """
 
+from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -51,7 +52,7 @@ class Replicas:
 EXCHANGES: dict[str, type["Exchange"]] = {}  # by the name that a job has for it; `table` fills it
 
 
-class _Named(type):
+class _Named(ABCMeta):
     """The type of exchanges: `Exchange("diloco", every=20)` makes the one of that name."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:

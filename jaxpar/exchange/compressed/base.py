@@ -7,6 +7,7 @@ What a code loses is added to the next step's gradient (error feedback: Seide et
 arXiv:1901.09847), by who made the code: each replica for its own gradients, and for its piece of the mean.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,17 +56,17 @@ class Compressed(Chosen):
                 fix=f"block = {-(-self.block // 8) * 8}",
             )
 
+    @abstractmethod
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
         """Returns the code of rows of elements, each array of it with their dim 0. rows: [rows, blocks * block]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
         """Returns the elements that a code stands for. Shape [rows, blocks * block], float32."""
-        raise NotImplementedError
 
+    @abstractmethod
     def coded(self, elements: int) -> tuple[Bytes, ...]:
         """Returns what the code of a row of so many elements is made of."""
-        raise NotImplementedError
 
     def encode_mean(self, rows: "jax.Array", key: "jax.Array", replicas: int) -> dict[str, "jax.Array"]:
         """Returns the code of the mean over replicas, for which they have another where it has more elements."""
