@@ -17,6 +17,9 @@ from jaxpar.sharding.reading.called import as_called
 def check_dims(layout: Layout, call: Callable[[Any], Any]) -> None:
     """Warns if large parameters would be cut otherwise by what the model does with them.
 
+    Where both cut the same dims and only one gathers a parameter before it is used, there is nothing to say: a device
+    then sends the sum of an activation or the parameter, and either may be less (the classifier of ViT-L: the sum).
+
     Args:
       layout: Where they are.
       call: Calls a model as a step does: its loss, on a batch of zeros.
@@ -28,7 +31,7 @@ def check_dims(layout: Layout, call: Callable[[Any], Any]) -> None:
     if blueprint.program is not None or not guessed:
         return
     known, _ = placed(layout.parallel, as_called(blueprint, call), layout.mesh)
-    wrong = [path for path in guessed if known.placements[path].used != layout.placements[path].used]
+    wrong = [path for path in guessed if known.placements[path].whole != layout.placements[path].whole]
     if wrong:
         path = max(wrong, key=lambda path: layout.placements[path].leaf.bytes)
         more = f"; so are {len(wrong) - 1} more of {len(guessed)}" * (len(wrong) > 1)
