@@ -75,6 +75,14 @@ def in_a_node(group):
     return min(size for size in range(1, group + 1) if group % size == 0 and size**2 >= group)
 
 
+def data_parallel_root(parameters, logits, group):
+    """Bytes that the root of `nn.DataParallel` sends in a step, and as many come back; `logits` are of one device.
+
+    Down go parameters and gradients of logits, up logits and gradients of parameters.
+    """
+    return (group - 1) * (parameters + logits)
+
+
 ALL_REDUCE = {"ring": ring, "halving": halving, "butterfly": butterfly, "tree": tree, "two_levels": two_levels}
 
 

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import jax
@@ -20,6 +20,8 @@ from jaxpar.models.settings.mlp import MLPSettings
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.partition.chain import linearise
 from jaxpar.partition.profile import Node, Profile, dumps, load
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.work_depth import WorkDepth
 from jaxpar.step.losses import classify
 from jaxpar.step.numerics import Numerics
 
@@ -62,6 +64,39 @@ def test_bytes_are_exact(profile):
 def test_bytes_of_another_precision_and_a_table_that_is_the_head_too():
     other = replace(SETTINGS, tied=not SETTINGS.tied)
     assert_bytes(measured(other, precision="bf16", remat="full"), other, 2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
+def test_a_layer_stores_its_parameters_its_activations_and_a_gradient_of_each(profile, precision):
+    """w + f + grad w + grad o, three times: by the planner's formulas, as counted, and of `jax.vjp`'s own arrays."""
+    shape, width = Shape.of(SETTINGS), {"fp32": 4, "bf16": 2}[precision]
+    profile = profile if precision == "fp32" else measured(precision=precision)
+    flowing = ROWS * SEQ * DIM * width
+    for node in profile.nodes[2:-1]:
+        assert node.storage == 2 * 4 * shape.layer_parameters + 2 * flowing
+    assert profile.nodes[1].storage == 2 * 4 * shape.embedding_parameters + 2 * flowing
+    pieces = Pieces.of(partial(jp.Decoder, SETTINGS), jp.next_token, Numerics(precision=precision))
+    shared, one = jax.eval_shape(pieces.arrays)
+    known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), BATCH)
+    x, each = jax.eval_shape(pieces.embed, shared, known)
+    mine = jax.eval_shape(lambda each: jax.tree.map(lambda leaf: leaf[:1], each), each)
+
+    def pulled(one, known, mine, x):
+        y, pull = jax.vjp(lambda one: pieces.block(one, known, mine, x), one)
+        gradient = jnp.ones_like(y)
+        return one, y, pull(gradient), gradient
+
+    arrays = jax.tree.leaves(jax.eval_shape(pulled, one, known, mine, x))
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in arrays) == profile.nodes[2].storage
+
+
+def test_layers_one_after_the_other_do_what_the_model_does():
+    work = bench.counted(partial(jp.Decoder, SETTINGS), jp.next_token, BATCH, Numerics())
+    assert len(work) == 5
+    matmuls = Shape.of(SETTINGS).step_flop(ROWS) // 3
+    assert matmuls < reduce(WorkDepth.then, work).work < 1.3 * matmuls  # what is elementwise comes on top
+    assert work[1] == work[2] == work[3]
+    assert work[1].depth > 4 * (1 + 5)  # four matmuls at least, of sums of 32
 
 
 def test_times_are_of_what_runs(profile):
@@ -154,6 +189,8 @@ def test_the_verb_writes_a_profile_that_the_partitioner_reads(tmp_path, monkeypa
     assert "say nothing about a GPU" in said
     found = json.loads(result.read_text())
     assert found["how"] == {"times": "measured", "bytes": "exact"}
+    assert all(node["work"] > node["depth"] > 0 for node in found["layers"][1:])
+    assert "an average parallelism of" in said
     assert [node["layer"] for node in found["layers"]][1:] == ["Embedding", "Block 0", "Block 1", "Head and loss"]
     assert main(["partition", str(profile), "2@10Gb/s"]) == 0
     said = capsys.readouterr().out

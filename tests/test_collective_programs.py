@@ -1,6 +1,7 @@
 """Collectives three times over: as a table of messages, as a formula, and as a program of `ppermute`s."""
 
 from collections import Counter
+from itertools import chain
 
 import closed_forms
 import jax
@@ -9,7 +10,7 @@ import pytest
 from lockstep import evaluated, messages, traced
 
 from jaxpar.cli.main import main
-from jaxpar.exchange.collectives import algorithms
+from jaxpar.exchange.collectives import algorithms, price, rooted
 from jaxpar.exchange.collectives.messages import cut, padded
 from jaxpar.exchange.collectives.programs import (
     OWN,
@@ -24,6 +25,8 @@ from jaxpar.exchange.collectives.programs import (
     send,
 )
 from jaxpar.exchange.collectives.replay import deliver
+from jaxpar.mesh.collective import wire_bytes
+from jaxpar.mesh.links import Link
 
 GROUPS = [pytest.param(group, marks=() if group in (3, 8) else pytest.mark.slow) for group in range(2, 10)]
 each_one = pytest.mark.parametrize("name", PROGRAMS)
@@ -147,3 +150,31 @@ def test_a_collective_is_shown_message_by_message(capsys):
     assert "device 7  70 71 72 73 74 75 76 77  ->  280 288 296 304 312 320 328 336" in said
     assert main(["exchange", "collective", "trie", "--devices", "8"]) == 1
     assert "collective 'trie'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+def test_the_root_of_data_parallel_sends_r_times_what_a_device_of_ddp_does(group):
+    """All passes through one device: (R - 1) (w + logits) each way, beside 2 (R - 1) / R w of a ring's devices."""
+    weights, logits = 64, 3
+    rounds = rooted.data_parallel(range(group), (0, weights), (weights, weights + group * logits))
+    held = np.random.default_rng(0).integers(-99, 99, (group, 2 * weights + group * logits))
+    after = deliver(rounds, held)
+    assert (after[:, :weights] == held[0, :weights]).all()
+    assert (after[0, -weights:] == held[:, -weights:].sum(0)).all()  # gradients
+    for device, piece in enumerate(cut((weights, weights + group * logits), group)):
+        assert (after[[0, device], slice(*piece)] == held[device, slice(*piece)]).all()
+    sent, received = Counter(), Counter()
+    for message in chain.from_iterable(rounds):
+        sent[message.source] += message.size
+        received[message.target] += message.size
+    root = closed_forms.data_parallel_root(weights, logits, group)
+    assert sent[0] == received[0] == root
+    assert {sent[device] for device in range(1, group)} == {weights + logits}
+    ring = Counter()
+    for message in chain.from_iterable(algorithms.ring(range(group), (0, weights))):
+        ring[message.source] += message.size
+    assert {*ring.values()} == {wire_bytes("all-reduce", weights, group)}
+    assert root / ring[0] == pytest.approx(group / 2 * (1 + logits / weights))
+    # whoever waits for the root waits for all of it, one message after the other
+    link = Link(latency=0.0, bandwidth=1.0)
+    assert price.seconds(rounds, link) == 2 * root

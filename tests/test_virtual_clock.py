@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
+from jaxpar.exchange.base import by_path
 from jaxpar.exchange.clock import barriers
 from jaxpar.exchange.clock.delays import Constant, Exponential, Lognormal, Pareto, Times, Trace, parse
 from jaxpar.exchange.clock.events import mean_staleness
 from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
+from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.collective import Collective
 from jaxpar.mesh.links import Link
@@ -98,6 +100,28 @@ def test_one_shard_to_which_messages_take_no_time_is_asynchronous():
     split = Downpour(shards=3).updates(4, 50, Times(law=Exponential(), travel=0.3))
     assert [len([each for each in split if each.shard == shard]) for shard in range(3)] == [200] * 3
     assert any(len({*push.read}) > 1 for each in split for push in each.pushes)  # copies of mixed versions
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(8, 2), (12, 4), (6, 6)])
+def test_a_server_in_two_levels_has_the_traffic_and_the_staleness_of_its_servers(workers, servers):
+    """Its root has 2 g w of traffic in a step of all workers, not 2 N w, and gradients are g - 1 updates stale."""
+    under, steps = workers // servers, 4000 // workers
+    updates = TwoLevels(servers=servers).updates(workers, steps, EXPONENTIAL)
+    assert len(updates) == steps * servers  # each is a push to the root, which answers with parameters
+    assert all(len(each.pushes) == under for each in updates)
+    assert len({push.share for each in updates for push in each.pushes}) == steps * workers
+    assert {tuple(push.worker // under for push in each.pushes) for each in updates} == {
+        (server,) * under for server in range(servers)
+    }
+    assert mean_staleness(updates) == pytest.approx(servers - 1, rel=0.02)
+    even = TwoLevels(servers=servers).updates(workers, steps, Times(compute=1.0, travel=0.25))
+    assert {each.staleness[0] for each in even[servers:]} == {servers - 1}
+    assert even[-1].seconds == pytest.approx(steps * (1.0 + 4 * 0.25))
+
+
+def test_one_server_is_synchronous_and_one_for_each_worker_asynchronous():
+    assert TwoLevels(servers=1).updates(4, 50, EXPONENTIAL) == Stale(bound=0).updates(4, 50, EXPONENTIAL)
+    assert TwoLevels(servers=4).updates(4, 50, EXPONENTIAL) == Stale().updates(4, 50, EXPONENTIAL)
 
 
 def test_replicas_that_meet_seldom_wait_seldom():
@@ -200,6 +224,35 @@ def test_without_a_lead_a_run_on_the_clock_is_a_synchronous_one(workers):
     same(again.params, state.params, 0)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_without_a_lead_and_with_as_many_examples_each_it_is_synchronous_to_the_bit(workers):
+    """Of gradients that are taken on as many devices at once, where updates are made by the same program.
+
+    What a whole step makes differs from this in the last bit of some parameters, for two reasons that have nothing to
+    do with who waits for whom. A step is one program with its update in it, which XLA may fuse, and round, otherwise
+    than an update that is a program of its own. And where workers' examples count unequally, or their number is no
+    power of two, a mean of means is divided, and rounded, twice: w (g / n), where a step has the sum of g / N.
+    """
+    every = lambda index: rows(index, 4 * workers) | {"mask": np.ones(4 * workers, np.float32)}  # noqa: E731
+    share = lambda i: {key: x.reshape(workers, 4, -1)[i % workers].reshape(4, *x.shape[1:])  # noqa: E731
+                       for key, x in every(i // workers).items()}  # fmt: skip
+    step, together = step_on(), step_on(workers)
+    state = on_clock.run(step, Stale(bound=0).updates(workers, 4, EXPONENTIAL), share, lambda *_: None)
+    begun = jp.init_state(step.layout, CHAIN)
+    (params, structure), kept = by_path(begun.params), CHAIN.init(by_path(begun.params)[0])
+
+    @jax.jit
+    def apply(params, kept, gradients):
+        changes, kept = CHAIN.update(gradients, kept, params)
+        return optax.apply_updates(params, changes), kept
+
+    for index in range(4):
+        tree = jax.device_put(structure.unflatten(params.values()), together.placed.params)
+        found = together.differentiated(tree, begun.model_state, every(index))[0]
+        params, kept = apply(params, kept, by_path(jax.device_get(found))[0])
+    same(state.params, structure.unflatten(params.values()), 0)
+
+
 def test_a_late_gradient_is_of_the_parameters_that_its_worker_had_read():
     """Beside the recursion w_{t+1} = w_t - update(g(w_read)) in plain JAX."""
     state, losses, updates = on_the_clock(Stale(), 3, steps=4)
@@ -243,6 +296,7 @@ def test_shards_of_a_server_have_versions_of_their_own():
         (lambda: Stale(bound=-1), "bound = -1"),
         (lambda: Backup(extra=2).shares(4), "2 backups of 4 workers"),
         (lambda: Downpour(shards=0), "shards = 0"),
+        (lambda: TwoLevels(servers=3).shares(8), "3 servers of 8 workers"),
         (lambda: on_the_clock(Downpour(shards=9), 1, 1), "9 shards of a model of 4 parameters"),
     ],
 )

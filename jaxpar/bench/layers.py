@@ -5,12 +5,14 @@ input ──► embedding ──► block 0, 1, ... ──► head and loss
 
 Bytes are exact: of what a piece hands on, and of the parameters that it reads; a tied table counts in both that read
 it. Times are measured: the median of some runs of a compiled piece, forward alone, and with its backward less that.
+Work and depth are counted in a forward pass's jaxpr: see `jaxpar.plan.model.work_depth`.
 The format has one number for what a layer hands on and what it keeps, so a plan's memory is that of remat = full.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +25,10 @@ from jaxpar.errors import refuse
 from jaxpar.mesh.devices import is_simulated, visible
 from jaxpar.partition.profile import Node, Profile
 from jaxpar.pipeline.jaxprs.dataflow import Traced
+from jaxpar.plan.model.work_depth import WorkDepth, work_depth
 from jaxpar.sharding.names import Tree
 from jaxpar.step.numerics import Numerics
-from jaxpar.units import show_bytes, show_seconds
+from jaxpar.units import show_bytes, show_count, show_seconds
 
 LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take
 
@@ -55,13 +58,21 @@ def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numer
     said += f" ({taken['machine']}), jax {jax.__version__}{', commit ' * bool(taken['commit'])}{taken['commit']}"
     profile = measure(model, loss, batch, numerics, said=said)
     print(f"Input: {said}; times measured, bytes exact")
-    print(f"{'layer':<16}{'forward':>10}{'backward':>10}{'activations':>14}{'parameters':>14}")
-    for node in profile.nodes[1:]:
+    print("layer             forward  backward   activations    parameters       storage        work     depth")
+    work = counted(model, loss, batch, numerics)
+    for node, each in zip(profile.nodes[1:], work, strict=True):
         times = "".join(f"{show_seconds(ms / 1e3):>10}" for ms in (node.forward, node.backward))
-        print(f"{node.layer:<16}{times}{show_bytes(node.activations):>14}{show_bytes(node.parameters):>14}")
+        sizes = "".join(f"{show_bytes(size):>14}" for size in (node.activations, node.parameters, node.storage))
+        print(f"{node.layer:<16}{times}{sizes}{show_count(each.work):>12}{show_count(each.depth):>10}")
+    whole = reduce(WorkDepth.then, work)
+    print("Storage is w + f + grad w + grad o: parameters, activations, and a gradient of each")
+    print(
+        f"A forward pass: {'at least ' * whole.unknown}{show_count(whole.work)} operations, {show_count(whole.depth)} "
+        f"one after the other: an average parallelism of {show_count(round(whole.parallelism))}"
+    )
     if devices[0].platform == "cpu":
         print("These times are of this processor and say nothing about a GPU; the bytes hold on any.")
-    return {"profile": profile, "where": taken}
+    return {"profile": profile, "work": work, "where": taken}
 
 
 def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics, *, said: str = "") -> Profile:
@@ -76,9 +87,7 @@ def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Nume
     shared, one = pieces.arrays()
     x, per_layer = jax.jit(pieces.embed)(shared, known)
     mine = jax.tree.map(lambda leaf: leaf[:1], per_layer)
-    before = lambda shared, known: pieces.embed(shared, known)[0]  # noqa: E731
-    block = lambda one, x, known, mine: pieces.block(one, known, mine, x)  # noqa: E731
-    head = lambda shared, y, known: pieces.head(shared, known, y)  # noqa: E731
+    before, block, head = _functions(pieces)
     nodes = [Node("node0", f"Input{': ' * bool(said)}{said}", 0.0, 0.0, _size(zeros), 0.0)]
     nodes.append(Node("node1", "Embedding", *_times(before, 1, shared, known), _size(x), _read(before, shared, known)))
     times, parameters = _times(block, 2, one, x, known, mine), _read(block, one, x, known, mine)
@@ -89,6 +98,27 @@ def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Nume
     nodes.append(Node(f"node{pieces.count + 2}", "Head and loss", *times, size, parameters))
     names = [node.name for node in nodes]
     return Profile(tuple(nodes), tuple(pairwise(names)))
+
+
+def counted(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> list[WorkDepth]:
+    """Returns what each layer does in a forward pass, in the order of `measure`; nothing is run."""
+    pieces = Pieces.of(model, loss, numerics)
+    before, block, head = _functions(pieces)
+    known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), dict(batch))
+    shared, one = jax.eval_shape(pieces.arrays)
+    x, per_layer = jax.eval_shape(pieces.embed, shared, known)
+    mine = jax.eval_shape(lambda per_layer: jax.tree.map(lambda leaf: leaf[:1], per_layer), per_layer)
+    each = work_depth(block, one, x, known, mine)
+    return [work_depth(before, shared, known), *[each] * pieces.count, work_depth(head, shared, x, known)]
+
+
+def _functions(pieces: Pieces) -> tuple[Callable, Callable, Callable]:
+    """Returns embedding, block and head with what is differentiated first."""
+    return (
+        lambda shared, known: pieces.embed(shared, known)[0],
+        lambda one, x, known, mine: pieces.block(one, known, mine, x),
+        lambda shared, y, known: pieces.head(shared, known, y),
+    )
 
 
 def _times(function: Callable, count: int, *args: Any) -> tuple[float, float]:

@@ -44,6 +44,11 @@ class Node:
     activations: float
     parameters: float
 
+    @property
+    def storage(self) -> float:
+        """Bytes of a layer in training, w + f + grad w + grad o: each gradient is as large as what it is the one of."""
+        return 2 * (self.parameters + self.activations)
+
 
 @dataclass(frozen=True)
 class Profile:

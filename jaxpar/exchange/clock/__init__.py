@@ -4,6 +4,7 @@
     events    the nouns: who computed what from which version of the parameters, and when it was applied
     stale     workers that read when they like, or lead the slowest by a bounded number of steps; backup workers
     sharded   a parameter server in several shards, each with its own versions (DistBelief)
+    two_levels  a parameter server in two levels: workers have servers of their own, and these have a root
     barriers  the clock of what does run: every so many steps all wait for the slowest
     table     the methods that `jaxpar exchange compare` knows by name
 

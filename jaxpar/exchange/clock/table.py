@@ -4,6 +4,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.clock.events import Simulated
 from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
+from jaxpar.exchange.clock.two_levels import TwoLevels
 
 # name to the class, what it is given, and which setting a number after the colon is; "" where it takes none
 SIMULATED = {
@@ -11,6 +12,7 @@ SIMULATED = {
     "ssp": (Stale, "bound"),
     "backup": (Backup, "extra"),
     "downpour": (Downpour, "shards"),
+    "servers": (TwoLevels, "servers"),
 }
 
 

@@ -3,7 +3,8 @@
     broadcast, 6 devices    0 ─► 4 | 0 ─► 2 | 0 ─► 1, 2 ─► 3, 4 ─► 5
     reduce                  the same messages the other way, the last first, and added
 
-A gather and a scatter send along the same tree what lies below a device, as one message.
+A gather and a scatter send along the same tree what lies below a device, as one message. `data_parallel` has no tree:
+its root serves one device after the other.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,28 @@ def scatter(ranks: Sequence[int], part: Part) -> list[Round]:
     return [
         [Message(ranks[a], ranks[b], (pieces[b][0], pieces[last][1])) for a, b, last in level]
         for level in reversed(_levels(len(ranks)))
+    ]
+
+
+def data_parallel(ranks: Sequence[int], parameters: Part, logits: Part) -> list[Round]:
+    """A step of PyTorch's `nn.DataParallel`, all of which passes through the first: one message after the other.
+
+    The root gives its parameters to all, gets the logits of all, gives back their gradients, and gets those of the
+    parameters, which it adds to what lies past the logits. It sends (R - 1) (w + l) and receives as much, of w
+    parameters and l logits of each of R devices; in an all-reduce by ring (DDP) each sends 2 (R - 1) / R w.
+
+    Args:
+      ranks: Devices, the root first.
+      parameters: Where they are.
+      logits: Where those of all devices are, a piece of each.
+    """
+    root, others, pieces = ranks[0], ranks[1:], cut(logits, len(ranks))[1:]
+    gradients = (logits[1], logits[1] + parameters[1] - parameters[0])
+    return [
+        *([Message(root, rank, parameters)] for rank in others),
+        *([Message(rank, root, piece)] for rank, piece in zip(others, pieces, strict=True)),
+        *([Message(root, rank, piece)] for rank, piece in zip(others, pieces, strict=True)),
+        *([Message(rank, root, gradients, add=True)] for rank in others),
     ]
 
 

@@ -37,5 +37,8 @@ def measured(job: Job, write: str | None = None) -> dict[str, Any]:
     if write:
         Path(write).write_text(dumps(profile), encoding="utf-8")
         print(f"profile: {write}")
-    nodes = [dataclasses.asdict(node) for node in profile.nodes]
+    nodes = [{**dataclasses.asdict(node), "storage": node.storage} for node in profile.nodes]
+    work = [dataclasses.asdict(each) for each in found["work"]]
+    for node, each in zip(nodes[1:], work, strict=True):  # the input computes nothing
+        node |= each
     return {"layers": nodes, "where": found["where"], "how": {"times": "measured", "bytes": "exact"}}
