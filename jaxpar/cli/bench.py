@@ -29,15 +29,20 @@ EXAMPLE = """\
   $ jaxpar bench links --write mine.toml
   latency and bandwidth that collectives reach between this machine's GPUs; started on several, between machines too
   $ jaxpar bench layers configs/digits.toml --write digits.graph.txt
-  forward and backward time, activations and parameters of each layer of a job's model, on one device of this machine,
-  for a minibatch of train.global_batch rows; the file is a profile for `jaxpar partition`
+  forward and backward time, activations, parameters, storage, work and depth of each layer of a job's model, on one
+  device of this machine, for a minibatch of train.global_batch rows; the file is a profile for `jaxpar partition`
   $ jaxpar bench layouts configs/gpu_llama_8b_fsdp8.toml --devices 64
   the planner's seconds and bytes beside what XLA compiles, for thirty layouts drawn by chance; 15 minutes
+  $ jaxpar bench exchanges configs/quickstart.toml parallel.data=8 parallel.fsdp=1 parallel.tensor=1 train.steps=300
+  the loss that DiLoCo and compressed gradients cost on real data, beside an all-reduce in every step; an hour
+  $ jaxpar bench batches configs/digits.toml mesh.simulate=1 parallel.data=1 parallel.fsdp=1
+  the loss that large batches cost at equal epochs, with one rate and with rates that follow the batch; ten minutes
   $ jaxpar bench gpu --minutes 9
   everything that jaxpar claims about GPUs, on one of them, as far as nine minutes go; the next call goes on from there,
   and what was predicted with --plan, anywhere, stands beside what is measured
 
-Overhead, checkpoint, pipeline, fsdp2, faults, planner and layouts end with status 1 where a bound does not hold.
+Overhead, checkpoint, pipeline, fsdp2, faults, planner, layouts, exchanges and batches end with status 1 where a bound
+does not hold.
 """
 
 
@@ -49,7 +54,9 @@ def add(verbs) -> None:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = "overhead|checkpoint|pipeline|collectives|fsdp2|faults|planner|gemm|links|layers|layouts|gpu"
+    names = (
+        "overhead|checkpoint|pipeline|collectives|fsdp2|faults|planner|gemm|links|layers|layouts|exchanges|batches|gpu"
+    )
     inner = verb.add_subparsers(dest="name", metavar=names, required=True)
 
     def add_one(name: str, meaning: str, function: Any) -> argparse.ArgumentParser:
@@ -100,6 +107,11 @@ def add(verbs) -> None:
     one.add_argument("--chip", default="h100", help="which (default: h100)")
     one.add_argument("--count", metavar="N", type=int, default=30, help="layouts to draw (default 30)")
     one.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    one = add_one("exchanges", "the loss of a job by several ways to agree, beside an all-reduce", exchanges)
+    one.add_argument("--only", metavar="METHOD", action="append", default=[], help="one method, such as 'diloco'")
+    _add_seeds(one)
+    one = add_one("batches", "the loss of a job by its batch, at equal epochs", batches)
+    _add_seeds(one)
     one = add_one("gpu", "everything that is claimed about GPUs, on one of them, within some minutes", gpu)
     one.add_argument("--out", metavar="DIR", default="gpu", help="folder of record and predictions (default: gpu)")
     one.add_argument("--minutes", type=float, default=9.0, help="stages that do not fit are left out (default 9)")
@@ -110,6 +122,12 @@ def add(verbs) -> None:
     instead.add_argument("--plan", action="store_true", help="predict, on any machine, and measure nothing")
     instead.add_argument("--table", action="store_true", help="print the README's tables, from the record")
     add_json(one)
+
+
+def _add_seeds(one: argparse.ArgumentParser) -> None:
+    add_job(one)
+    one.add_argument("--seeds", metavar="N", type=int, default=3, help="of each run (default 3)")
+    one.add_argument("--out", default="", metavar="FILE.jsonl", help="rows to keep, and go on after")
 
 
 def overhead(args: argparse.Namespace) -> tuple[Any, int]:
@@ -211,6 +229,22 @@ def layouts(args: argparse.Namespace) -> tuple[Any, int]:
     return _held(layouts(job, devices=args.devices, chip=args.chip, count=args.count, seed=args.seed))
 
 
+def exchanges(args: argparse.Namespace) -> tuple[Any, int]:
+    """Trains a job by several ways to agree."""
+    prefer_huge_pages()
+    from jaxpar.job.benches.exchanges import exchanges
+
+    return _held(exchanges(args.job, args.overrides, only=args.only, seeds=_seeds(args), out=args.out))
+
+
+def batches(args: argparse.Namespace) -> tuple[Any, int]:
+    """Trains a job with several batches."""
+    prefer_huge_pages()
+    from jaxpar.job.benches.batches import batches
+
+    return _held(batches(args.job, args.overrides, seeds=_seeds(args), out=args.out))
+
+
 def gpu(args: argparse.Namespace) -> tuple[Any, int]:
     """Predicts, measures on a GPU, or prints what was measured."""
     from pathlib import Path
@@ -227,6 +261,14 @@ def gpu(args: argparse.Namespace) -> tuple[Any, int]:
     if args.table:
         return day.table(folder), 0
     return day.measure(stages, folder, minutes=_minutes(args), rehearsal=args.rehearse)
+
+
+def _seeds(args: argparse.Namespace) -> int:
+    from jaxpar.errors import refuse
+
+    if args.seeds < 1:
+        raise refuse(f"--seeds {args.seeds}", rule="a count is at least 1", fix="--seeds 3")
+    return args.seeds
 
 
 def _minutes(args: argparse.Namespace) -> float:
