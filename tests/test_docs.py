@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from covering import some
 from flax import nnx
 
 import jaxpar
@@ -157,6 +158,14 @@ def test_files_that_a_page_names_exist(page):
         assert (page.parent / path).exists(), path
 
 
+def test_tests_that_a_page_names_exist():
+    there = {
+        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    named = {name for text in PAGES.values() for name in re.findall(r"`(test_\w+)`", text)}
+    assert "test_at_full_rank_nothing_is_lost" in named <= there
+
+
 @pytest.mark.parametrize("job", JOBS, ids=lambda path: path.stem)
 def test_every_job_passes_its_check(job):
     from jaxpar.job.check import check
@@ -164,12 +173,12 @@ def test_every_job_passes_its_check(job):
     assert check(parse.load(job)) == []
 
 
-@pytest.mark.slow
-def test_the_digits_are_read():
-    done = shell("jaxpar train configs/digits.toml run.dir=$(mktemp -d)/digits")
+@pytest.mark.parametrize(("steps", "least"), some([(200, 95), (600, 97)], [], [(200, 95)]))
+def test_the_digits_are_read(steps, least):
+    done = shell(f"jaxpar train configs/digits.toml run.dir=$(mktemp -d)/digits train.steps={steps}")
     assert done.returncode == 0, done.stdout + done.stderr
     accuracy = float(re.findall(r"\((\d+\.\d+)%\)", done.stdout)[-1])
-    assert accuracy > 97
+    assert accuracy > least
 
 
 def test_print_defaults_is_a_job_and_explains_every_key(capsys):

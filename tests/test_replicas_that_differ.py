@@ -215,7 +215,7 @@ def test_a_way_that_travels_as_a_code_is_nearly_the_way(wire, step, monkeypatch)
 @pytest.mark.parametrize(
     ("wire", "share"),
     [
-        ("fp32", 1),
+        pytest.param("fp32", 1, marks=pytest.mark.full),
         ("int4", 1 / 8),
         pytest.param("bf16", 1 / 2, marks=pytest.mark.full),
         pytest.param("int8", 1 / 4, marks=pytest.mark.full),
@@ -329,6 +329,24 @@ def test_a_meeting_sends_what_is_said_and_other_steps_nothing(exchange):
     assert sum(each.step_wire for each in found) == sum(each.step_wire for each in sent)
     assert {each.every for each in layout.sends()} == {exchange.every}
     assert compiled(exchange, 0)[1] == []
+
+
+@pytest.mark.slow
+def test_what_is_averaged_of_an_optimizer_is_counted():
+    """Adam's two averages of each parameter beside the parameters, as compiled for two nodes of GPUs."""
+    exchange = jp.Exchange("local", every=5, optimizer="averaged")
+    layout = composed({"data": 8, "fsdp": 2}, exchange, jp.target_devices("h100:2x8"))
+    step = jp.train_step(layout, loss, CHAIN)
+    shapes = {key: jax.ShapeDtypeStruct(value.shape, value.dtype) for key, value in batch(0).items()}
+    sent = step.layout.sends()
+    assert {each.every for each in sent} == {5}
+    said = sum(each.collective.step_payload for each in sent)
+    assert said == 3 * sum(each.collective.step_payload for each in layout.sends())
+    assert sum(each.step_payload for each in over_data(jp.inspect(step, shapes, exchanges=1))) == pytest.approx(
+        said, rel=0.01
+    )
+    assert "optimizer's averages on top" in layout.explain()  # of an optimizer that a layout does not know
+    assert "on top" not in step.layout.explain()
 
 
 def test_an_ensemble_sends_nothing():

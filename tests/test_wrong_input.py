@@ -424,6 +424,50 @@ JOBS += [
     (DECODER, "parallel.exchange.name=sign; train.offload=true", "offload with exchange sign"),
     (DECODER, "checkpoint.replicas=median", "checkpoint.replicas = ", "broadcast"),
 ]
+RATES = "sweep.over.optimizer.learning_rate"
+GRID = f"{RATES}=[1e-3, 3e-3]"
+DRAWN = f"{RATES}={{ log_uniform = [1e-4, 1e-2] }}; sweep.members=4"
+PBT = f"{DRAWN}; sweep.method=pbt"
+# A sweep, what is wrong with it, and words of the one problem.
+SWEEPS = [
+    (GRID, "sweep.method=gird", "sweep.method", "did you mean 'grid'?"),
+    (GRID, "sweep.ever=3", "unknown key sweep.ever", "did you mean 'every'?"),
+    (GRID, "sweep.over.model.dim=[64, 128]", "sweep.over.model.dim", "one program", "a job of its own"),
+    (GRID, "sweep.over.clip=[0.1]", "sweep.over.clip", "optimizer.clip"),
+    (f"{RATES}={[*range(1, 90)]}", f"sweep.over.optimizer.clip={[*range(90)]}", "8010 combinations", "at most 4096"),
+    (GRID, f"sweep.over.optimizer.clip=[{10**60}]", "sweep.over.optimizer.clip = ", "a list of numbers"),
+    (GRID, "sweep.over.train.global_batch=[8, 16]", "sweep.over.train.global_batch", "a job of its own"),
+    (GRID, "sweep.over.optimizer.name=['sgd', 'lion']", "sweep.over.optimizer.name", "a list of numbers"),
+    (GRID, "sweep.over.optimizer.warmup=[1, 2]", "sweep.over.optimizer.warmup", "optimizer.learning_rate"),
+    (GRID, "sweep.over.optimizer.weight_dacay=[0.1]", "weight_dacay", "did you mean 'optimizer.weight_decay'?"),
+    (GRID, "sweep.over.optimizer.clip=[]", "sweep.over.optimizer.clip = []", "a list of numbers"),
+    (GRID, "sweep.over.optimizer.clip=[1.0, nan]", "sweep.over.optimizer.clip = ", "a list of numbers"),
+    (GRID, "sweep.over.optimizer.clip=1.0", "sweep.over.optimizer.clip = 1.0", "a list of numbers"),
+    (GRID, "sweep.over.optimizer.clip=[1.0, -1.0]", "optimizer.clip = -1.0", "clip is at least 0"),
+    (GRID, "sweep.over.optimizer.beta1=[0.9, 1.0]", "optimizer.beta1 = 1.0", "below the latter"),
+    (GRID, "sweep.over.optimizer.weight_decay=[0.1]; optimizer.name=sgd", "sgd does not decay weights"),
+    (GRID, "optimizer.reference_batch=64", "reference_batch = 64", "reference_batch = 0"),
+    (GRID, "sweep.members=2", "sweep.members = 2", "leave sweep.members out"),
+    (f"{RATES}=[1e-3]", "", "1 combinations", "two members or more"),
+    (f"{RATES}={{ uniform = [1e-3, 1e-2] }}", "", "a grid is of lists", "random"),
+    (f"{RATES}=[1e-3, 2e-3, 3e-3]", "", "3 members over data=2", "data=1"),
+    (GRID, "parallel.data=4; parallel.fsdp=1", "2 members over data=4", "4 members"),
+    (GRID, "parallel.exchange.name=local", "exchange local every 20 steps with [sweep]", "leave one"),
+    (GRID, "sweep.every=7", "sweep.every = 7", "pbt"),
+    (DRAWN, "sweep.method=random; sweep.members=0", "sweep.members = 0", "sweep.members = 8"),
+    (DRAWN, "sweep.method=random; sweep.members=1", "sweep.members = 1", "two members or more"),
+    (PBT, "sweep.members=1000000", "sweep.members = 1000000"),
+    (PBT, "sweep.every=0", "sweep.every = 0", "every is at least 1"),
+    (PBT, "sweep.share=0.6", "sweep.share = 0.6"),
+    (PBT, "sweep.factors=[]", "factors = ()", "positive numbers"),
+    (PBT, "sweep.factors=[0.8, -1.2]", "factors = (0.8, -1.2)", "positive numbers"),
+    (PBT, f"{RATES}=[1e-3, 1e-2]", "within the range that they are drawn from"),
+    (PBT, f"{RATES}={{ log_uniform = [0.0, 1.0] }}", "a logarithm is of a positive number"),
+    (PBT, f"{RATES}={{ uniform = [1.0, 0.1] }}", "its lowest and its highest number"),
+    (PBT, f"{RATES}={{ uniform = [0.1, 0.2], choice = [1.0] }}", "a draw is one of choice, uniform, log_uniform"),
+]
+JOBS += [(DECODER, "; ".join(filter(None, [base, wrong])), *words) for base, wrong, *words in SWEEPS]
+JOBS += [(PIPE, GRID, "of 2 members", "with pipe=4")]
 
 
 @pytest.mark.parametrize(("text", "wrong", "words"), [pytest.param(t, w, words, id=ascii(w)) for t, w, *words in JOBS])
@@ -878,6 +922,8 @@ COMMANDS = [
     ("checkpoint diff HERE HERE/ok.toml", 1, "no checkpoint in"),
     ("checkpoint export HERE --to HERE/none", 1, "no checkpoint in"),
     ("checkpoint verify HERE --step last", 2, "--step", "'last'"),
+    ("sweep HERE/ok.toml", 1, "without [sweep.over]", "sweep.over.optimizer.learning_rate="),
+    ("plan HERE/ok.toml --devices 8 sweep.over.optimizer.learning_rate=[1e-3,3e-3]", 1, "a job with [sweep]"),
     ("exchange", 2, "compare|collective"),
     ("exchange collective trie", 1, "collective 'trie'", "did you mean 'tree'?"),
     ("exchange collective tree --devices 0", 1, "--devices 0"),
@@ -886,6 +932,7 @@ COMMANDS = [
     ("exchange compare HERE/ok.toml --methods sync --delays slow", 1, "delays 'slow'"),
     ("exchange compare HERE/ok.toml --methods sync --compute 0", 1, "compute = 0.0"),
     ("exchange compare HERE/ok.toml --methods sync --between 10", 1, "'10' has no unit"),
+    ("exchange compare HERE/ok.toml --methods sync sweep.over.optimizer.clip=[1.0,2.0]", 1, "a job with [sweep]"),
     ("exchange compare HERE/ok.toml --methods sync --html HERE", 1, "--html", "a folder that exists"),
     ("exchange compare HERE/ok.toml --methods backup:1", 1, "1 backups of 2 workers", "a larger parallel.data"),
 ]

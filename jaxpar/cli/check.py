@@ -60,13 +60,14 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         problems += check(job, whole=not problems)
     if problems:
         raise JaxparError(*problems)
-    layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, devices_of(job))
+    layout = compose(resolve_model(job, resolve_loss(job)), job.declared, devices_of(job))
     said_too = [layout.agreement, job.optimizer.said_at(job.train.global_batch)]
+    said_too.append(phases := job.train.growth.said(job.train.global_batch))
     print(f"ok: {layout.summary()}", *layout.notes, *filter(None, said_too), sep="\n")
     placed, others = ({path: layout.describe(path) for path in places} for places in (layout.placements, layout.others))
     result = {
         "problems": [], "summary": layout.summary(), "notes": [*layout.notes], "parameters": placed,
-        "other_state": others,
+        "other_state": others, "phases": phases,
     }  # fmt: skip
     if layout.sizes["pipe"] > 1:
         again = job.train.remat == "full" or job.parallel.pipeline.keep == "inputs"

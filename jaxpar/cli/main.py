@@ -15,20 +15,19 @@ from jaxpar.cli import (
     doctor,
     exchange,
     inspect,
-    launch,
     partition,
     plan,
     sample,
     schedule,
-    train,
 )
+from jaxpar.cli.training import launch, sweep, train
 from jaxpar.errors import STOPPED, JaxparError, refuse
 from jaxpar.launch.lifeline import follow
 from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
 
-VERBS = (train, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor)
-LASTING = ("train", "launch")  # their output outlasts its reader
+VERBS = (train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor)
+LASTING = ("train", "sweep", "launch")  # their output outlasts its reader
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,6 +28,11 @@ class Examples(ABC):
         self.spec, self.seed = spec, seed
         self.train, self.out = held_out(count, spec.held_out)
 
+    @property
+    def examples(self) -> int:
+        """How many there are to train on."""
+        return len(self.train)
+
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
         return self._rows(self._chosen(step, size)[slice(None) if rows is None else rows])

@@ -16,7 +16,7 @@ class Stream:
     """Batches of the user's own iterable. To reach a step, the batches before it are drawn and dropped."""
 
     def __init__(self, iterable: Iterable, name: str):
-        self.iterable, self.fingerprint = iterable, name
+        self.iterable, self.fingerprint, self.examples = iterable, name, None
         self._iterator, self._next = None, 0
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
@@ -57,6 +57,8 @@ class Own:
     def __init__(self, source: Any, name: str):
         self.source, self.name = source, name
         self.fingerprint = str(getattr(source, "fingerprint", name))
+        counted = getattr(source, "examples", None)
+        self.examples = counted if isinstance(counted, int) else None
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""

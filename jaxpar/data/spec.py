@@ -18,7 +18,8 @@ class Data(Keywords):
 
     Attributes:
       source: stdlib, text, digits, arrays, or "package.module:name" of a Python iterable, of a function that returns
-        one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size).
+        one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size); its `examples`, if it
+        has them, is how many there are.
       path: File, folder or glob of text or arrays; a list of them for text.
       pattern: Which files of a folder of text.
       tokenizer: bytes, or bpe trained on the text.
@@ -111,6 +112,11 @@ class Source(Protocol):
     @property
     def fingerprint(self) -> str:
         """Tells the examples from others: a run goes on with those that it began with."""
+        ...
+
+    @property
+    def examples(self) -> int | None:
+        """How many there are to train on; None where nobody knows."""
         ...
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:

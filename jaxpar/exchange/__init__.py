@@ -4,6 +4,7 @@
     between      where replicas meet: their mean, by XLA or by a table of messages
     all_reduce   the default: gradients are summed in every step
     averaging/   replicas that differ, and meet every so many steps
+    population/  members that see the same examples, with other settings of their optimizer
     compressed/  gradients that travel as codes
     low_rank/    gradients that travel as products of thin matrices
     clock/       stale gradients, simulated: what is applied when, on a virtual clock

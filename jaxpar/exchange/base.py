@@ -42,11 +42,13 @@ class Replicas:
       params: Their parameters, [replica, ...] each where replicas differ.
       optimizer: Their optimizer states, likewise.
       own: The state of the exchange, as `Exchange.init` made it.
+      model_state: Their other state, such as averages of BatchNorm: [replica, ...].
     """
 
     params: Tree
     optimizer: Tree
     own: Tree
+    model_state: Tree = ()
 
 
 EXCHANGES: dict[str, type["Exchange"]] = {}  # by the name that a job has for it; `table` fills it
@@ -82,20 +84,30 @@ class Exchange(Keywords, metaclass=_Named):
     differ = False  # whether parameters and optimizer states of replicas may differ
     averages_predictions = False  # whether an evaluation shows all examples to all, and averages what they return
     of_shapes = False  # whether what it sends depends on the shapes of parameters, not just on how many there are
+    same_examples = False  # whether all see the same examples and draw the same random numbers, as one alone would
     apart = True  # whether replicas make their steps apart; else XLA sums gradients over them like over any axis
 
     def init(self, params: Tree, replicas: int) -> Tree:
         """Returns the state of its own at step 0; () for none.
 
         An array of a parameter's shape is shared, and placed as that of an optimizer is; one with a dim of `replicas`
-        before that has an entry on each replica; one under the key "pieces" has a piece on each (`piece_dim`). All
-        others are whole everywhere. Its path must end with the parameter's, as in {"anchor": params}.
+        before that has an entry on each replica, as has one under the key "each"; one under the key "pieces" has a
+        piece on each (`piece_dim`). All others are whole everywhere. The path of an array of a parameter must end with
+        the parameter's, as in {"anchor": params}.
 
         Args:
           params: The parameters with which all replicas begin.
           replicas: How many.
         """
         return ()
+
+    def count(self, places: int) -> int:
+        """Returns how many replicas there are on an axis of so many devices."""
+        return places
+
+    def begin(self, replicas: Replicas) -> Replicas:
+        """Returns replicas as they begin; those that are given are equal."""
+        return replicas
 
     def gradients(self, local: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
         """Returns the gradients that the update takes, and the state of its own.
@@ -146,6 +158,15 @@ class Exchange(Keywords, metaclass=_Named):
 
         Args:
           shards: Path of each parameter to shape and dtype of the part that one device holds.
+          replicas: How many.
+        """
+        return ()
+
+    def sends_held(self, held: Mapping[str, Part], replicas: int) -> tuple[Sent, ...]:
+        """Returns what replicas send each other of their optimizers' states.
+
+        Args:
+          held: Path of each array of one replica's state to what a device holds of it.
           replicas: How many.
         """
         return ()

@@ -1,7 +1,7 @@
 """A job walks through the rooms: devices, mesh, layout, state, step, source."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from jaxpar.job.check import check
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import check_evaluated, open_data
 from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.mesh.devices import simulate, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
@@ -34,16 +35,23 @@ class Built:
       layout: Where arrays live.
       step: The step, compiled at its first call.
       optimizer: The optax chain.
-      learning_rate: Step to learning rate.
+      learning_rate: Step to learning rate; None where that of each member of a sweep is its own.
       source: Where batches come from.
+      larger: The steps of later phases of a batch that grows, by the times that their batches are of the first.
     """
 
     job: Job
     layout: Layout
     step: Step
     optimizer: optax.GradientTransformation
-    learning_rate: Callable[[int], float]
+    learning_rate: Callable[[int], float] | None
     source: Source
+    larger: dict[int, Step] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps of all phases."""
+        return [self.step, *self.larger.values()]
 
 
 def build(job: Job, *, processes: int = 1) -> Built:
@@ -74,7 +82,8 @@ def build(job: Job, *, processes: int = 1) -> Built:
         step=step,
         optimizer=step.optimizer,
         source=source,
-        learning_rate=rates(job.optimizer.at(job.train.global_batch), job.train.steps),
+        learning_rate=None if job.sweep.over else rates(job.optimizer.at(job.train.global_batch), job.train.steps),
+        larger={times: _step(job, step.layout, step.optimizer, times) for times in job.train.growth.factors[1:]},
     )
 
 
@@ -98,11 +107,14 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     """
     if problems := check(job):
         raise JaxparError(*problems)
-    loss, train = resolve_loss(job), job.train
-    optimizer = chain.build(job.optimizer.at(train.global_batch), train.steps)
+    return _step(job, compose(resolve_model(job, resolve_loss(job)), job.declared, devices), resolve_optimizer(job))
+
+
+def _step(job: Job, layout: Layout, optimizer: optax.GradientTransformation, times: int = 1) -> Step:
+    """Returns the step for batches so many times that of the first phase: of as many times the microbatches."""
+    train = job.train
     return train_step(
-        compose(resolve_model(job, loss), job.parallel, devices), loss, optimizer,
-        guard=job.faults.on_bad_step == "skip", seed=train.seed,
-        accumulate=train.accumulate, precision=train.precision, remat=train.remat, offload=train.offload,
+        layout, resolve_loss(job), optimizer, guard=job.faults.on_bad_step == "skip", seed=train.seed,
+        accumulate=train.accumulate * times, precision=train.precision, remat=train.remat, offload=train.offload,
         collectives=train.collectives,
     )  # fmt: skip

@@ -13,22 +13,25 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.data import arrays, text
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
+from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.start import check_start, is_folder
-from jaxpar.mesh.axes import AXES, batch_axes, infer_sizes
+from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible
 from jaxpar.mesh.memory_pool import taken
 from jaxpar.mesh.target import parse_target
-from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
+from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques.asked import Used, declared, traced
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
+from jaxpar.step.apart.parts import check_parts, parts_of
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import check_offload, gradients_of
 from jaxpar.step.numerics import Numerics
@@ -58,25 +61,27 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     if whole:
         attempt(_check_path, job)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
+    parallel = attempt(lambda: job.declared) or job.parallel  # of a sweep that is wrong, what it is without one
     if sizes:
-        problems.extend(_check_batch(job, sizes))
+        problems.extend(_check_batch(job, sizes, parallel))
     # without a loss or a batch, a Linen module cannot be called
     blueprint = (
         attempt(resolve_model, job, loss or losses.next_token)
         if (whole and not problems) or ":" not in job.model["name"]
         else None
     )
-    layout = attempt(compose, blueprint, job.parallel, devices_of(job)) if blueprint else None
+    layout = attempt(compose, blueprint, parallel, devices_of(job)) if blueprint else None
     if blueprint is None:
-        problems.extend(problem for problem in declared(job.parallel) if problem not in problems)
+        problems.extend(problem for problem in declared(parallel) if problem not in problems)
     if blueprint and whole and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job)
-    attempt(_check_origin, job)
+    attempt(_check_origin, job, parallel.exchange)
     if layout:
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)
         attempt(_check_room, job, layout)
+        attempt(_check_noise, job, layout)
     if whole and not problems:
         attempt(_check_evaluation, job)
     return problems
@@ -104,8 +109,8 @@ def _check_path(job: Job) -> None:
         )
 
 
-def _check_origin(job: Job) -> None:
-    start, exchange = job.checkpoint.start_from, job.parallel.exchange
+def _check_origin(job: Job, exchange: Exchange) -> None:
+    start = job.checkpoint.start_from
     if start and exchange.differ and not is_folder(start):
         raise refuse(
             f"checkpoint.start_from = {start!r} with exchange {exchange}",
@@ -150,7 +155,7 @@ def _check_data(job: Job) -> None:
         arrays.load_arrays(Path(str(job.data.path)), whole=True)
 
 
-def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:
+def _check_batch(job: Job, sizes: dict[str, int], parallel: Parallel) -> list[Problem]:
     problems, pieces = [], {"accumulate": job.train.accumulate}
     if sizes["pipe"] > 1:
         try:
@@ -165,8 +170,17 @@ def _check_batch(job: Job, sizes: dict[str, int]) -> list[Problem]:
                     f"accumulate = 1, and parallel.pipeline.microbatches = {job.train.accumulate * count}",
                 )
             )
+        if job.train.grow:
+            problems.append(
+                Problem(
+                    f"train.grow with pipe={sizes['pipe']}",
+                    "a batch grows by more microbatches, of which a pipeline has as many as its table says",
+                    "grow = [], and optimizer.drops instead; or pipe = 1",
+                )
+            )
         pieces = {"microbatches": count}
-    factors = {axis: sizes[axis] for axis in batch_axes(sizes)} | pieces
+    axes = parallel.sized(sizes).batch_axes
+    factors = {axis: sizes[axis] for axis in axes} | pieces
     ways = math.prod(factors.values())
     if job.train.global_batch % ways:
         problems.append(
@@ -185,7 +199,7 @@ def _check_room(job: Job, layout: Layout) -> None:
     if not job.mesh.target or job.mesh.simulate:
         return
     chip, pool = parse_target(job.mesh.target).chip, taken(os.environ)
-    shapes = state.abstract(layout, chain.build(job.optimizer, job.train.steps))
+    shapes = state.abstract(layout, resolve_optimizer(job))
     placed = state.specs(layout, shapes)
     held = {"parameters": (shapes.params, placed.params), "other state": (shapes.model_state, placed.model_state)}
     if not job.train.offload:
@@ -203,6 +217,13 @@ def _check_room(job: Job, layout: Layout) -> None:
         )
 
 
+def _check_noise(job: Job, layout: Layout) -> None:
+    """Refuses to measure the noise of gradients where the batch does not fall into parts."""
+    if job.metrics.noise_every:
+        count = parts_of(layout, Numerics(accumulate=job.train.accumulate))
+        check_parts(layout, count, job.train.global_batch)
+
+
 def _held(layout: Layout, leaf: Any, spec: Any) -> int:
     return shard_bytes(leaf, spec, layout.sizes)
 
@@ -215,7 +236,8 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     def forward(key, batch):
         params, model_state = blueprint.init(key)
         model = blueprint.bind(params, model_state, lambda path, value: value, Compute(remat=job.train.remat))
-        return losses.as_sums(shaped(loss)(model, batch), accumulate=job.train.accumulate)
+        most = job.train.accumulate * job.train.growth.factors[-1]
+        return losses.as_sums(shaped(loss)(model, batch), accumulate=most)
 
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
@@ -230,7 +252,7 @@ def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, j
     """Cuts the model and runs the table on shapes."""
     numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
     gradients = gradients_of(layout, loss, numerics)
-    optimizer = chain.build(job.optimizer, job.train.steps)
+    optimizer = resolve_optimizer(job)
     jax.eval_shape(
         partial(gradients.update, optimizer, on_device=lambda held: held), state.abstract(layout, optimizer), batch
     )

@@ -16,8 +16,8 @@ from jaxpar.job import pretrained
 from jaxpar.job.check import device_count
 from jaxpar.job.file.parse import load
 from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.mesh.devices import leave_alone, visible
-from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
 from jaxpar.sharding.names import nest
 from jaxpar.step import state
@@ -91,8 +91,8 @@ def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
     made = load(job, overrides)
     if made.mesh.declared:
         leave_alone()
-    layout = compose(resolve_model(made, resolve_loss(made)), made.parallel, device_count(made))
-    return paths.described(state.abstract(layout, chain.build(made.optimizer, made.train.steps)))
+    layout = compose(resolve_model(made, resolve_loss(made)), made.declared, device_count(made))
+    return paths.described(state.abstract(layout, resolve_optimizer(made)))
 
 
 def adopt(where: Path, step: int | None = None) -> Path:

@@ -36,6 +36,10 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
     Raises:
       JaxparError: If the model cannot be planned, the chip's constants are not known, or a number is out of its range.
     """
+    if job.sweep.over:
+        raise refuse(
+            "a job with [sweep]", rule="a plan is of one member: all take the same time", fix="a job without [sweep]"
+        )
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key)) is not None}
     if slow := [key for key, rate in rates.items() if rate < 1]:
         key = slow[0]

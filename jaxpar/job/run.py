@@ -5,7 +5,7 @@ RUN/metrics.jsonl   a line per step
 RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 RUN/output.log      what was said after the reader of the output went away
-RUN/lock            who is at work in it
+RUN/lock            who is at work in it         RUN/lineage.jsonl   who copied whom, in a sweep by pbt
 """
 
 import io
@@ -27,7 +27,7 @@ from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, reading, refuse
 from jaxpar.files import make_folder, write_json
-from jaxpar.job import meeting, pretrained
+from jaxpar.job import meeting, pretrained, sweep
 from jaxpar.job.build import Built, build
 from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
@@ -45,6 +45,7 @@ from jaxpar.train import loop
 from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
+from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress
 from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.watchdog.judge import SLOW
@@ -135,11 +136,13 @@ def _train(
 ) -> dict[str, Any]:
     folder, first = Path(job.run.dir), watchdog.process == 0
     if watchdog.count > 1:
-        built.step.agree, built.step.compiling = watchdog.agree, watchdog.compiling
+        for step in built.steps:
+            step.agree, step.compiling = watchdog.agree, watchdog.compiling
     devices = list(built.layout.on.devices.flat)
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),
-        flops=step_flop(built), peak=_peak(devices), stream=stream if first else io.StringIO(),
+        flops=step_flop(built), batch=job.train.global_batch, peak=_peak(devices),
+        stream=stream if first else io.StringIO(),
     )  # fmt: skip
     store.say = progress.say
     watchdog.at(0, "restoring" if steps else "starting")
@@ -150,30 +153,47 @@ def _train(
         write_json(folder / "run.json", record(built))
     log = Log(folder, job.metrics, start=at, writes=first)
     with progress:
-        rate = job.optimizer.said_at(job.train.global_batch)
-        about = [built.layout.summary(), *built.layout.notes, *filter(None, [rate]), f"{describe(devices)}, {folder}"]
+        batch = job.train.global_batch
+        rate, phases = job.optimizer.said_at(batch), job.train.growth.said(batch)
+        about = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _unmeasured(built)])]
+        about.append(f"{describe(devices)}, {folder}")
         progress.say("\n".join(about) + (f", on from step {at}" if at else ""))
         for change in changed:
             progress.say(f"changed since step {at}: {change}")
         if at >= job.train.steps:
             progress.say(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
+        run = _loop(built, store, log, progress, watchdog)
         try:
-            outcome = loop.run(_loop(built, store, log, progress, watchdog), start)
+            outcome = loop.run(run, start)
         finally:
             store.close()
             log.close()
+        if job.sweep.over and first:
+            progress.say("\n".join(sweep.ended(folder, job.sweep)))
         if built.step.products is not None:
             progress.say("\n".join([str(built.step.products), *built.step.products.notes]))
         if outcome.stopped_by:
             done = int(outcome.state.step)
             progress.say(f"stopped by {outcome.stopped_by}, saved step {done}; the same command goes on from there")
+        ways, last = built.layout.replicas * job.train.accumulate, batch * job.train.growth.factor(job.train.steps - 1)
+        if noise := run.noise.said(last, ways):
+            progress.say(noise)
     return {
         "run": str(folder),
         "step": int(outcome.state.step),
         "stopped_by": outcome.stopped_by,
         "resumed_from": at,
         "last": outcome.last,
+        "suggested_batch": run.noise.suggested(ways),
     }
+
+
+def _unmeasured(built: Built) -> str:
+    """Returns why the temperature of the updates is not written, though the job asks for it; "" where it is."""
+    if not built.job.metrics.noise_every or built.source.examples is not None:
+        return ""
+    named = built.job.data.source
+    return f"noise_temperature is not written: data.source = {named!r} has no `examples`, the number to train on"
 
 
 def _begin(built: Built, progress: Progress) -> state.State:
@@ -212,12 +232,15 @@ def record(built: Built) -> dict[str, Any]:
 def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: SingleProcess) -> loop.Run:
     job, train = built.job, built.job.train
     skipped = SkippedBatches(Path(job.run.dir), fresh=not store.steps())
+    noise = Noise(job.metrics.noise_every, momentum=job.optimizer.momentum, examples=built.source.examples)
+    noise.resume(log.measured)
     back = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # how far a rollback may go
     return loop.Run(
         step=built.step, source=built.source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         store=store, log=log, progress=progress, learning_rate=built.learning_rate, watchdog=watchdog,
         watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), good=sound(job), skipped=skipped,
+        noise=noise, growth=train.growth, larger=built.larger,
     )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def _shrunk(job: Job, devices: int, left: int) -> list[str]:
     if -1 in declared.values():  # inferred, whatever is left
         return []
     sizes = infer_sizes(declared, devices)
-    gives = ("fsdp",) if job.parallel.exchange.differ else SHRUNK
+    gives = ("fsdp",) if job.declared.exchange.differ else SHRUNK
     kept = math.prod(size for axis, size in sizes.items() if axis not in gives)
     if left % kept:
         names = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in gives and size > 1)

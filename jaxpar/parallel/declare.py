@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from jaxpar.errors import Keywords, Problem, nearest
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
-from jaxpar.mesh.axes import AXES
+from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.pipe import Pipeline
 
 Axes = str | tuple[str, ...] | None
@@ -77,6 +77,12 @@ class Parallel(Keywords):
         """Returns the declaration with these sizes."""
         own = {axis: size for axis, size in sizes.items() if axis in DECLARED}
         return replace(self, **own, axes={axis: size for axis, size in sizes.items() if axis not in DECLARED})
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """Axes whose devices each see other examples; `data` is none where all its replicas see the same."""
+        axes = batch_axes(self.sizes)
+        return tuple(axis for axis in axes if axis != "data") if self.exchange.same_examples else axes
 
     @property
     def stage(self) -> int:

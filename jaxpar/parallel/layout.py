@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.exchange.part import Part
 from jaxpar.exchange.sent import Sent
-from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.gather import constrained, cut, gather, padding
 from jaxpar.parallel.placement import Placement
@@ -41,7 +40,8 @@ class Layout:
       lists: Parameters of a stack that a pipeline makes of a list of layers, each with those of the layers.
       notes: What techniques chose where the declaration left it to them, and why, a sentence each.
       frozen: Paths of parameters that replicas never send each other: an optimizer leaves them alone. Empty until a
-        step is built, for a layout is composed without an optimizer.
+        step is built, for a layout is composed without an optimizer; likewise `besides`.
+      besides: What replicas send each other of their optimizers' states.
     """
 
     parallel: Parallel
@@ -54,6 +54,7 @@ class Layout:
     lists: Lists = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
+    besides: tuple[Sent, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -68,7 +69,7 @@ class Layout:
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """Axes of the mesh whose devices each see other examples."""
-        return batch_axes(self.sizes)
+        return self.parallel.batch_axes
 
     @property
     def replicas(self) -> int:
@@ -180,7 +181,8 @@ class Layout:
 
     def sends(self) -> tuple[Sent, ...]:
         """Returns what the replicas over `data` send each other, by their exchange; nothing where there is but one."""
-        return self.parallel.exchange.sends(self.parts, self.sizes["data"]) if self.sizes["data"] > 1 else ()
+        replicas = self.sizes["data"]
+        return (*self.parallel.exchange.sends(self.parts, replicas), *self.besides) if replicas > 1 else ()
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -249,9 +251,9 @@ class Layout:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([self.summary(), *self.notes, *[self.agreement] * bool(self.agreement), "", *lines])
 
-    def freezing(self, paths: frozenset[str]) -> "Layout":
-        """Returns the same layout, for an optimizer that leaves these parameters alone."""
-        return replace(self, frozen=paths) if paths else self
+    def under(self, frozen: frozenset[str], besides: tuple[Sent, ...]) -> "Layout":
+        """Returns the same layout, for an optimizer that leaves these parameters alone, of whose state this is sent."""
+        return replace(self, frozen=frozen, besides=besides) if frozen or besides else self
 
     def noted(self, note: str) -> "Layout":
         """Returns the same layout with one more sentence on what was chosen."""

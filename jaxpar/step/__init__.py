@@ -3,7 +3,7 @@
     gradients    the protocol of gradients, and the update that follows from them
     kinds        which kind of gradients a layout has
     whole        gradients of a step whose layers are all on every device
-    apart        gradients of replicas that step apart, and agree by an exchange
+    apart/       what replicas compute each for itself, until they agree by an exchange
     pipelined/   gradients of a step whose layers are spread over `pipe`
     frozen       parameters that have no gradients, because nobody reads them
     checks/      what a step looks at before it runs

@@ -65,9 +65,9 @@ class Gradients(Protocol):
         """Returns which meeting of replicas a step of this number ends with, from 1; 0 for none."""
         return 0
 
-    def agree(self, state: State, meeting: int) -> State:
-        """Returns a state whose replicas have come to agree at such a meeting."""
-        return state
+    def agree(self, state: State, found: dict[str, Any], meeting: int) -> tuple[State, dict[str, Any]]:
+        """Returns a state whose replicas have come to agree at such a meeting, and the metrics of its step."""
+        return state, found
 
     def silent(self, *, exchanges: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a step sends nothing, one that ends with such a meeting, or 0 for none."""
@@ -76,6 +76,10 @@ class Gradients(Protocol):
     def told(self, found: dict[str, Any]) -> dict[str, jax.Array]:
         """Returns the metrics of an update as scalars. Called outside of the compiled step, unless that guards."""
         return found
+
+    def scored(self, means: dict[str, float]) -> dict[str, float]:
+        """Returns what an evaluation says, of the means over its examples."""
+        return means
 
 
 def one_update(

@@ -124,8 +124,13 @@ def _agreement(layout: Layout) -> list[str]:
 
 
 def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
-    """Returns the model's FLOP of a step over all devices: the forward pass, and twice that for the backward pass."""
+    """Returns the model's FLOP of a step over all devices: the forward pass, and twice that for the backward pass.
+
+    Of a population that of all its members.
+    """
     blueprint, loss = step.layout.blueprint, shaped(step.loss)
+    exchange = step.layout.parallel.exchange
+    models = exchange.count(step.layout.sizes["data"]) if exchange.same_examples else 1
 
     def forward(key, batch):
         params, model_state = blueprint.init(key)
@@ -134,7 +139,7 @@ def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
     key = jax.random.key(0)
     with jax.set_mesh(step.layout.on), understood():  # a model may name mesh axes itself
-        return 3.0 * forward_flop(forward, key, shapes)
+        return 3.0 * models * forward_flop(forward, key, shapes)
 
 
 def _state(step: Inspectable, state: Any) -> list[Argument]:

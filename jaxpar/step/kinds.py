@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
-from jaxpar.step.apart import Apart, of_one
+from jaxpar.step.apart.members import Members
+from jaxpar.step.apart.predicting import of_mean_prediction
+from jaxpar.step.apart.replicas import Apart, of_one
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.keyed.gradients import KeyedGradients, handed
 from jaxpar.step.keyed.loss import key_of
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.run import Pipelined
 from jaxpar.step.pipelined.unflushed import Unflushed
-from jaxpar.step.predicting import of_mean_prediction
 from jaxpar.step.whole import Whole
 
 
@@ -54,7 +55,8 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
         check_offload(layout, offload=numerics.offload)
         one, together = of_one(layout), layout.parallel.exchange.averages_predictions
         seen = of_mean_prediction(loss, layout.blueprint.name) if together else loss
-        return Apart(layout, Whole(one, loss, numerics, frozen), Whole(one, seen, numerics, frozen))
+        kind = Members if layout.parallel.exchange.same_examples else Apart
+        return kind(layout, Whole(one, loss, numerics, frozen), Whole(one, seen, numerics, frozen))
     if layout.sizes["pipe"] == 1:
         return Whole(layout, loss, numerics, frozen)
     if numerics.accumulate > 1:

@@ -129,7 +129,10 @@ def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:
     return (labels >= 0) & (labels < logits.shape[-1])
 
 
-RESERVED = frozenset(("step", "tokens", "grad_norm", "seconds", "tokens_per_second", "learning_rate"))
+RESERVED = frozenset(
+    ("step", "tokens", "grad_norm", "seconds", "tokens_per_second", "learning_rate", "global_batch", "part_grad_norm",
+     "noise_signal", "noise_trace", "noise_scale", "noise_temperature")
+)  # fmt: skip
 
 
 def _is_number(value: Any) -> bool:

@@ -11,10 +11,13 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.between import in_pieces
-from jaxpar.exchange.part import piece_dim
+from jaxpar.exchange.part import Part, piece_dim
+from jaxpar.exchange.sent import Sent
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree, path_of
+from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step.frozen import frozen, without
 
@@ -108,19 +111,32 @@ def begun(layout: Layout, optimizer: optax.GradientTransformation, params: Tree,
       params: Of one model.
       model_state: Of one model.
     """
-    exchange, count = layout.parallel.exchange, layout.sizes["data"]
+    exchange = layout.parallel.exchange
+    count = exchange.count(layout.sizes["data"])
     with users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"):
         state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
     if not exchange.apart:
         return state
     copied = _copies if exchange.differ else lambda tree, _: tree
-    return dataclasses.replace(
-        state,
-        params=copied(params, count),
-        optimizer=copied(state.optimizer, count),
-        model_state=jax.vmap(lambda replica: salted(model_state, replica))(jnp.arange(count)),
-        exchange=exchange.init(without(frozen(layout, optimizer), params), count),
+    begun = exchange.begin(
+        Replicas(
+            params=copied(params, count),
+            optimizer=copied(state.optimizer, count),
+            model_state=of_each(layout, model_state),
+            own=exchange.init(without(frozen(layout, optimizer), params), count),
+        )
     )
+    return State(state.step, begun.params, begun.optimizer, begun.model_state, begun.own)
+
+
+def of_each(layout: Layout, model_state: Tree) -> Tree:
+    """Returns the state of a model as that of each replica, [replica, ...]: their random keys differ.
+
+    Those of replicas that see the same examples do not: each draws what it would draw alone.
+    """
+    exchange = layout.parallel.exchange
+    one = (lambda _: model_state) if exchange.same_examples else (lambda replica: salted(model_state, replica))
+    return jax.vmap(one)(jnp.arange(exchange.count(layout.sizes["data"])))
 
 
 def salted(model_state: Tree, salt: jax.Array) -> Tree:
@@ -179,6 +195,8 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
     """Returns where an exchange's own arrays go: as the optimizer's do, those of each replica over `data` besides."""
 
     def each(keys, leaf) -> bool:
+        if path_of(keys[:1]) == "each":
+            return True
         owner = layout.owner(keys)
         return owner is not None and tuple(leaf.shape[1:]) == layout.placements[owner].leaf.shape
 
@@ -198,6 +216,20 @@ def _exchange_specs(layout: Layout, own: Tree) -> Tree:
 def of_one_replica(tree: Tree) -> Tree:
     """Returns the shapes of one replica, without the dim of replicas."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def sent(layout: Layout, state: State) -> tuple[Sent, ...]:
+    """Returns what replicas that differ send each other of their optimizers' states."""
+    exchange, replicas = layout.parallel.exchange, layout.sizes["data"]
+    if not exchange.differ or replicas == 1:
+        return ()
+    one = of_one_replica(state.optimizer)
+    specs = jax.tree.leaves(layout.optimizer_specs(one), is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    held = {
+        path_of(keys): Part(shard_shape(leaf.shape, spec, layout.sizes), leaf.dtype, whole=leaf.size)
+        for (keys, leaf), spec in zip(jax.tree_util.tree_leaves_with_path(one), specs, strict=True)
+    }
+    return exchange.sends_held(held, replicas)
 
 
 def _over_data(specs: Tree) -> Tree:

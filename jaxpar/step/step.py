@@ -32,6 +32,7 @@ from jaxpar.sharding.names import Tree
 from jaxpar.sharding.reading.called import zeros
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step import state as states
+from jaxpar.step.apart.parts import norm_of_parts, parts_of
 from jaxpar.step.checks import precision as check
 from jaxpar.step.checks.dims import check_dims
 from jaxpar.step.checks.given_state import check_same, check_there
@@ -47,6 +48,7 @@ from jaxpar.step.state import State
 
 Batch = Mapping[str, Any]
 Loss = Callable[..., Any]  # (model, batch), or (model, batch, key), to sums and counts
+READ = ("eval", "parts")  # programs that update nothing
 
 
 class Step:
@@ -75,7 +77,7 @@ class Step:
         seed: int = 0,
     ):
         abstract = states.abstract(layout, optimizer)  # refuses what is no layout, or no optimizer
-        layout = self.layout = layout.freezing(frozen(layout, optimizer))
+        layout = self.layout = layout.under(frozen(layout, optimizer), states.sent(layout, abstract))
         self.loss, self.optimizer, self.numerics = loss, optimizer, numerics
         self.products: check.Matmuls | None = None
         self.share: OwnShare | None = None
@@ -94,6 +96,7 @@ class Step:
             update = guarded(update, self._on_device, self.gradients.told)
         self._train = cache(lambda meeting: self._jitted(self._agreeing(update, meeting) if meeting else update))
         self._eval = jax.jit(self._measure)
+        self._norm = cache(lambda: jax.jit(norm_of_parts(layout, loss, numerics, frozen=layout.frozen, seed=seed)))
         self._differentiated = jax.jit(self.gradients.gradients)
         self._last: tuple[jax.Array | None, int] = (None, 0)  # the newest count of steps, on devices and on the host
 
@@ -145,19 +148,46 @@ class Step:
 
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, without dropout and without an update."""
+        return self._read("eval", self._eval, state, batch)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a batch falls, by the norms of whose gradients their noise is told; see `part_norm`.
+
+        Raises:
+          JaxparError: If gradients of parts are never there alone.
+        """
+        return parts_of(self.layout, self.numerics)
+
+    def part_norm(self, state: State, batch: Batch) -> jax.Array:
+        """Returns the root of the mean square of the norms of gradients of equal parts of a batch. Shape [].
+
+        Takes a forward and a backward pass, and between replicas one scalar.
+
+        Raises:
+          JaxparError: If gradients of parts are never there alone.
+        """
+        return self._read("parts", self._norm(), state, batch)
+
+    def _read(self, kind: str, program: Any, state: State, batch: Batch) -> Any:
+        """Returns what a program that updates nothing makes of a state and a batch."""
         check_there(state)
         batch = self.put(batch)
-        key = _signature("eval", batch)
+        key = _signature(kind, batch)
         if key not in self._compiled:
             self._check_state(state)
             with self.compiling():
                 with self._users_code(batch), self._traced():
-                    lowered = self._eval.lower(state.params, state.model_state, batch)
+                    lowered = program.lower(state.params, state.model_state, batch)
                 asked.check(self.layout, self._used, lowered)
                 self._compiled[key] = self._compile(key, lowered)
-        sums = self._run(key, state, state.params, state.model_state, batch)
-        self._bound(sums)
-        return sums
+        found = self._run(key, state, state.params, state.model_state, batch)
+        self._bound(found)
+        return found
+
+    def scored(self, means: dict[str, float]) -> dict[str, float]:
+        """Returns what an evaluation says, of its sums over all batches, each divided by its count."""
+        return self.gradients.scored(means)
 
     def differentiated(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
         """Returns gradients of a batch's mean loss, its sums, and the model state afterwards; nothing is updated.
@@ -178,7 +208,7 @@ class Step:
                 f"{key[0]} program ({len(self._compiled)})", hashlib.sha256(lowered.as_text().encode()).hexdigest()
             )
         program = compile_with(lowered, self.options)
-        several = self.layout.devices > 1 and key[0] != "eval"
+        several = self.layout.devices > 1 and key[0] not in READ
         if several and (excess := find_excess(program.as_text(), self.share)):
             warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {FIX}", stacklevel=3)
         if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
@@ -270,7 +300,7 @@ class Step:
 
         def _exchange(state: State, batch: Batch, *limit: jax.Array):
             state, metrics = update(state, batch, *limit)
-            return self.gradients.agree(state, meeting), metrics
+            return self.gradients.agree(state, metrics, meeting)
 
         return _exchange
 

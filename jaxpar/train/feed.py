@@ -1,13 +1,13 @@
 """Batches on their way to the step: past those that the run skips, checked, each process its own rows.
 
-    step ─► batch of the source ─► numbers that can be ─► rows that are held here ─► arrays over all processes
-              ▲                          │ corrupt, and the job skips such ones
-              └──────── the next ◄───────┘
+    step ─► draws ─► batch of the source ─► numbers that can be ─► rows that are held here ─► arrays over all processes
+                       ▲                          │ corrupt, and the job skips such ones
+                       └──────── the next ◄───────┘
 
 Which batch a step takes is a pure function of the step and of RUN/skipped_batches.json, so that a run resumes anywhere.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from jaxpar.data.spec import Batch, Rows, Source, Weighted, some
 from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import refuse
+from jaxpar.optim.growth import Growth
 from jaxpar.parallel.layout import Layout
 from jaxpar.train.faults import Faults
 from jaxpar.train.skipped_batches import SkippedBatches
@@ -28,7 +29,8 @@ class Feed:
     Args:
       source: Where batches come from.
       layout: Where they go.
-      size: Examples per global batch.
+      size: Examples per global batch; of the first phase, if it grows.
+      growth: How it grows.
       good: What a good batch is; None looks at none.
       skipped: The batches that the run skips; None where it can skip none.
       faults: What is done about a corrupt batch.
@@ -44,10 +46,12 @@ class Feed:
         good: BatchSpec | None = None,
         skipped: SkippedBatches | None = None,
         faults: Faults | None = None,
+        growth: Growth | None = None,
         say: Callable[[str], None] = lambda _: None,
     ):
         self.source, self.layout, self.size = source, layout, size
         self.good, self.skipped, self.faults, self.say = good, skipped, faults or Faults(), say
+        self.growth = growth or Growth()
         self.rows: Rows = rows_here(layout, size) if jax.process_count() > 1 else None
         self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
 
@@ -69,15 +73,19 @@ class Feed:
 
     def read(self, step: int) -> Batch:
         """Returns the rows that this process holds of the training batch of a step, on the host."""
+        return merged([self._draw(draw, step) for draw in self.growth.draws(step)])
+
+    def _draw(self, draw: int, step: int) -> Batch:
+        """Returns the rows that this process holds of a draw, one of those that a step takes."""
         passed: list[CorruptBatch] = []
         while True:
-            index = step if self.skipped is None else self.skipped.batch_of(step)
+            index = draw if self.skipped is None else self.skipped.batch_of(draw)
             try:
                 batch = self.source.batch(index, self.size, *self._asked)
                 return self._own(self._checked(batch, partial(self._where, index)))
             except CorruptBatch as error:
                 skipped = self._pass(f"the batch of step {step + 1}", error, passed)
-                skipped.pass_over(step, error.problems[0].got)
+                skipped.pass_over(draw, error.problems[0].got)
 
     def read_evaluation(self, index: int) -> list[Weighted]:
         """Returns the rows that this process holds of the index-th held-out examples, on the host."""
@@ -142,12 +150,14 @@ class Feed:
         return batch if self.rows is None else {name: self._global(value) for name, value in batch.items()}
 
     def _global(self, value: np.ndarray) -> jax.Array:
-        """Returns the global array [size, ...] of which this process has some rows."""
-        rows: Any = self.rows
-        shape = (self.size, *value.shape[1:])
+        """Returns the global array [size, ...] of which this process has some rows: of so many draws, as merged."""
+        held: Any = self.rows
+        times = len(value) // len(held)
+        rows, size = (held[:, None] * times + np.arange(times)).ravel(), self.size * times
+        shape = (size, *value.shape[1:])
 
         def shard(index):
-            begin, end, _ = index[0].indices(self.size)
+            begin, end, _ = index[0].indices(size)
             at = np.searchsorted(rows, begin)
             return value[(slice(at, at + end - begin), *index[1:])]
 
@@ -161,3 +171,15 @@ def rows_here(layout: Layout, size: int) -> np.ndarray:
     indices = sharding.addressable_devices_indices_map((size,)).values()
     held = {index[0].indices(size)[:2] for index in indices if index is not None}
     return np.concatenate([np.arange(begin, end) for begin, end in sorted(held)])
+
+
+def merged(draws: Sequence[Batch]) -> dict[str, Any]:
+    """Returns draws as one batch: examples i of all draws one after the other, then examples i + 1.
+
+    So a device's share of the whole is its share of each draw, on any mesh; and each microbatch of the whole, which
+    takes every so many-th example, is one of a draw.
+    """
+    if len(draws) == 1:
+        return dict(draws[0])
+    each = {name: np.stack([draw[name] for draw in draws], axis=1) for name in draws[0]}
+    return {name: value.reshape(-1, *value.shape[2:]) for name, value in each.items()}

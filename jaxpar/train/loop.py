@@ -26,6 +26,7 @@ from jaxpar.leaving import wishes_to_stop
 from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
 from jaxpar.train.feed import Feed
+from jaxpar.train.noise import SMALL
 from jaxpar.train.roll_back import roll_back
 from jaxpar.train.run import Outcome, Run
 
@@ -41,7 +42,7 @@ def run(job: Run, state: State) -> Outcome:
     """
     feed = Feed(
         job.source, job.step.layout, job.global_batch, good=job.good, skipped=job.skipped, faults=job.watch.faults,
-        say=job.progress.say if job.progress else print,
+        growth=job.growth, say=job.progress.say if job.progress else print,
     )  # fmt: skip
     stop = _Stop()
     with _signals(stop):
@@ -84,7 +85,12 @@ def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
         job.watchdog.at(done, "reading the batch")
         batch = feed.batch(index)
         job.watchdog.at(done, "training")
-        state, metrics = job.step(state, batch, limit=job.watch.limit(done))
+        step, measured = job.step_at(index), {}
+        if job.noise.is_due(done):
+            batch = step.put(batch)
+            measured = {SMALL: step.part_norm(state, batch)}
+        state, metrics = step(state, batch, limit=job.watch.limit(done))
+        metrics = metrics | measured
         flying.append((done, metrics))
         stopped = job.watchdog.stopping(stop.name, done)
         last = done == job.steps or stopped is not None
@@ -166,7 +172,8 @@ def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) ->
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + each.weight * float(total), before[1] + each.weight * float(count))
         index += 1
-    return {f"eval_{name}": total / count for name, (total, count) in totals.items() if count}
+    means = {name: total / count for name, (total, count) in totals.items() if count}
+    return {f"eval_{name}": mean for name, mean in job.step.scored(means).items()}
 
 
 def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -178,8 +185,14 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
     row = {"step": step, **values, "seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
     if skipped:
         row["skipped"] = True
-    if job.learning_rate:
-        row["learning_rate"] = job.learning_rate(update)
+    rate = job.learning_rate(update) if job.learning_rate else None
+    if rate is not None:
+        row["learning_rate"] = rate
+    size = job.global_batch * job.growth.factor(step - 1)
+    if job.growth.phases:
+        row["global_batch"] = size
+    if SMALL in values:
+        row |= job.noise.row(values, rate=rate, batch=size, parts=job.step_at(step - 1).parts)
     return row
 
 

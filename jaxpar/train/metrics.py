@@ -21,14 +21,17 @@ class Metrics:
 
     Attributes:
       show_every: Steps between two lines on the terminal.
+      noise_every: Steps between two measurements of the noise of gradients and updates, which end in a suggested
+        batch; 0 measures none. Each takes a forward and a backward pass; losses stay the same.
       tensorboard: Whether metrics also go to RUN/tensorboard.
     """
 
     show_every: int = 20
+    noise_every: int = 0
     tensorboard: bool = False
 
     def __post_init__(self):
-        check_ranges(self, "metrics", {"show_every": (1, 2**31 - 1)})
+        check_ranges(self, "metrics", {"show_every": (1, 2**31 - 1), "noise_every": (0, 2**31 - 1)})
 
 
 class Log:
@@ -43,6 +46,7 @@ class Log:
     Attributes:
       recent: The last rows of the earlier run.
       skipped: How many of all its steps were skipped.
+      measured: The last row in which the noise of gradients was, or none.
     """
 
     def __init__(self, folder: Path, spec: Metrics, *, start: int, writes: bool = True):
@@ -60,6 +64,7 @@ class Log:
             rows = [(line, row) for line in self._lines() if (row := json.loads(line))["step"] <= start]
         self.recent = [row for _, row in rows[-RECENT:]]
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
+        self.measured = next((row for _, row in reversed(rows) if "noise_trace" in row), {})
         self._file: Any = None
         self._board: Any = None
         self._rows: list[str] = []  # that are not written yet: while the disk is full

@@ -14,15 +14,25 @@ class Progress:
       total: Steps of the whole run.
       every: Steps between two plain lines.
       unit: The unit that the loss counts: tokens, examples, or loss terms if unknown.
-      flops: FLOP per step of the model, for MFU, or 0.
+      flops: FLOP per step of the model, for MFU, or 0; of the first phase, where the batch grows.
+      batch: Examples per step of the first phase.
       peak: FLOP per second of all devices, or 0 where they are simulated or unknown: no MFU then.
       stream: Where to.
     """
 
     def __init__(
-        self, total: int, *, every: int, unit: str = "tokens", flops: float = 0.0, peak: float = 0.0, stream=None
+        self,
+        total: int,
+        *,
+        every: int,
+        unit: str = "tokens",
+        flops: float = 0.0,
+        batch: int = 1,
+        peak: float = 0.0,
+        stream=None,
     ):
         self.total, self.every, self.unit, self.flops, self.peak = total, every, unit, flops, peak
+        self.batch = batch
         self.stream = stream or sys.stdout
         self._live: Any = None
         self._eval = ""
@@ -75,7 +85,8 @@ class Progress:
             parts.append(self._eval)
         parts.append(f"{show_count(row['tokens'] / typical)} {self.unit}/s")
         if self.peak and self.flops:
-            parts.append(f"MFU {self.flops / typical / self.peak:.1%}")
+            flops = self.flops * row.get("global_batch", self.batch) / self.batch
+            parts.append(f"MFU {flops / typical / self.peak:.1%}")
         parts.append(f"{show_seconds(typical)}/step")
         parts.append(f"{show_seconds(max(0.0, typical * (self.total - row['step'])))} left")
         return "  ".join(parts)

@@ -44,11 +44,12 @@ def roll_back(job: Run, bad: JaxparError, start: int) -> State:
         if job.progress:
             job.progress.say(f"the first step after step {start} is bad: what was saved there is called {left} now")
     state, back = job.store.restore(job.step.abstract())
-    skipped.go_back(bad.step, to=back, why=bad.problems[0].got)
+    skipped.go_back(job.growth.drawn(bad.step), to=job.growth.drawn(back), why=bad.problems[0].got)
     job.watch.rewind(back)
     if job.log:
         job.log.rewind(back)
         job.watch.skipped = job.log.skipped
+        job.noise.resume(job.log.measured)
     if job.progress:
         job.progress.say(f"{bad.problems[0].got}: back to step {back}, on with the batch after it")
     return state

@@ -1,16 +1,18 @@
 """The parts of a run and its outcome, as the loop, the rollback and the job know them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.data.spec import Source
 from jaxpar.data.validate import BatchSpec
+from jaxpar.optim.growth import Growth
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.faults import Watch
 from jaxpar.train.metrics import Log
+from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress
 from jaxpar.train.skipped_batches import SkippedBatches
 from jaxpar.train.watchdog.thread import SingleProcess
@@ -24,7 +26,7 @@ class Run:
       step: The compiled step.
       source: Where batches come from.
       steps: Updates of the whole run.
-      global_batch: Examples per step, over all devices.
+      global_batch: Examples per step, over all devices; of the first phase, if the batch grows.
       eval_every: Steps between evaluations; 0 evaluates at the end only.
       eval_batches: Most batches per evaluation; 0 takes all that are held out.
       checkpoints: When they are written.
@@ -36,6 +38,9 @@ class Run:
       watch: Judges each step's numbers.
       good: What a good batch is, or None where none is looked at.
       skipped: Batches that are passed over, or None where none can be.
+      noise: Measures the noise of gradients and updates.
+      growth: How the batch grows.
+      larger: The compiled steps of its later phases, by the times that their batches are of the first.
     """
 
     step: Step
@@ -53,6 +58,14 @@ class Run:
     watch: Watch = field(default_factory=Watch)
     good: BatchSpec | None = None
     skipped: SkippedBatches | None = None
+    noise: Noise = field(default_factory=Noise)
+    growth: Growth = field(default_factory=Growth)
+    larger: Mapping[int, Step] = field(default_factory=dict)
+
+    def step_at(self, step: int) -> Step:
+        """Returns the compiled step that makes a step, from 0."""
+        factor = self.growth.factor(step)
+        return self.step if factor == 1 else self.larger[factor]
 
 
 @dataclass(frozen=True, kw_only=True)

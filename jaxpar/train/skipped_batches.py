@@ -3,6 +3,8 @@
 step   0 1 2 3 4 5 6 ...         step 3 skips 2 batches
 batch  0 1 2 5 6 7 8 ...
 
+Of a batch that grows, "step" is a draw: as many as the first phase would have steps (`jaxpar.optim.growth`).
+
 RUN/skipped_batches.json remembers them, so that a run that is resumed passes over the same.
 """
 

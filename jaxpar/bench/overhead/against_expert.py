@@ -5,14 +5,12 @@ the programs are compared as compiled for these devices and for eight H100s that
 file to write to, a run that was stopped goes on where it was.
 """
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +23,7 @@ import jaxpar as jp
 from jaxpar.bench import expert
 from jaxpar.bench.overhead import ours
 from jaxpar.bench.overhead.program import Program, compiled
+from jaxpar.bench.rows import keep, kept
 from jaxpar.bench.where import where
 from jaxpar.mesh.devices import describe
 from jaxpar.units import show_bytes
@@ -60,28 +59,30 @@ def against_expert(
     """
     jp.simulate(8)
     begin, here, longest = clock(), where(), 0.0
-    rows = _kept(out, here["commit"], rounds)
+    rows = {
+        row["row"]: {key: row[key] for key in ("ours", "expert", "ratios")}
+        for row in kept(out, {"rounds": rounds})
+        if row["where"]["commit"] == here["commit"]
+    }
     print(
         f"{describe(jax.devices())}, jax {jax.__version__}, {rounds} pairs of steps; {TARGET} absent; ours / expert's"
     )
     print(
         f"{'layout, remat':<26}{'step':>7}{'memory, processors':>26}{'memory, H100s':>26}{'launches':>10}{'wire':>26}"
     )
-    asked = [(layout, kept) for layout in (only or LAYOUTS) for kept in remat]
-    for layout, kept in asked:
-        name = f"{layout}, {kept}"
+    asked = [(layout, saving) for layout in (only or LAYOUTS) for saving in remat]
+    for layout, saving in asked:
+        name = f"{layout}, {saving}"
         if name not in rows:
             started = clock()
             if minutes and started + longest - begin > 60 * minutes:
                 print(f"{name:<26} not started: {minutes:g} minutes would not do")
                 continue
-            rows[name] = _measured(REMAT[kept], LAYOUTS[layout], rounds)
+            rows[name] = _measured(REMAT[saving], LAYOUTS[layout], rounds)
             longest = max(longest, clock() - started)
-            if out:
-                with Path(out).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"row": name, "rounds": rounds, "where": here, **rows[name]}) + "\n")
+            keep(out, {"row": name, "rounds": rounds, "where": here, **rows[name]})
         print(_line(name, rows[name]), flush=True)
-    names = [f"{layout}, {kept}" for layout, kept in asked]
+    names = [f"{layout}, {saving}" for layout, saving in asked]
     holds = all(
         name in rows and all(rows[name]["ratios"][key] <= BOUNDS[key] for key in rows[name]["ratios"]) for name in names
     )
@@ -93,14 +94,6 @@ def against_expert(
         "holds": holds,
         "where": here,
     }
-
-
-def _kept(out: str, commit: str, rounds: int) -> dict[str, Any]:
-    if not out or not Path(out).exists():
-        return {}
-    lines = [json.loads(line) for line in Path(out).read_text(encoding="utf-8").splitlines()]
-    same = [line for line in lines if line["where"]["commit"] == commit and line["rounds"] == rounds]
-    return {line["row"]: {key: line[key] for key in ("ours", "expert", "ratios")} for line in same}
 
 
 def _line(name: str, row: Mapping[str, Any]) -> str:

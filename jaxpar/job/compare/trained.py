@@ -87,7 +87,12 @@ def check_all(job: Job, methods: Sequence[Method]) -> None:
     Raises:
       JaxparError: With what is wrong with any.
     """
+    if job.sweep.over:
+        raise refuse("a job with [sweep]", rule="ways to agree are compared on one model", fix="a job without [sweep]")
     problems: list[Problem] = []
+    if job.train.grow:
+        fix = "train.grow=[] as an override"
+        problems.append(Problem("train.grow in a comparison", "methods are compared at one batch size", fix))
     for method in methods:
         try:
             found = check(_by(job, method.how)) if isinstance(method.how, Exchange) else []

@@ -79,8 +79,8 @@ def _job(job: Job, count: int) -> tuple[list[Finding], int]:
     import jax
 
     from jaxpar.job.parts.models import resolve_loss, resolve_model
+    from jaxpar.job.parts.optimizers import resolve_optimizer
     from jaxpar.mesh.devices import leave_alone
-    from jaxpar.optim import chain
     from jaxpar.parallel.compose import compose
     from jaxpar.step.state import abstract
 
@@ -90,9 +90,9 @@ def _job(job: Job, count: int) -> tuple[list[Finding], int]:
         text = f"mesh.devices = {use}, {count} are seen"
         return [Finding("job", "problem", text, f"mesh.devices = {count}, or more processes")], 0
     try:
-        layout = compose(resolve_model(job, resolve_loss(job)), job.parallel, use)
+        layout = compose(resolve_model(job, resolve_loss(job)), job.declared, use)
     except JaxparError as error:
         return _wrong(error.problems), 0
-    leaves: list[Any] = jax.tree.leaves(abstract(layout, chain.build(job.optimizer, job.train.steps)))
+    leaves: list[Any] = jax.tree.leaves(abstract(layout, resolve_optimizer(job)))
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     return [Finding("job", "ok", f"{layout.summary()}")], size

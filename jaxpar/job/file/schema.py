@@ -6,15 +6,18 @@ docstring, so it is written once.
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.data.spec import Data
 from jaxpar.errors import check_ranges, refuse
+from jaxpar.exchange.all_reduce import AllReduce
+from jaxpar.exchange.population.sweep import Sweep
 from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
 from jaxpar.models.settings.computing import Precision
+from jaxpar.optim.growth import Growth, check_phases
 from jaxpar.optim.optimizer import Optimizer
 from jaxpar.parallel.declare import Parallel
 from jaxpar.train.faults import Faults
@@ -89,6 +92,9 @@ class TrainTable:
     Attributes:
       steps: Updates of the whole run.
       global_batch: Examples per step, over all devices and microbatches.
+      grow: [[step, factor], ...]: after so many steps a batch is so many times the one before, of more microbatches,
+        where otherwise the rate would be divided. The rate is that of the first phase, which is what plan and inspect
+        look at.
       accumulate: Microbatches per step.
       seed: Of the parameters, of dropout, of a loss's random keys and of the order of examples.
       loss: next_token, classify, or "package.module:function" of (model, batch), or of (model, batch, key): a random
@@ -104,6 +110,7 @@ class TrainTable:
 
     steps: int = 100
     global_batch: int = 32
+    grow: tuple[tuple[int, int], ...] = ()
     accumulate: int = 1
     seed: int = 0
     loss: str = "next_token"
@@ -118,6 +125,16 @@ class TrainTable:
         most = 2**31 - 1  # the step is an int32; a seed has 32 bits
         lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
         check_ranges(self, "train", {key: (low, most) for key, low in lows.items()})
+        check_phases(self.grow, "train.grow", self.steps)
+        if (largest := self.global_batch * self.growth.factors[-1]) > most:
+            raise refuse(
+                f"train.grow to {largest} examples per step", rule=f"a batch has at most {most}", fix="smaller factors"
+            )
+
+    @property
+    def growth(self) -> Growth:
+        """The phases of the batch."""
+        return Growth(self.grow)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +149,7 @@ class Job:
         of its own, [model.config], or "package.module:object".
       data: The training data.
       optimizer: How gradients become updates.
+      sweep: In which settings of the optimizer the members of a population differ.
       train: How long, on how much at once.
       checkpoint: When the state is saved.
       faults: How to go on after NaN, infinite numbers or spikes.
@@ -146,11 +164,30 @@ class Job:
     model: dict[str, Any] = field(default_factory=lambda: {"name": "decoder"})
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
+    sweep: Sweep = field(default_factory=Sweep)
     train: TrainTable = field(default_factory=TrainTable)
     checkpoint: Checkpoints = field(default_factory=Checkpoints)
     faults: Faults = field(default_factory=Faults)
     metrics: Metrics = field(default_factory=Metrics)
     allow_import: bool = False
+
+    @property
+    def declared(self) -> Parallel:
+        """How devices are used: the members of a sweep are the replicas over `data`.
+
+        Raises:
+          JaxparError: If a sweep is wrong, or has replicas that agree in another way.
+        """
+        if not self.sweep.over:
+            return self.parallel
+        self.sweep.check(self.optimizer)
+        if self.parallel.exchange != AllReduce():
+            raise refuse(
+                f"exchange {self.parallel.exchange} with [sweep]",
+                rule="members of a sweep are the replicas over `data`, and agree in nothing",
+                fix="leave one of the two out",
+            )
+        return replace(self.parallel, exchange=self.sweep.population())
 
 
 def default(cls: type, key: str) -> Any:

@@ -19,8 +19,9 @@ def problems(parallel: Parallel) -> list[Problem]:
                 "leave it out: gradients are summed in every step",
             )
         ]
-    found = exchange.problems(parallel.data) if type(parallel.data) is int and parallel.data > 1 else []
-    if exchange != AllReduce() and parallel.data == 1:
+    several = parallel.data != 1 or exchange.count(1) > 1
+    found = exchange.problems(parallel.data) if type(parallel.data) is int and parallel.data > 0 and several else []
+    if exchange != AllReduce() and not several:
         found.append(
             Problem(
                 f"exchange {exchange} with data=1 does nothing",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxpar.parallel.layout import Layout
@@ -19,7 +18,7 @@ from jaxpar.sharding.names import Compute, Tree, Use
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.keyed.loss import Drawing
 from jaxpar.step.losses import Sums
-from jaxpar.step.state import State, salted
+from jaxpar.step.state import State, of_each
 
 AFTER = 0x7FFF  # folded into a microbatch's key, it is that of the next one: as for Linen's own keys
 
@@ -79,9 +78,9 @@ class KeyedGradients(Gradients):
         """Returns which meeting of replicas a step ends with."""
         return self.one.meeting(step)
 
-    def agree(self, state: State, meeting: int) -> State:
-        """Returns a state whose replicas have come to agree."""
-        return self.one.agree(state, meeting)
+    def agree(self, state: State, found: dict[str, Any], meeting: int) -> tuple[State, dict[str, Any]]:
+        """Returns a state whose replicas have come to agree, and the metrics of its step."""
+        return self.one.agree(state, found, meeting)
 
     def silent(self, *, exchanges: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a step sends nothing."""
@@ -91,7 +90,11 @@ class KeyedGradients(Gradients):
         """Returns the metrics of an update as scalars."""
         return self.one.told(found)
 
+    def scored(self, means: dict[str, float]) -> dict[str, float]:
+        """Returns what an evaluation says."""
+        return self.one.scored(means)
+
     def _with(self, model_state: Tree, key: jax.Array) -> Tree:
         if self.layout.parallel.exchange.apart:
-            key = jax.vmap(lambda replica: salted(key, replica))(jnp.arange(self.layout.sizes["data"]))
+            key = of_each(self.layout, key)
         return {"model": model_state, "key": key}

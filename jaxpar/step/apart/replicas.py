@@ -23,10 +23,10 @@ from jaxpar.exchange.between import AXIS, Between
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
+from jaxpar.step.apart.predicting import REPLICA
 from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gradients import Batch, Gradients, metrics, updated
 from jaxpar.step.losses import Sums
-from jaxpar.step.predicting import REPLICA
 from jaxpar.step.state import State, of_one_replica
 from jaxpar.step.whole import Whole
 
@@ -52,16 +52,16 @@ class Apart(Gradients):
 
     def gradients(self, params: Tree, model_state: Tree, batch: Batch) -> tuple[Tree, Sums, Tree]:
         """Returns gradients, sums and model state of each replica: [replica, ...]."""
-        return self._each(self.one.gradients)(params, model_state, self._rows(batch))
+        return self.each(self.one.gradients)(params, model_state, self._rows(batch))
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
         """Returns the sums over replicas, each of its own rows; or those of the mean prediction, of all rows."""
         if not self.exchange.averages_predictions:
-            sums = self._each(self.evaluated.evaluate)(params, model_state, self._rows(batch))
+            sums = self.each(self.evaluated.evaluate)(params, model_state, self._rows(batch))
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
         axes = self.layout.sharding(PartitionSpec(tuple(axis for axis in self.layout.batch_axes if axis != AXIS)))
         batch = {name: jax.lax.with_sharding_constraint(value, axes) for name, value in batch.items()}
-        sums = self._each(self.evaluated.evaluate, rows=None)(params, model_state, batch)
+        sums = self.each(self.evaluated.evaluate, rows=None)(params, model_state, batch)
         return jax.tree.map(lambda x: x[0], sums)  # all have the same
 
     def update(
@@ -97,14 +97,15 @@ class Apart(Gradients):
         """Returns which meeting a step ends with, as the exchange says."""
         return self.exchange.meeting(step)
 
-    def agree(self, state: State, meeting: int) -> State:
+    def agree(self, state: State, found: dict[str, Any], meeting: int) -> tuple[State, dict[str, Any]]:
         """Returns the state after the replicas met."""
         held = self.layout.optimizer_specs(of_one_replica(state.optimizer) if self.exchange.differ else state.optimizer)
         between = dataclasses.replace(self._between(self.layout.stored), optimizer=held, meeting=meeting)
         trained = self._trained(state.params)
-        met = self.exchange.agree(Replicas(params=trained, optimizer=state.optimizer, own=state.exchange), between)
+        given = Replicas(params=trained, optimizer=state.optimizer, own=state.exchange, model_state=state.model_state)
+        met = self.exchange.agree(given, between)
         params = joined(met.params, state.params)
-        return dataclasses.replace(state, params=params, optimizer=met.optimizer, exchange=met.own)
+        return State(state.step, params, met.optimizer, met.model_state, met.own), found
 
     def silent(self, *, exchanges: int) -> tuple[str, ...]:
         """Returns `data`, but for steps in which replicas meet."""
@@ -124,7 +125,7 @@ class Apart(Gradients):
         """Returns a tree of parameters, or of what stands for them, without those that are frozen."""
         return without(self.one.frozen, tree)
 
-    def _each(self, function: Callable, *, rows: int | None = 0) -> Callable:
+    def each(self, function: Callable, *, rows: int | None = 0) -> Callable:
         """Returns a function of (params, model state, batch) of one replica as one of all.
 
         Args:

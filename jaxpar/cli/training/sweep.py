@@ -1,0 +1,58 @@
+"""`jaxpar sweep JOB`: trains the members of a job's `[sweep]`, and says which is the best."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cli.options import add_job, prefer_huge_pages, simulates
+
+EXAMPLE = """\
+  $ jaxpar sweep configs/digits.toml 'sweep.over.optimizer.learning_rate=[5e-4, 1e-3, 2e-3, 4e-3]' train.steps=100
+  ...
+  member  optimizer.learning_rate  eval loss    loss
+       0                   0.0005     0.4509  0.5689
+       1                    0.001     0.2808  0.3511
+       2                    0.002     0.1904  0.2160
+       3                    0.004     0.1295  0.1162
+  best member: 3, eval loss 0.1295, optimizer.learning_rate = 0.004
+
+[sweep] is of three kinds: a grid; random draws; or population based training (pbt), in which the worst members copy the
+best every so many steps, and RUN/lineage.jsonl has who copied whom. All members are one compiled program, and each sees
+all examples: parallel.data divides their number. `jaxpar train JOB` does the same.
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    verb = verbs.add_parser(
+        "sweep",
+        help="train a job with several settings of its optimizer at once",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_job(verb)
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Trains and returns the outcome."""
+    from jaxpar.errors import STOPPED, refuse
+    from jaxpar.job.file.parse import load
+
+    job = load(args.job, args.overrides, allow_import=args.allow_import)
+    if not job.sweep.over:
+        raise refuse(
+            f"jaxpar sweep {args.job}, a job without [sweep.over]",
+            rule="a sweep is over settings of the optimizer",
+            fix="sweep.over.optimizer.learning_rate=[1e-3,3e-3], or jaxpar train",
+        )
+    if simulates(args.job, args.overrides):
+        prefer_huge_pages()
+
+    from jaxpar.cli.output import outlast
+    from jaxpar.job.run import train
+
+    outlast(Path(job.run.dir))
+    result = train(job, stream=sys.stdout)
+    return result, STOPPED.get(result["stopped_by"], 0)

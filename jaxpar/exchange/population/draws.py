@@ -1,0 +1,111 @@
+"""The settings that members begin with: every combination of lists, or draws from ranges.
+
+    [1e-3, 3e-3]                      in a grid, each of them; else one, drawn at random
+    { choice = [1e-3, 3e-3] }         one of them
+    { uniform = [0.8, 0.99] }         between them
+    { log_uniform = [1e-4, 1e-2] }    between them, as likely within any factor as within any other such
+
+A draw follows from the seed, the setting and the member alone.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxpar.errors import JaxparError, Problem, nearest
+
+RANGES = ("uniform", "log_uniform")
+KINDS = ("choice", *RANGES)
+LARGEST = 3.4e38  # of float32
+EXAMPLE = "{ log_uniform = [1e-4, 1e-2] }"
+
+
+def flat(over: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns settings by their whole names, as {"optimizer.learning_rate": [1e-3, 3e-3]}."""
+    found: dict[str, Any] = {}
+    for name, value in over.items():
+        inner = isinstance(value, Mapping) and value and not any(kind in value for kind in KINDS)
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return found
+
+
+def check(over: Mapping[str, Any], method: str) -> None:
+    """Refuses what is neither a list of numbers nor a range, or not for this method.
+
+    Args:
+      over: Setting by its whole name to what it may be.
+      method: grid, random or pbt.
+
+    Raises:
+      JaxparError: With all of them.
+    """
+    problems = [Problem(f"sweep.over.{name} = {_shown(value)}", *wrong)
+                for name, value in over.items() if (wrong := _wrong(value, method))]  # fmt: skip
+    if problems:
+        raise JaxparError(*problems)
+
+
+def grid(over: Mapping[str, list[float]]) -> dict[str, tuple[float, ...]]:
+    """Returns each setting of every member: all combinations, the last setting changing fastest."""
+    each = itertools.product(*over.values())
+    return {name: tuple(map(float, values)) for name, values in zip(over, zip(*each, strict=True), strict=True)}
+
+
+def drawn(over: Mapping[str, Any], members: int, seed: int) -> dict[str, tuple[float, ...]]:
+    """Returns each setting of every member, drawn at random."""
+    return {
+        name: tuple(_draw(value, random.Random(f"{seed}/{name}/{member}")) for member in range(members))
+        for name, value in over.items()
+    }
+
+
+def within(over: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Returns the lowest and the highest value of each setting that is drawn from a range."""
+    found = {name: _kind(value) for name, value in over.items()}
+    return {name: (min(values), max(values)) for name, (kind, values) in found.items() if kind in RANGES}
+
+
+def _kind(value: Any) -> tuple[str, Sequence[float]]:
+    return next(iter(value.items())) if isinstance(value, Mapping) else ("choice", value)
+
+
+def _draw(value: Any, source: random.Random) -> float:
+    kind, values = _kind(value)
+    share = source.random()
+    if kind == "choice":
+        return float(values[int(share * len(values))])
+    low, high = values
+    if kind == "log_uniform":
+        return math.exp(math.log(low) + share * (math.log(high) - math.log(low)))
+    return low + share * (high - low)
+
+
+def _wrong(value: Any, method: str) -> tuple[str, str] | None:
+    """Returns a rule that is broken and the way out, or None."""
+    if isinstance(value, Mapping):
+        if len(value) != 1 or (kind := next(iter(value))) not in KINDS:
+            return f"a draw is one of {', '.join(KINDS)}", nearest(str(next(iter(value), "")), KINDS)
+        values = value[kind]
+    else:
+        kind, values = "list", value
+    if not isinstance(values, (list, tuple)) or not values or not all(map(_is_number, values)):
+        return "a setting is swept over a list of numbers, or a range of them", f"[1e-3, 3e-3], or {EXAMPLE}"
+    if method == "grid":
+        return None if kind == "list" else ("a grid is of lists", 'a list, or sweep.method = "random"')
+    if kind in RANGES and (len(values) != 2 or not values[0] < values[1]):
+        return "a range has its lowest and its highest number", EXAMPLE
+    if kind == "log_uniform" and values[0] <= 0:
+        return "a logarithm is of a positive number", EXAMPLE
+    if method == "pbt" and kind not in RANGES:
+        return "pbt multiplies settings, within the range that they are drawn from", EXAMPLE
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.100}"

@@ -1,0 +1,91 @@
+"""A population: members that differ in settings of their optimizer and never meet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from jaxpar.errors import Problem, refuse
+from jaxpar.exchange.base import Exchange, Replicas, Tree
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Population(Exchange):
+    """Members with the same first parameters, examples and random numbers, and with settings of their own.
+
+    Each trains as it would alone. One whose numbers are no longer finite stands still.
+
+    Attributes:
+      name: population (members with other settings of their optimizer, which never meet).
+      values: Setting to its value for each member. The optimizer's state has it as `optax.inject_hyperparams` does.
+    """
+
+    name: str = "population"
+    values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    differ = True
+    same_examples = True
+
+    def __post_init__(self):
+        counts = {name: len(values) for name, values in self.values.items()}
+        if len(set(counts.values())) != 1 or min(counts.values()) < 2:
+            raise refuse(
+                f"a population whose settings have so many values: {counts}",
+                rule="a population has two members or more, and each setting a value for each of them",
+                fix='values={"learning_rate": (1e-3, 3e-3)}',
+            )
+
+    @property
+    def members(self) -> int:
+        """How many there are."""
+        return len(next(iter(self.values.values())))
+
+    def count(self, places: int) -> int:
+        """Returns how many members there are, on any number of devices."""
+        return self.members
+
+    def problems(self, replicas: int) -> list[Problem]:
+        """Returns that members do not divide among the devices, if so."""
+        if self.members % replicas == 0:
+            return []
+        return [
+            Problem(
+                f"{self.members} members over data={replicas}",
+                "each device along `data` has as many members",
+                f"data={next(n for n in range(min(replicas, self.members), 0, -1) if self.members % n == 0)} and more "
+                f"fsdp, or {-(-self.members // replicas) * replicas} members",
+            )
+        ]
+
+    def begin(self, replicas: Replicas) -> Replicas:
+        """Returns the members, each with its own settings."""
+        import jax.numpy as jnp
+
+        from jaxpar.optim.injected import settings, with_settings
+
+        usual = settings(replicas.optimizer, self.values)
+        values = {name: jnp.asarray(values, usual[name].dtype) for name, values in self.values.items()}
+        return replace(replicas, optimizer=with_settings(replicas.optimizer, values))
+
+    def settings(self, optimizer: Any) -> "dict[str, jax.Array]":
+        """Returns the settings of all members, [member] each, from their optimizer states."""
+        from jaxpar.optim.injected import settings
+
+        return settings(optimizer, self.values)
+
+    def watched(self, own: Tree, losses: "jax.Array") -> Tree:
+        """Returns the state of its own after a step.
+
+        Args:
+          own: Before it.
+          losses: Of each member, on the step's examples. Shape [member].
+        """
+        return own
+
+    def copies(self, own: Tree) -> "dict[str, jax.Array]":
+        """Returns what a meeting has done, for the metrics of its step, [member] each."""
+        return {}
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.members} members that differ in {', '.join(self.values)}"

@@ -1,0 +1,131 @@
+"""A job's `[sweep]`: which settings of its optimizer differ between members, and how they are searched."""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from jaxpar.errors import JaxparError, Problem, check_ranges, nearest, refuse
+from jaxpar.exchange.population import draws
+from jaxpar.exchange.population.pbt import Pbt, check_factors
+from jaxpar.exchange.population.population import Population
+from jaxpar.exchange.settings import STEPS
+from jaxpar.optim.optimizer import SWEPT, Optimizer
+
+ROOM = "optimizer."  # whose settings may differ
+MOST = 4096  # members
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Members of a population: the same job with other settings of its optimizer, one compiled program for all.
+
+    Attributes:
+      method: grid (every combination of the lists), random (draws), or pbt (draws; every so many steps the worst
+        copy the best, with other settings: population based training, Jaderberg et al. 2017, arXiv:1711.09846).
+      over: Settings to their values: optimizer.learning_rate = [1e-3, 3e-3] in [sweep.over]; or, but for a grid,
+        { log_uniform = [1e-4, 1e-2] } or { uniform = [0.8, 0.99] }. Of the optimizer's learning_rate, final,
+        weight_decay, beta1, beta2 and clip. {} is no sweep. Each member sees all examples, and parallel.data divides
+        the members.
+      members: How many are drawn; a grid has all combinations.
+      seed: Of the draws.
+      every: With pbt, steps from one copying to the next; members are ranked by their mean loss since the last.
+      share: With pbt, the share of members that copy, and of those that may be copied.
+      factors: With pbt, by one of which each setting of a copy is multiplied, within the range that it was drawn from.
+    """
+
+    method: Literal["grid", "random", "pbt"] = "grid"
+    over: dict[str, Any] = field(default_factory=dict)
+    members: int = 0
+    seed: int = 0
+    every: int = 100
+    share: float = 0.2
+    factors: tuple[float, ...] = (0.8, 1.2)
+
+    def __post_init__(self):
+        usual = Sweep.__dataclass_fields__
+        check_ranges(self, "sweep", {
+            "members": (0, MOST), "seed": (0, 2**32 - 1), "every": (1, STEPS), "share": (0.0, 0.5),
+        })  # fmt: skip
+        check_factors(self.factors)
+        if not self.over:
+            return
+        of_pbt = [key for key in ("every", "share", "factors") if getattr(self, key) != usual[key].default]
+        if of_pbt and self.method != "pbt":
+            raise refuse(
+                f"sweep.{of_pbt[0]} = {getattr(self, of_pbt[0])} with sweep.method = {self.method!r}",
+                rule="members copy each other in population based training alone",
+                fix=f'sweep.method = "pbt", or leave {of_pbt[0]} out',
+            )
+        over, drawn = draws.flat(self.over), self.method != "grid"
+        draws.check(over, self.method)
+        if not drawn and (combinations := math.prod(map(len, over.values()))) > MOST:
+            raise refuse(
+                f"sweep.over with {combinations} combinations",
+                rule=f"a population has at most {MOST} members",
+                fix='fewer values, or sweep.method = "random"',
+            )
+        if drawn != bool(self.members) or self.count < 2:
+            raise refuse(
+                f"sweep.members = {self.members} with sweep.method = {self.method!r}"
+                + (f", whose lists have {self.count} combinations" if not drawn else ""),
+                rule="a population has two members or more; draws are as many as members, a grid has all combinations",
+                fix="sweep.members = 8" if drawn else "leave sweep.members out, and give a setting more values",
+            )
+
+    @cached_property
+    def values(self) -> dict[str, tuple[float, ...]]:
+        """Setting of the optimizer to its value for each member, as they begin."""
+        over = {name.removeprefix(ROOM): value for name, value in draws.flat(self.over).items()}
+        return draws.grid(over) if self.method == "grid" else draws.drawn(over, self.members, self.seed)
+
+    @property
+    def count(self) -> int:
+        """How many members there are; 0 for no sweep."""
+        return len(next(iter(self.values.values()))) if self.over else 0
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuses settings that an optimizer does not have, that change the program, or that are out of their range.
+
+        Raises:
+          JaxparError: With all that are wrong.
+        """
+        known = [ROOM + name for name in SWEPT]
+        problems = [
+            Problem(
+                f"sweep.over.{name}",
+                f"members differ in what is an array in the state of one program: {', '.join(known)}",
+                "a job of its own for each value"
+                if "." in name and not name.startswith(ROOM)
+                else nearest(name, known),
+            )
+            for name in draws.flat(self.over)
+            if name not in known
+        ]
+        if problems:
+            raise JaxparError(*problems)
+        if optimizer.reference_batch and "learning_rate" in self.values:
+            problems.append(
+                Problem(
+                    f"sweep.over.optimizer.learning_rate with optimizer.reference_batch = {optimizer.reference_batch}",
+                    "a rate is searched as it holds, at the global batch of the job",
+                    "optimizer.reference_batch = 0",
+                )
+            )
+        for member in range(self.count):
+            try:
+                replace(optimizer, **{name: values[member] for name, values in self.values.items()})
+            except JaxparError as error:
+                problems += [problem for problem in error.problems if problem not in problems]
+        if problems:
+            raise JaxparError(*problems)
+
+    def population(self) -> Population:
+        """Returns the members as what they are for a step: replicas that differ."""
+        if self.method != "pbt":
+            return Population(values=self.values)
+        over = {name.removeprefix(ROOM): value for name, value in draws.flat(self.over).items()}
+        return Pbt(
+            values=self.values, every=self.every, share=self.share, factors=self.factors, within=draws.within(over),
+            seed=self.seed,
+        )  # fmt: skip
