@@ -51,13 +51,13 @@ class KilledError(BaseException):
     """Stands for SIGKILL: nothing handles it, and nothing is written after it."""
 
 
-QUICK = ("machine", "gemm")
+MARKS = {"machine": (), "gemm": (), "parity": pytest.mark.slow, "memory": pytest.mark.slow}
 KINDS = {stage.run: stage for stage in STAGES}.values()  # of the three models one
 
 
 @pytest.mark.parametrize(
     "stage",
-    [pytest.param(stage, id=stage.name, marks=[] if stage.name in QUICK else pytest.mark.slow) for stage in KINDS],
+    [pytest.param(stage, id=stage.name, marks=MARKS.get(stage.name, pytest.mark.full)) for stage in KINDS],
 )
 @pytest.mark.usefixtures("nobody")
 def test_a_stage_that_is_killed_goes_on_where_it_stopped(stage, tmp_path, monkeypatch):

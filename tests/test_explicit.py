@@ -31,7 +31,7 @@ def alone():
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(jp.Parallel(data=8, rules={"tp": None}), marks=pytest.mark.slow),
+        pytest.param(jp.Parallel(data=8, rules={"tp": None}), marks=pytest.mark.full),
         jp.Parallel(fsdp=4, tensor=2, rules=RULES),
         jp.Parallel(data=2, fsdp=2, tensor=2, zero=2, rules=RULES),
     ],

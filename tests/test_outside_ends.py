@@ -69,7 +69,7 @@ CASES = {
 FEW = ("a model of a user, tensor",)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in FEW)) for c in CASES])
+@pytest.mark.parametrize("case", some(CASES, FEW, ["a decoder"]))
 def test_outside_a_head_spread_by_default_trains_as_one_device_does(case, monkeypatch):
     monkeypatch.setattr(heads, "LEAST", 1)  # so that a tiny model frees enough
     model, sizes, settings = CASES[case]

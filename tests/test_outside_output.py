@@ -7,7 +7,7 @@ import pytest
 from supervised import OWN_CHILD, rows, start, wait_until, write
 
 from jaxpar.cli import main as cli
-from jaxpar.cli import train
+from jaxpar.cli.training import train
 
 pytestmark = pytest.mark.xdist_group("supervisor")
 

@@ -324,9 +324,10 @@ KINDS = {  # a factory, where, by which schedule, and how it is trained
 
 
 def kinds():
-    """Returns each kind of model with one keep or the other in turn; the other half is marked full."""
+    """Returns each kind of model with one keep or the other in turn; the other half is marked full, and what recurs."""
     for i, (kind, keep) in enumerate(itertools.product(KINDS, KEEP)):
-        mark = pytest.mark.slow if i % 2 == (i // 2) % 2 else pytest.mark.full
+        again = kind in ("vit", "llama, copied layers", "auxiliary loss")  # on eight, in test_stacks, beside tensor
+        mark = pytest.mark.slow if i % 2 == (i // 2) % 2 and not again else pytest.mark.full
         yield pytest.param(kind, keep, marks=[] if (kind, keep) == ("linen", "inputs") else mark)
 
 

@@ -34,10 +34,7 @@ CASES = {
 }  # fmt: skip
 
 
-SLOW = [
-    "seven layers on 2 x 2, split backward",
-    "the head spread, interleaved, sequence",
-]
+SLOW = ["seven layers on 2 x 2, split backward"]
 
 
 @functools.cache

@@ -227,7 +227,7 @@ def test_what_xla_repeated_to_save_memory_is_said():
     assert found.to_dict()["compiled"]["squeezed"] == 0.124
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
     small = ["model.layers=4", "model.dim=256", "model.heads=8", "model.kv_heads=4", "model.hidden=512", "data.seq=256"]

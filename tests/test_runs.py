@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from covering import some
 
 from jaxpar.job.file.parse import load
 from jaxpar.job.run import train
@@ -136,8 +137,7 @@ def test_the_same_job_again_is_the_same_run_bit_for_bit(whole, folder):
     assert losses(folder / "again") == losses(whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", some([signal.SIGTERM, signal.SIGINT], [], [signal.SIGTERM]))
 def test_a_signal_finishes_the_step_saves_and_goes_on(whole, folder, number):
     target = folder / f"stopped{number}"
     with start("train", folder / "job.toml", f"run.dir={target}") as process:
@@ -234,8 +234,13 @@ def undisturbed(folder):
     return here(write_job(folder), folder / "undisturbed", "data", "model.dropout=0.0")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", list(itertools.pairwise([*LAYOUTS, "data"])), ids=" to ".join)
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, id=" to ".join(way), marks=[pytest.mark.slow, pytest.mark.full][i % 2])
+        for i, way in enumerate(itertools.pairwise([*LAYOUTS, "data"]))
+    ],
+)
 def test_another_layout_goes_on_with_the_same_losses(folder, undisturbed, way):
     """A checkpoint knows no layout and no stages."""
     job, target = write_job(folder), folder / "-".join(way)
