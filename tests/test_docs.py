@@ -6,6 +6,8 @@ import pkgutil
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import jax
@@ -36,8 +38,8 @@ def is_printed(shown, said):
     return re.match("(?:.*\n)*?".join(pieces), said) is not None
 
 
-def shell(command, **settings):
-    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "HOME": str(Path.home())}
+def shell(command, first=Path(sys.executable).parent, **settings):
+    environment = {"PATH": f"{first}:/usr/bin:/bin", "HOME": str(Path.home())}
     return subprocess.run(
         ["bash", "-c", command],
         capture_output=True,
@@ -117,8 +119,13 @@ def test_the_block_of_the_readme_on_inspection_runs_as_printed():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [line for line in blocks("bash")[0].splitlines() if "pytest" not in line])
-def test_the_commands_of_the_readme_run_as_printed(command):
-    done = shell(command)
+def test_the_commands_of_the_readme_run_as_printed(command, tmp_path):
+    # in an environment of its own, that sees what is installed here: to install jaxpar anew takes the command `jaxpar`
+    # away for a moment, from tests that run beside this one
+    venv.create(tmp_path, with_pip=True)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": tmp_path}))
+    (packages / "here.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    done = shell(command, first=tmp_path / "bin")
     assert done.returncode == 0, done.stdout + done.stderr
     loss, evaluated = re.findall(r"loss (\d\.\d+)  eval (\d\.\d+)", done.stdout)[-1]
     assert float(loss) < 2.0

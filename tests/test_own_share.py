@@ -49,8 +49,8 @@ WAYS = {
 }
 
 
-def careless(how):
-    layout = jp.compose(partial(Careless, how=how), jp.Parallel(data=8))
+def careless(how, model=Careless):
+    layout = jp.compose(partial(model, how=how), jp.Parallel(data=8))
     return jp.train_step(layout, jp.next_token, SGD)
 
 
@@ -72,6 +72,24 @@ def test_work_that_devices_repeat_is_said_at_the_first_step_with_its_line(how):
     (text,) = [str(each.message) for each in said]
     assert float(re.search(r"([\d.]+) times its share", text)[1]) > 1.5
     assert any(WAYS[how] in line for line in lines_of(text))
+
+
+def test_a_program_that_another_file_left_in_the_cache_of_jax_is_said_with_its_own_line(tmp_path):
+    """The key of that cache leaves out the lines of source, so that an edit above a model shifts them."""
+    older = tmp_path / "older.py"
+    older.write_text(f"\n\n\n{Path(vocabularies.__file__).read_text()}")
+    names = {"__name__": "older"}
+    exec(compile(older.read_text(), older, "exec"), names)
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        with pytest.warns(UserWarning, match=r"older\.py"):
+            first_step(careless("by a spec", names["Careless"]))
+        with pytest.warns(UserWarning, match="times its share of") as said:
+            first_step(careless("by a spec"))
+    finally:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    assert WAYS["by a spec"] in lines_of(str(said[0].message))[0], said[0].message
 
 
 def test_an_inspection_flags_it_first():

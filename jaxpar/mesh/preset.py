@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Preset = Literal["overlapped", "plain"]
+_ANOTHER = "xla_dump_emitter_re"  # an option that changes nothing: under the same ones JAX returns what it has compiled
 SMALL = 8 * 2**20  # bytes: of gathers over NVLink some 30 us, several times what one more collective costs to start
 
 
@@ -71,6 +72,25 @@ def compile_with(lowered: Any, told: Mapping[str, Any]) -> Any:
                 raise
             warnings.warn(without(name), stacklevel=2)
             del left[name]
+
+
+def compile_for_lines(lowered: Any, program: Any, told: Mapping[str, Any]) -> Any:
+    """Returns a compiled program whose instructions name the lines of source that it was lowered from.
+
+    One that comes from JAX's cache names the lines of whoever compiled it first: of the file as it was then, or of
+    another model that makes the same program. Where there is such a cache, it is compiled again, under its own key.
+    """
+    import jax  # here: whoever reads a job has this module
+
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        return program
+    setting = "jax_compilation_cache_include_metadata_in_key"
+    before = jax.config.values[setting]
+    jax.config.update(setting, True)
+    try:
+        return compile_with(lowered, {**told, _ANOTHER: "none"})
+    finally:
+        jax.config.update(setting, before)
 
 
 def without(name: str) -> str:

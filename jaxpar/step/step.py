@@ -24,7 +24,7 @@ from jaxpar.errors import nearest, refuse, users_code
 from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.own_share import FIX, OwnShare, find_excess, own_share
 from jaxpar.inspector.subject import Subject
-from jaxpar.mesh.preset import compile_with, options
+from jaxpar.mesh.preset import compile_for_lines, compile_with, options
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
@@ -209,7 +209,8 @@ class Step:
             )
         program = compile_with(lowered, self.options)
         several = self.layout.devices > 1 and key[0] not in READ
-        if several and (excess := find_excess(program.as_text(), self.share)):
+        if several and find_excess(program.as_text(), self.share):
+            excess = find_excess(compile_for_lines(lowered, program, self.options).as_text(), self.share)
             warnings.warn(f"{self.layout.blueprint.name}: {excess}\n  fix: {FIX}", stacklevel=3)
         if self.layout.sizes["pipe"] > 1 and not self.layout.schedule.phased:
             check_branches(program.as_text(), dict(self.layout.on.shape), self.layout.schedule)
