@@ -96,6 +96,7 @@ class Browser:
         self.process = subprocess.Popen(
             ["bash", "-c", wiring, "", CHROMIUM, *FLAGS.split(), f"--user-data-dir={self.folder.name}", "about:blank"],
             pass_fds=(theirs_in, theirs_out),
+            env={name: value for name, value in os.environ.items() if name != "LD_PRELOAD"},  # it has its own allocator
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -24,6 +24,8 @@ from browser import CHROMIUM, Browser
 import jaxpar as jp
 
 jp.simulate(8)
+# a worker holds millions of objects that stay; to go through them as often as Python does took a tenth of a run
+gc.set_threshold(20_000, 20, 100)
 # Linux gives a process 65,530 mappings; programs on processors take dozens each, and XLA crashes without
 MAPPINGS, MORE, EVERY = 20_000, 15_000, 20
 allowed, tests = MAPPINGS, itertools.count(1)

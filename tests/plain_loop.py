@@ -21,9 +21,25 @@ LAYOUTS = {
 }
 STEPS = 3
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-each_layout = pytest.mark.parametrize(
-    "layout", [pytest.param(n, marks=() if n in ("fsdp 8, zero 3", "2x2x2") else pytest.mark.full) for n in LAYOUTS]
-)
+
+
+def each(groups, *, zero_3):
+    """Returns the mark of a test of (name, layout): in CI all on 2x2x2, and some under ZeRO-3; the rest is full.
+
+    Args:
+      groups: Names of models, and of the groups whose tests run in one worker.
+      zero_3: Those that run under ZeRO-3 in CI.
+    """
+    often = {(name, "2x2x2") for name in groups} | {(name, "fsdp 8, zero 3") for name in zero_3}
+    marks = lambda name, layout: [pytest.mark.full] * ((name, layout) not in often)  # noqa: E731
+    return pytest.mark.parametrize(
+        ("name", "layout"),
+        [
+            pytest.param(name, layout, marks=[pytest.mark.xdist_group(group), *marks(name, layout)])
+            for name, group in groups.items()
+            for layout in LAYOUTS
+        ],
+    )
 
 
 class WithParameters:

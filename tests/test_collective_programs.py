@@ -28,7 +28,8 @@ from jaxpar.exchange.collectives.replay import deliver
 from jaxpar.mesh.collective import wire_bytes
 from jaxpar.mesh.links import Link
 
-GROUPS = [pytest.param(group, marks=() if group in (3, 8) else pytest.mark.slow) for group in range(2, 10)]
+SLOW = pytest.mark.slow, pytest.mark.full  # odd and even, powers of two and not, in every run and in CI
+GROUPS = [pytest.param(group, marks=() if group in (3, 8) else SLOW[group not in (2, 6)]) for group in range(2, 10)]
 each_one = pytest.mark.parametrize("name", PROGRAMS)
 
 

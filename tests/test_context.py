@@ -70,10 +70,8 @@ OFTEN = [
 ]
 SLOW = [
     ("llama", "accumulation", "data 2 x fsdp 2 x context 2, zero 2"),
-    ("annotated", "plain", "data 2 x context 4"),
     ("gpt", "remat", "data 2 x context 4"),
     *(("llama", "plain", layout) for layout in (
-        "context 8",
         "pipe 2 x fsdp 2 x context 2", "pipe 2 x context 2 x tensor 2, sequence")),
 ]  # fmt: skip
 

@@ -135,8 +135,7 @@ def plainly(name):
     return plain_loop.train(model, module, loss, SGD, batch_of(ROWS))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in MODELS])
-@plain_loop.each_layout
+@plain_loop.each({name: f"transformers {name}" for name in MODELS}, zero_3=["gpt2"])
 def test_a_model_of_transformers_trains_as_a_plain_loop_does(name, layout):
     _, model, loss = described(name)
     plain_loop.beside(plainly(name), layout, model, loss, SGD, batch_of(ROWS))

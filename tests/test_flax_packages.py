@@ -59,8 +59,7 @@ def plainly(name):
     return model, loss, plain_loop.train(model, of, loss, SGD, BATCH)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in MODELS])
-@plain_loop.each_layout
+@plain_loop.each({name: name for name in MODELS}, zero_3=["mamba2-jax"])
 def test_a_model_of_a_package_trains_as_a_plain_loop_does(name, layout):
     model, loss, reference = plainly(name)
     plain_loop.beside(reference, layout, model, loss, SGD, BATCH)

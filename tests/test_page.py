@@ -398,7 +398,7 @@ def artifacts(tmp_path):
         pytest.param("long words", marks=pytest.mark.slow),
         "hostile",
         "pipeline",
-        pytest.param("large pipeline", marks=pytest.mark.slow),
+        pytest.param("large pipeline", marks=pytest.mark.full),
     ],
 )
 def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, artifacts, name):

@@ -266,7 +266,7 @@ def test_more_of_anything_is_never_cheaper():
     assert (bytes_.activations[full] < bytes_.activations[none]).all()
 
 
-@pytest.mark.slow
+@pytest.mark.full  # four layouts, of which each is compiled whole
 def test_predicted_and_compiled_are_close_on_layouts_drawn_by_chance(tmp_path):
     out = tmp_path / "layouts.json"
     words = ["model.layers=4", "model.dim=512", "model.heads=8", "train.precision=bf16", "train.global_batch=2048"]
