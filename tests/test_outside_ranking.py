@@ -44,7 +44,7 @@ def rank(runs, software):
 def test_layouts_of_bloom_are_ranked_as_they_were_measured():
     """All with equal global batch: every size of the model, and one size on one day, after nodes were mended.
 
-    With launches that run ahead, as other practices have them, it is .17 and .52.
+    With launches that run ahead, as other practices have them, it is .34 and .63.
     """
     every = measured()
     alike = [run for run in every if run["model"] == "gpt-72x14336" and run["measured_on"] == "2022-02-25"]
@@ -53,7 +53,7 @@ def test_layouts_of_bloom_are_ranked_as_they_were_measured():
     assert rank(every, MEGATRON_BLOCKING) >= 0.6
 
 
-@pytest.mark.parametrize("times", [0.3, 3.0])
+@pytest.mark.parametrize("times", [0.07, 2.0])  # 15 to 430 us
 def test_the_rank_does_not_hang_on_what_an_op_takes_the_host(times):
     waits = tuple(times * each for each in MEGATRON_BLOCKING.waits)
     alike = [run for run in measured() if run["model"] == "gpt-72x14336" and run["measured_on"] == "2022-02-25"]

@@ -293,7 +293,6 @@ def test_published_runs():
     h100 = [abs(run["error"]) for run in runs if run["gpu"].startswith("H100")]
     assert len(h100) == 5
     assert max(h100) <= BOUNDS["H100 max"] == 0.15
-    assert sum(run["fitted"] for run in runs) == 2
 
 
 def test_published_runs_fill_the_machines_they_name():
@@ -309,7 +308,8 @@ def test_published_runs_fill_the_machines_they_name():
 def test_without_overlap_sharding_is_all_exposed():
     candidate = Candidate(fsdp=128, zero=3, microbatch=2, remat="full")
     none, most = (
-        step_time(LLAMA_70B, candidate, H100, replace(MAXTEXT, overlap=overlap)).sharding for overlap in (0.0, 1.0)
+        step_time(LLAMA_70B, candidate, H100, replace(MAXTEXT, overlap=overlap, ends=False)).sharding
+        for overlap in (0.0, 1.0)
     )
     assert none > 1.0
     assert most == pytest.approx(0.0, abs=1e-9)

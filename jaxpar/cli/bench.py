@@ -24,6 +24,10 @@ EXAMPLE = """\
   seconds until all processes of a run have noticed that one is killed, stopped, late or runs another program
   $ jaxpar bench planner
   the planner's step times beside published ones: eight runs of Megatron-LM on A100s, five on H100s
+  $ jaxpar bench planner --runs runs.csv --html errors.html
+  the same for a table of runs of your own: errors, causes and ranks by stack, chip, source and model
+  $ jaxpar bench planner --runs package --leave-out group
+  120 published runs, each group predicted by constants that were fitted without it; a minute
   $ jaxpar bench gemm --write mine.toml
   which share of its peak this machine's GPU reaches in bf16 matmuls, for `jaxpar plan JOB --chip mine.toml`
   $ jaxpar bench links --write mine.toml
@@ -88,7 +92,13 @@ def add(verbs) -> None:
     one = add_one("faults", "seconds until all processes have noticed what befell one", faults)
     one.add_argument("--timeout", type=float, default=30.0, help="run.timeout, in seconds (default 30)")
     add_json(one)
-    add_json(add_one("planner", "predicted step times beside published ones", planner))
+    one = add_one("planner", "predicted step times beside published ones", planner)
+    one.add_argument("--runs", metavar="FILE.csv", help="a table of published runs; 'package' is jaxpar's own of 120")
+    one.add_argument("--by", default="group", metavar="COLUMN", help="groups: group, system, gpu, source or model")
+    one.add_argument("--leave-out", metavar="COLUMN", help="with --runs: each group by constants fitted on the others")
+    one.add_argument("--html", default="", metavar="FILE", help="with --runs: write a page of the errors")
+    one.add_argument("--write", default="", metavar="FILE.csv", help="with --leave-out: write the errors")
+    add_json(one)
     for name, meaning, function in (
         ("gemm", "the share of its peak that a GPU reaches in bf16 matmuls", gemm),
         ("links", "latency and bandwidth that collectives reach between GPUs", links),
@@ -190,9 +200,28 @@ def faults(args: argparse.Namespace) -> tuple[Any, int]:
 
 def planner(args: argparse.Namespace) -> tuple[Any, int]:
     """Predicts published runs."""
-    from jaxpar.bench.planner import planner
+    from jaxpar.errors import nearest, refuse
 
-    return _held(planner())
+    if not args.runs:
+        if args.leave_out or args.html or args.write:
+            raise refuse(
+                "--leave-out, --html or --write without --runs", rule="they are of a table", fix="--runs package"
+            )
+        from jaxpar.bench.planner import planner
+
+        return _held(planner())
+    from jaxpar.bench.published.bench import left_out, runs
+    from jaxpar.bench.published.judged import BY
+
+    by = args.leave_out or args.by
+    if by not in BY:
+        raise refuse(f"groups by {by!r:.40}", rule=f"one of {', '.join(BY)}", fix=nearest(by, BY))
+    for option, path in (("--html", args.html), ("--write", args.write)):
+        check_file(option, path or None, "errors.html" if option == "--html" else "errors.csv")
+    table = None if args.runs == "package" else args.runs
+    if args.leave_out:
+        return left_out(table, by=by, html=args.html, to=args.write), 0
+    return runs(table, by=by, html=args.html), 0
 
 
 def gemm(args: argparse.Namespace) -> tuple[Any, int]:

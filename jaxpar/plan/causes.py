@@ -69,6 +69,10 @@ class Causes(Mapping[str, Any]):
         """The same of one layout, as plain numbers."""
         return type(self)(**{cause: float(np.asarray(value)) for cause, value in self.items()})
 
+    def times(self, factor: float) -> Self:
+        """Returns as many times of every cause."""
+        return self if factor == 1 else type(self)(**{cause: factor * value for cause, value in self.items()})
+
     def plus(self, more: Mapping[str, Any]) -> Self:
         """Returns it with more of some causes, and with further ones after its own."""
         return type(self)(**{cause: self.get(cause, 0.0) + more.get(cause, 0.0) for cause in {**self, **more}})

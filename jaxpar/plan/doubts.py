@@ -3,7 +3,7 @@
     bandwidths, speed of matmuls       off by `DOUBT`
     latencies                          twice, or half: of hops, and of what starts a kernel or a collective
     exposed collectives                twice, or half, of what overlap is assumed to leave
-    fixed cost of a matmul             twice, or half: what a small microbatch's matmuls lose
+    fixed cost of a matmul             twice, or half: what a small microbatch's matmuls lose, and each wave of tiles
 
 So no doubt makes a step more than twice, or less than half, as long; and each says which causes of its time it leaves
 as they are, so that what cannot become first under it need not be weighed.
@@ -68,7 +68,8 @@ def doubts(hardware: Hardware, software: SoftwareModel) -> Iterator[Doubt]:
                 left=min(1.0, 1 / sign), untouched=untouched,
             )  # fmt: skip
     for factor, word in ((MOST, "twice"), (1 / MOST, "half")):
-        gemm = replace(hardware, gemm=replace(hardware.gemm, half=hardware.gemm.half * factor))
+        curve = hardware.gemm
+        gemm = replace(hardware, gemm=replace(curve, half=curve.half * factor, wave=curve.wave * factor))
         for what, changed, exposed, untouched in (
             ("the latencies", _later(hardware, factor), software, COMPUTING),
             ("the traffic that nothing hides", hardware, _exposed(software, factor), COMPUTING),

@@ -1,6 +1,6 @@
 """The seconds of one training step, by cause.
 
-    step = span of the schedule's table + sharding that nothing hides + optimizer
+    step = span of the schedule's table x (1 + stragglers) + sharding that nothing hides + optimizer
 
 The stage that ends last bears the head. All fields of a candidate may be arrays, and so is then every number here.
 Everything is modelled: formulas of their modules, on the constants of the hardware and the software.
@@ -33,13 +33,18 @@ class StepTime(Causes):
     sharding     exposed collectives of fsdp, data and, for gradients, context
     bubble       waiting for other stages, as the table has it
     send         what messages between stages add to that, those of ends that are spread too
-    optimizer    the update
+    stragglers   waiting for the slowest device, whose kernels take longer than the mean: the more there are, the more
+    optimizer    the update, and what the host takes around it
     """
 
 
 def optimizer(held: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
-    """Returns the seconds of the update: its bytes of memory, over the share of the `held` that a device updates."""
-    return hardware.stream(software.update * held / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1))
+    """Returns the seconds of the update: its bytes of memory, over the share of the `held` that a device updates.
+
+    And those in which chips wait for the host once a step.
+    """
+    moved = software.update * held / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1)
+    return hardware.stream(moved) + software.host
 
 
 def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
@@ -84,5 +89,6 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         **around(work, candidate, hardware, software),
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
         send=np.maximum(moving - still, 0.0) + heads * sum(spread),
+        stragglers=moving * hardware.waits(candidate.devices),
         optimizer=optimizer(held, candidate, hardware, software),
-    )
+    ).times(hardware.pace)

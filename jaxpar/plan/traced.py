@@ -173,8 +173,9 @@ class Traced:
             **around(work, candidate, hardware, software),
             bubble=nothing,
             send=nothing,
+            stragglers=compute * hardware.waits(candidate.devices),
             optimizer=optimizer(held, candidate, hardware, software),
-        )
+        ).times(hardware.pace)
 
     def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
         """Returns the collectives of a step of one layout that techniques name."""

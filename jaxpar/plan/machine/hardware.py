@@ -1,10 +1,10 @@
 """The machines a plan is made for: chips in nodes, what they reach of their sheet, and the links between them.
 
-    time of a matmul       FLOP / (peak x share(FLOP))         share(f) = top x f / (f + half)
+    time of a matmul       by its shape: `gemm.py`
     time of the rest       bytes / (device memory's bandwidth x streaming)
+    slowest of n devices   1 + jitter x sqrt(2 ln n) times as long as the mean
 
-`half` is a matmul's fixed cost in FLOP: launch, the first tiles to arrive, the last wave of blocks that leaves
-processors idle. One set of constants holds for all runs on a family of chips; each says where it comes from.
+One set of constants holds for all runs on a family of chips; each says where it comes from.
 
 Runs on A100 and H100 were there to fit. An H200 is an H100 with other memory, and a B200 comes in the same machine one
 generation later: both take the H100's shares and say "assumed". Of the other chips in the table there is none to
@@ -21,36 +21,11 @@ import numpy as np
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.links import Link
+from jaxpar.plan.machine.gemm import Gemm
 
 # share of the faster level's time that a collective over both levels takes besides the slower one's: all-gathers of
 # nccl-tests reach 324 GB/s on 4 x 8 H100s, where either level alone reaches 368 and 369
 TOGETHER = 0.136
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gemm:
-    """The share of its peak that a chip reaches in a matmul, by the matmul's size.
-
-    Attributes:
-      top: Share of the peak that matmuls without end reach.
-      half: FLOP of the matmul that reaches half of that.
-      source: Where both come from.
-    """
-
-    top: float
-    half: float
-    source: str
-
-    def __post_init__(self):
-        check_ranges(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15)})
-
-    def share(self, flop: Any) -> Any:
-        """Returns the share of the peak for matmuls of so many FLOP, a number or an array.
-
-        >>> Gemm(top=0.8, half=4e9, source="").share(4e9)
-        0.4
-        """
-        return self.top * flop / (flop + self.half)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +40,8 @@ class Hardware:
       gemm: Share of the peak in matmuls with weights.
       streaming: Share of the memory's bandwidth in elementwise ops.
       launch: Seconds a kernel or a collective takes before its first byte.
+      jitter: Standard deviation of a step's time from device to device, as a share of it.
+      pace: Times as long as all of this says that a step takes, as runs showed: `jaxpar.plan.calibrate`.
       source: Where the numbers come from that the chip and the curve do not name.
     """
 
@@ -75,10 +52,12 @@ class Hardware:
     gemm: Gemm
     streaming: float
     launch: float
+    jitter: float = 0.0
+    pace: float = 1.0
     source: str
 
     def __post_init__(self):
-        shares = {key: (1e-3, 1.0) for key in ("streaming",)}
+        shares = {"streaming": (1e-3, 1.0), "jitter": (0.0, 1.0), "pace": (1e-3, 1e3)}
         check_ranges(self, "hardware", {"per_node": (1, 2**31 - 1), "launch": (0.0, 1.0)} | shares)
         check_ranges(self.chip, "chip", {"bf16_flops": (1.0, 1e21), "bandwidth": (1.0, 1e18), "memory": (1, 2**60)})
 
@@ -90,6 +69,19 @@ class Hardware:
     def matmuls(self, flop: Any, count: Any = 1) -> Any:
         """Returns the seconds of `count` matmuls of `flop` FLOP each."""
         return count * flop / (self.chip.bf16_flops * self.gemm.share(flop))
+
+    def matmul(self, m: Any, k: Any, n: Any) -> Any:
+        """Returns the seconds of a matmul [m, k] x [k, n], by its tiles where the chip's cores are known."""
+        cores = self.chip.gpu.cores if self.chip.gpu else 0
+        return self.gemm.seconds(m, k, n, peak=self.chip.bf16_flops, cores=cores)
+
+    def waits(self, devices: Any) -> Any:
+        """Returns the share of a step that the others wait for the slowest of so many devices.
+
+        The largest of n normal draws lies sqrt(2 ln n) standard deviations above their mean, for large n. Source:
+        Cramer (1946), Mathematical Methods of Statistics, section 28.6.
+        """
+        return self.jitter * np.sqrt(2 * np.log(np.maximum(devices, 1.0)))
 
     def stream(self, size: Any) -> Any:
         """Returns the seconds in which so many bytes are read or written."""
@@ -164,29 +156,29 @@ STREAMING, FAR = 0.85, 10e-6  # share of the memory's bandwidth, seconds to anot
 _LINKS = (
     'shares of the sheet seen in nccl-tests; NVLink .8 on A100, .82 on H100: "protocol overhead (~20%)", 370 of 450 '
     "GB/s (NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); both at once 324 GB/s on 4 x 8 H100; "
-    "latencies and .85 of the memory's bandwidth assumed"
+    "latencies and .85 of the memory's bandwidth assumed; jitter as fitted on published runs"
 )
+# fitted on 133 published runs, all chips and stacks together: `jaxpar bench planner --leave-out group` prints them
+WAVE, RAGGED, JITTER = 1.63e-6, 0.214, 0.0118
+_PUBLISHED = "with wave and ragged fitted on published runs, clocks under load among them: jaxpar bench planner"
 _CURVE = "half: Calculon's steps for A100, .95, .9 and .6 of the peak from 128, 16 and 1 GFLOP on, drawn as a curve"
 _FITTED: Mapping[str, Hardware] = {
     "a100": Hardware(
         chip=_chip("a100"), per_node=8,
         inside=Link(latency=3e-6, bandwidth=0.8 * 300e9), between=Link(latency=FAR, bandwidth=0.92 * 25e9),
         gemm=Gemm(
-            top=0.765, half=2.4e9,
-            source="fitted to one run of Megatron-LM; top: 22B with full recomputation, 8 A100, 1.42 s a step; "
-            f"{_CURVE}",
+            top=0.817, half=2.4e9, wave=WAVE, ragged=RAGGED, source=f"top: {_PUBLISHED}; {_CURVE}",
         ),
-        streaming=STREAMING, launch=10e-6, source=_LINKS,
+        streaming=STREAMING, launch=10e-6, jitter=JITTER, source=_LINKS,
     ),
     "h100": Hardware(
         chip=_chip("h100"), per_node=8,
         inside=Link(latency=3e-6, bandwidth=0.82 * 450e9), between=Link(latency=FAR, bandwidth=0.92 * 50e9),
         gemm=Gemm(
-            top=0.66, half=7.6e9,
-            source="fitted to one run of MaxText; top: Llama 2 70B, 64 H100, 7.908 s a step; "
-            f"{_CURVE}, as long on this chip",
+            top=0.711, half=7.6e9, wave=WAVE, ragged=RAGGED,
+            source=f"top: {_PUBLISHED}; {_CURVE}, as long on this chip",
         ),
-        streaming=STREAMING, launch=10e-6, source=_LINKS,
+        streaming=STREAMING, launch=10e-6, jitter=JITTER, source=_LINKS,
     ),
 }  # fmt: skip
 HARDWARE: Mapping[str, Hardware] = {

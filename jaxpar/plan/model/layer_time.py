@@ -1,7 +1,7 @@
 """Seconds of one microbatch on one device in one block, and in the head: matmuls, attention, elementwise ops.
 
                  forward                        backward
-    matmuls      4 of 2 tokens weights / t      twice that: by the input and by the weights
+    matmuls      4 of 2 tokens weights / t      8: by the input and by the weights
     attention    4 tokens seq dim / t           twice that, or 5/2 where a fused kernel makes the scores again
     elementwise  bytes of `SoftwareModel`       bytes of `SoftwareModel`, and the sum of gradients
 
@@ -48,17 +48,30 @@ def tokens(shape: Shape, candidate: Candidate) -> Any:
     return candidate.microbatch * shape.seq / candidate.context
 
 
-def matmuls(shape: Shape, candidate: Candidate, hardware: Hardware) -> Any:
-    """Returns the seconds of a block's four matmuls with weights, going forward."""
-    count = tokens(shape, candidate)
-    return sum(hardware.matmuls(2.0 * count * i * o / candidate.tensor) for i, o in shape.matrices)
+def both_ways(rows: Any, inputs: Any, outputs: Any, hardware: Hardware) -> tuple[Any, Any]:
+    """Returns the seconds of a matmul of `rows` with weights [inputs, outputs], forward and backward."""
+    backward = hardware.matmul(rows, outputs, inputs) + hardware.matmul(inputs, rows, outputs)
+    return hardware.matmul(rows, inputs, outputs), backward
+
+
+def matmuls(shape: Shape, candidate: Candidate, hardware: Hardware) -> tuple[Any, Any]:
+    """Returns the seconds of a block's matmuls with weights, four going forward and eight going backward.
+
+    The tensor axis cuts the outputs of the first and third, and the inputs of the second and fourth.
+    """
+    count, ways = tokens(shape, candidate), candidate.tensor
+    cuts = ((1, ways), (ways, 1)) * 2
+    pairs = [both_ways(count, i / a, o / b, hardware) for (i, o), (a, b) in zip(shape.matrices, cuts, strict=True)]
+    forward, backward = zip(*pairs, strict=True)
+    return sum(forward), sum(backward)
 
 
 def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of attention's matmuls, forward and backward.
 
     A fused kernel leaves out what the causal mask hides and makes the scores again going backward: 5 matmuls for 2.
-    Source: Dao 2023, arXiv:2307.08691, section 3.1.
+    Source: Dao 2023, arXiv:2307.08691, section 3.1. Its share of the peak is its own on this chip, at this length and
+    width of a head.
     """
     every = 1.0 * tokens(shape, candidate) * shape.core_flop / candidate.tensor
     peak = hardware.chip.bf16_flops
@@ -66,7 +79,9 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     def seconds(software: SoftwareModel) -> tuple[Any, Any]:
         fused = software.attention == "fused"
         flop = every / 2 if fused and shape.causal else every
-        return flop / (peak * software.core[0]), flop * (2.5 if fused else 2.0) / (peak * software.core[1])
+        core = software.kernel.core(hardware.chip.key, shape.seq, shape.dim / shape.heads) if software.kernel else None
+        ahead, back = core or software.core
+        return flop / (peak * ahead), flop * (2.5 if fused else 2.0) / (peak * back)
 
     forward, backward = software.cost(seconds, candidate)
     return forward, backward
@@ -115,11 +130,11 @@ def summed(parameters: Any, candidate: Candidate, software: SoftwareModel) -> An
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost, Cost]:
     """Returns what a block costs forward, backward, and in what the backward computes again."""
-    once = matmuls(shape, candidate, hardware)
+    once, twice = matmuls(shape, candidate, hardware)
     core, other = attention(shape, candidate, hardware, software), elementwise(shape, candidate, hardware, software)
     softmax = scores(shape, candidate, hardware, software)
     forward = Cost(once, core[0], softmax[0], other[0])
-    backward = Cost(2 * once, core[1], softmax[1], other[1])
+    backward = Cost(twice, core[1], softmax[1], other[1])
     again = Cost(*(share * cost for share, cost in zip(candidate.recomputed[:4], forward, strict=True)))
     return forward, backward, again
 
@@ -130,7 +145,7 @@ def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: Softw
     The logits are cut over the vocab.
     """
     count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
-    once = hardware.matmuls(count * shape.head_flop / ways)
+    once, twice = both_ways(count, shape.dim, shape.vocab / ways, hardware)
     loss = hardware.stream(software.logits * count * shape.vocab / ways)
     sums = hardware.stream(summed(shape.vocab * shape.dim / ways, candidate, software))
-    return Cost(once, 0.0, 0.0, loss / 2), Cost(2 * once, 0.0, 0.0, loss / 2 + sums)
+    return Cost(once, 0.0, 0.0, loss / 2), Cost(twice, 0.0, 0.0, loss / 2 + sums)

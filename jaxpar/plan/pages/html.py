@@ -10,6 +10,7 @@ from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.text import batch_of, hopeless, leaner, spare, why
 from jaxpar.plan.search import Plan, Ranked, describe
 from jaxpar.plan.speed import speed
+from jaxpar.plan.trust import trusted
 from jaxpar.plan.validation import Checked
 from jaxpar.units import show_bytes, show_count, show_seconds
 
@@ -48,6 +49,7 @@ def _where(plan: Plan) -> Markup:
         f"{asked.devices} × {hardware.chip.name}",
         f"{nodes} node{'s' * (nodes > 1)} of {min(hardware.per_node, asked.devices)}",
         batch_of(asked),
+        f"expected error of a step: {trusted(asked, plan.best[0])}",
         *[f"attention: {words}" for words in [asked.model.attention(asked.software)] if words],
     ]
     return tag("p", " · ".join(words), cls="jx-where")

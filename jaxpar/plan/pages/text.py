@@ -6,6 +6,7 @@ from jaxpar.plan.enumerate import at
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
 from jaxpar.plan.speed import speed, ways_out
+from jaxpar.plan.trust import trusted
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -40,6 +41,7 @@ def _head(plan: Plan) -> str:
         "all numbers are modelled:",
         f"matmuls reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
         f"matmuls: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
+        f"expected error of a step: {trusted(asked, plan.best[0])}",
         memory,
         f"attention: {attention}" if attention else "",
     ]
@@ -118,11 +120,12 @@ def why(each: Ranked, plan: Plan) -> str:
         return f"{what} than the fastest, {describe(plan.fastest.candidate)}, and {lost:.1%} slower"
     more = [(cause, seconds) for cause, seconds in each.slower(first)[:2] if seconds >= 1e-5 * first.time.total]
     gap = each.time.total / first.time.total - 1
+    equal = ", equal" * (abs(gap) <= trusted(plan.question, first).apart)
     if gap < 0:
-        return f"{gap:+.1%}, but " + (
+        return f"{gap:+.1%}{equal}, but " + (
             "less simple" if complexity(each.candidate) > complexity(first.candidate) else "more memory"
         )
-    return f"{gap:+.1%}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in more)
+    return f"{gap:+.1%}{equal}" + "".join(f", {cause} +{show_seconds(seconds)}" for cause, seconds in more)
 
 
 def _causes(plan: Plan) -> str:

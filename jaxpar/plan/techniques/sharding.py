@@ -11,6 +11,7 @@ Rajbhandari et al. 2019, arXiv:1910.02054, section 7.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from jaxpar.plan.techniques.base import Technique, Work
 from jaxpar.plan.techniques.sharding_bytes import gathered, scattered
 
 SUMMED = 4  # of a gradient that one program on all stages has summed over its table: reduced as it is, in float32
+
+ENDS = 3  # gathers with nothing to hide behind: embedding and first layer going forward, last layer going backward
 
 
 def pieces(layers: Any, candidate: Candidate, software: SoftwareModel) -> Any:
@@ -103,15 +106,31 @@ def around(work: Work, candidate: Candidate, hardware: Hardware, software: Softw
     """Returns the exposed seconds of fsdp's and data's collectives.
 
     What comes once a step runs beside the last microbatch's backward, two thirds of it; what comes for every
-    microbatch, beside the rest. Waiting for other stages and for their messages hides them as well.
+    microbatch, beside the rest. Waiting for other stages and for their messages hides them as well. Gathers at the ends
+    of a pass have nothing to hide behind, and what is hidden may slow the computation beside it.
     """
-    shards, copies = (
-        price(work.parameters, candidate, hardware, software, layers=work.layers) for price in (gradients, replicas)
-    )
-    each, once = (one + other for one, other in zip(shards, copies, strict=True))
+    parts = work.parameters, candidate
+    shards, copies = (price(*parts, hardware, software, layers=work.layers) for price in (gradients, replicas))
     last = work.compute / candidate.microbatches * 2 / 3
-    spread = exposed(each * candidate.microbatches, work.compute - last, software.overlap)
-    return {"sharding": spread + exposed(once, last, software.overlap)}
+    room, share = work.compute - last, software.overlap
+    if software.copies is None:
+        each, once = (one + other for one, other in zip(shards, copies, strict=True))
+        left = exposed(each * candidate.microbatches, room, share) + exposed(once, last, share)
+    else:
+        left = sum(
+            exposed(each * candidate.microbatches, room, hidden) + exposed(once, last, hidden)
+            for (each, once), hidden in ((shards, share), (copies, software.copies))
+        )
+    if software.interference:
+        near = replace(hardware, between=replace(hardware.inside, latency=0.0), launch=0.0)
+        near = replace(near, inside=replace(near.inside, latency=0.0), per_node=1)
+        pair = (price(*parts, near, software, layers=work.layers) for price in (gradients, replicas))
+        left = left + software.interference * sum(each * candidate.microbatches + once for each, once in pair)
+    if software.ends and software.layerwise:
+        layer = software.wire[0] * work.parameters / (work.layers + 1)
+        alone = ENDS * hardware.gather(layer, candidate.fsdp, candidate.stride("fsdp")) * candidate.microbatches
+        left = left + np.where(np.equal(candidate.zero, 3), alone, 0.0)
+    return {"sharding": left}
 
 
 def stages(size: int) -> Sequence[Mapping[str, int]]:

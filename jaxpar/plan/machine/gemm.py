@@ -1,0 +1,66 @@
+"""The share of its peak that a chip reaches in a matmul, by size and by shape.
+
+    seconds of [m, k] x [k, n]  =  waves x (2 x 128 x 256 x k / (peak / cores x top) + wave)  +  half / (peak x top)
+
+A matmul is cut into tiles of its result, one for a core at a time. Each round of tiles, a wave, takes its own time to
+begin and to end, which weighs more where k is short; and in the last wave some cores have no tile, which weighs more
+where there are few. Source: NVIDIA, Matrix Multiplication Background User's Guide, sections 3 and 4, "tile
+quantization" and "wave quantization", with its tile of 128 x 256.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxpar.errors import check_ranges
+
+TILE = (128, 256)  # of the result, that one core makes at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """The share of its peak that a chip reaches in a matmul.
+
+    Attributes:
+      top: Share of the peak that matmuls without end reach.
+      half: FLOP of the matmul that reaches half of that, by its fixed cost alone: the launch.
+      wave: Seconds that each wave of tiles takes to begin and to end.
+      ragged: Share of the last wave's idle cores that is lost; libraries choose smaller tiles for the rest.
+      source: Where they come from.
+    """
+
+    top: float
+    half: float
+    wave: float = 0.0
+    ragged: float = 0.0
+    source: str
+
+    def __post_init__(self):
+        check_ranges(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15), "wave": (0.0, 1e-3), "ragged": (0.0, 1.0)})
+
+    def share(self, flop: Any) -> Any:
+        """Returns the share of the peak for matmuls of so many FLOP, a number or an array.
+
+        >>> Gemm(top=0.8, half=4e9, source="").share(4e9)
+        0.4
+        """
+        return self.top * flop / (flop + self.half)
+
+    def seconds(self, m: Any, k: Any, n: Any, *, peak: float, cores: int) -> Any:
+        """Returns the seconds of a matmul [m, k] x [k, n].
+
+        Args:
+          m: Rows of the result, a number or an array, as k and n.
+          k: Length of the sums.
+          n: Columns of the result.
+          peak: FLOP per second of the chip.
+          cores: That each make a tile at a time; 0 where that is not known, and then tiles are not counted.
+        """
+        fixed = self.half / (peak * self.top)
+        if not cores:
+            return 2.0 * m * k * n / (peak * self.top) + fixed
+        even = 1.0 * m * n / (TILE[0] * TILE[1] * cores)
+        whole = np.ceil(np.ceil(m / TILE[0]) * np.ceil(n / TILE[1]) / cores)
+        waves = even + self.ragged * np.maximum(whole - even, 0.0)
+        return waves * (2.0 * TILE[0] * TILE[1] * k * cores / (peak * self.top) + self.wave) + fixed

@@ -1,0 +1,72 @@
+"""Attention kernels: the share of the peak that each reaches on a chip, by direction, length and width of a head.
+
+    share  =  share at long lengths and heads of 128  /  (1 + short / seq)  /  (1 + narrow x (128 / head_dim - 1))
+
+The loss at short lengths and narrow heads is the same for all of them: tiles of the softmax that are not full.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxpar.errors import check_ranges
+
+FULL = 128  # width of a head at which the shares below are published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A fused attention kernel.
+
+    Attributes:
+      name: Of the kernel.
+      shares: Chip to the shares of its bfloat16 peak, forward and backward, causal, over long sequences.
+      short: Length at which half is lost.
+      narrow: Share that is lost, in units of what is left, with heads half as wide.
+      source: Where they come from.
+    """
+
+    name: str
+    shares: Mapping[str, tuple[float, float]]
+    short: float
+    narrow: float
+    source: str
+
+    def __post_init__(self):
+        check_ranges(self, "kernel", {"short": (0.0, 1e5), "narrow": (0.0, 10.0)})
+
+    def core(self, chip: str, seq: int, head_dim: float) -> tuple[float, float] | None:
+        """Returns the shares on a chip, forward and backward; None where it is not known there.
+
+        >>> CUDNN.core("h100", 10**9, 128)
+        (0.535, 0.45)
+        """
+        found = self.shares.get(chip)
+        if found is None:
+            return None
+        lost = (1 + self.short / seq) * (1 + self.narrow * max(FULL / head_dim - 1, 0.0))
+        return round(found[0] / lost, 4), round(found[1] / lost, 4)
+
+
+_LOST = {"short": 224.0, "narrow": 0.14}
+_LOST_SOURCE = "losses at short lengths and narrow heads fitted on published runs: jaxpar bench planner --leave-out"
+FLASH_2 = Kernel(
+    name="FlashAttention-2",
+    shares={"a100": (0.60, 0.50), "h100": (0.34, 0.30), "h200": (0.34, 0.30)},
+    **_LOST,
+    source="Dao 2023, arXiv:2307.08691, figures 4 to 6, for A100; Shah et al. 2024, arXiv:2407.08608, figures 5 and 6, "
+    f"for H100, an H200 is taken for one; {_LOST_SOURCE}",
+)
+FLASH_1 = Kernel(
+    name="FlashAttention, in Triton",
+    shares={"a100": (0.373, 0.326), "h100": (0.201, 0.175), "h200": (0.201, 0.175)},
+    **_LOST,
+    source="fitted on llm-foundry's runs; H100 over A100 near what FlashAttention-2 has in both papers, 1.8 times, for "
+    f"neither uses Hopper's own instructions; {_LOST_SOURCE}",
+)
+CUDNN = Kernel(
+    name="cuDNN",
+    shares={"a100": (0.60, 0.50), **dict.fromkeys(("h100", "h200", "b200"), (0.535, 0.45))},
+    **_LOST,
+    source="Shah et al. 2024, arXiv:2407.08608, figures 5 and 6, for H100; assumed: on A100 as FlashAttention-2, on "
+    f"H200 and B200 the H100's shares; {_LOST_SOURCE}",
+)

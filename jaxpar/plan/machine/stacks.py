@@ -1,0 +1,58 @@
+"""Software models of stacks whose runs others published, each a stated difference from one that is described.
+
+    eager PyTorch        elementwise ops twice what torch.compile leaves of them, and the host's time between steps
+    compiled PyTorch     `software.TORCHTITAN`
+    Megatron Core        with Transformer Engine: fused ops, cuDNN's attention, gradients beside computation
+    MaxText              `software.MAXTEXT`; Pax without Transformer Engine has XLA's own attention
+
+Numbers that are called fitted come from published runs: `jaxpar bench planner --leave-out group` prints them.
+"""
+
+from dataclasses import replace
+
+from jaxpar.plan.machine.kernels import CUDNN, FLASH_1, FLASH_2
+from jaxpar.plan.machine.software import HOST, MAXTEXT, TORCHTITAN
+
+UNFUSED = 2.04  # times the bytes of elementwise ops that torch.compile leaves, where nothing is fused; fitted
+
+EAGER = replace(
+    TORCHTITAN,
+    kernel=FLASH_2,
+    stream=(UNFUSED * TORCHTITAN.stream[0], UNFUSED * TORCHTITAN.stream[1]),
+    inner=(UNFUSED * TORCHTITAN.inner[0], UNFUSED * TORCHTITAN.inner[1]),
+    update=60.0,  # fitted: 1.5 times what its ops read and write, in one kernel for each parameter
+    host=HOST,
+    source="PyTorch's FSDP without torch.compile: elementwise ops, update and host fitted; else as TORCHTITAN",
+)
+
+EAGER_FLASH_1 = replace(
+    EAGER,
+    kernel=FLASH_1,
+    source=f"llm-foundry in 2023, with FlashAttention in Triton; {EAGER.source}",
+)
+
+FMS = replace(
+    TORCHTITAN,
+    wire=(2.0, 2.0),
+    source="fms-fsdp: mixed precision bfSixteen reduces gradients in bfloat16, fms_fsdp/policies/mixed_precision.py; "
+    "compiled; else as TORCHTITAN",
+)
+
+MEGATRON_CORE = replace(
+    TORCHTITAN,
+    kernel=CUDNN,
+    core=(0.535, 0.45),
+    tensor_overlap=0.5,  # assumed, as of Megatron-LM in 2022
+    source="Megatron Core with Transformer Engine: fused elementwise ops and cuDNN's attention; gradients and "
+    "parameters travel beside computation, as in TORCHTITAN",
+)
+
+PAX = replace(
+    MAXTEXT,
+    attention="unfused",
+    kernel=None,
+    core=(0.6, 0.5),  # assumed, as of Megatron-LM's
+    scores=(13.0, 19.0),  # as of Megatron-LM's
+    kept=(5.0, 2.0),
+    source="Pax without Transformer Engine: scores in memory, as many bytes as Megatron-LM's; else as MAXTEXT",
+)
