@@ -179,6 +179,6 @@ def test_the_bench_of_products_writes_its_curve(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gemm, "measured_devices", lambda what: fake("NVIDIA A100-SXM4-80GB", 1))
     monkeypatch.setattr(gemm, "time_product", lambda side, device, rounds: float(machine.matmuls(2 * side**3)))
     assert gemm.gemm(write=str(path))["gemm"]["top"] == pytest.approx(machine.gemm.top)
-    assert "76.5% of the peak x f / (f + 2.4 GFLOP)" in capsys.readouterr().out
+    assert "81.7% of the peak x f / (f + 2.4 GFLOP)" in capsys.readouterr().out
     with pytest.raises(JaxparError, match=r"no table \[links\]"):
         load_hardware(path, devices=8)

@@ -21,7 +21,7 @@ JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 SLIPS = ["", "0", "-", "[", "=", '"', "\n", "e9", "{", "nan", "ü"]
 EXAMPLE = (file.__doc__ or "").split("\n\n")[1]
 H100 = HARDWARE["h100"]
-GEMM = {"top": H100.gemm.top, "half": H100.gemm.half, "source": H100.gemm.source}
+GEMM = {key: getattr(H100.gemm, key) for key in ("top", "half", "wave", "ragged", "cores", "source")}
 
 
 def links_of(machine, **more):

@@ -13,7 +13,7 @@ from jaxpar.bench.published.page import write
 from jaxpar.bench.published.read import load
 from jaxpar.bench.published.show import after, by_group, constants, interval, lines
 from jaxpar.bench.record import commit, versions
-from jaxpar.plan.trust import Residual
+from jaxpar.plan.measured.trust import Residual
 
 SHIPPED = "Predictions are modelled, by the package's constants; seconds were measured and published by others."
 
@@ -42,7 +42,7 @@ def left_out(path: str | None, *, by: str = "group", html: str = "", to: str = "
       path: As in `runs`.
       by: What is left out together, one of `judged.BY`.
       html: As in `runs`.
-      to: Where to write the errors, as `jaxpar.plan.trust` reads them; "" writes none.
+      to: Where to write the errors, as `jaxpar.plan.measured.trust` reads them; "" writes none.
 
     Raises:
       JaxparError: As in `runs`.

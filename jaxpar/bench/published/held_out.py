@@ -8,8 +8,8 @@ import numpy as np
 from jaxpar.bench.published.fit import Values, fit, predicted, solve, values_of
 from jaxpar.bench.published.judged import BY, Judged
 from jaxpar.bench.published.read import Run
-from jaxpar.plan.calibrate import BELIEF
-from jaxpar.plan.trust import Residual
+from jaxpar.plan.measured.calibrate import BELIEF
+from jaxpar.plan.measured.trust import Residual
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def after_one(some: Sequence[Judged], *, belief: float = BELIEF) -> tuple[float,
     """Returns the mean error of a group's other runs after calibration on one of them; 0 where there is no other.
 
     The mean over every choice of the one, and that of the most central one: of the median error. All are as
-    `jaxpar.plan.calibrate` has it: a pace multiplies all seconds.
+    `jaxpar.plan.measured.calibrate` has it: a pace multiplies all seconds.
     """
     rest = np.log1p([each.error for each in some])
     if len(rest) < 2:
@@ -73,7 +73,7 @@ def after_one(some: Sequence[Judged], *, belief: float = BELIEF) -> tuple[float,
 
 
 def residual(each: Judged) -> Residual:
-    """Returns a held-out prediction as `jaxpar.plan.trust` keeps it."""
+    """Returns a held-out prediction as `jaxpar.plan.measured.trust` keeps it."""
     run = each.run
     return Residual(
         group=run.group, stack=run.practice, chip=run.hardware.chip.key, devices=run.candidate.devices,

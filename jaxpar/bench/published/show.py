@@ -7,7 +7,7 @@ import numpy as np
 from jaxpar.bench.published.constants import CONSTANTS
 from jaxpar.bench.published.held_out import HeldOut, after_one, residual
 from jaxpar.bench.published.judged import Judged, Score, grouped, score
-from jaxpar.plan.trust import held
+from jaxpar.plan.measured.trust import held
 
 HEAD = ("runs", "bias", "mean", "median", "95 %", "worst", "within 20 %", "rank of MFU")
 

@@ -11,6 +11,9 @@ source = "its sheet"
 [gemm]
 top = 0.7                    # share of bf16_flops that matmuls without end reach
 half = 5e9                   # FLOP of the matmul that reaches half of that
+cores = 100                  # may be left out, as the next two: of the chip, and then matmuls are counted in tiles
+wave = 1e-6                  # seconds that each wave of tiles takes to begin and to end
+ragged = 0.2                 # share of the last wave's idle cores that is lost
 source = "measured on acme-3"
 [links]
 per_node = 8                 # chips of a machine
@@ -32,12 +35,16 @@ from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.mesh.chip_file import KEYS, load_chip, tables
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.links import Link
-from jaxpar.plan.machine.hardware import FAR, STREAMING, Gemm, Hardware
+from jaxpar.plan.machine.gemm import RANGES, Gemm
+from jaxpar.plan.machine.hardware import FAR, JITTER, STREAMING, Hardware
 
 _LINK = {"latency": (0.0, 1.0, "3e-6"), "bandwidth": (1e6, 1e17, "80e9")}
 _NUMBERS: Mapping[str, Mapping[str, tuple[float, float, str]]] = {  # lowest, highest, and an example
     "gemm": {"top": (1e-3, 1.0, "0.7"), "half": (0.0, 1e15, "5e9")},
     "links": {"per_node": (1, 65_536, "8"), "launch": (0.0, 1.0, "1e-5")},
+}
+_MAY = {
+    "gemm": {key: (*RANGES[key], example) for key, example in (("cores", "132"), ("wave", "1e-6"), ("ragged", "0.2"))}
 }
 _TIERS = ("inside", "between")
 _SAYS = {
@@ -83,13 +90,15 @@ def load_hardware(path: str | Path, *, devices: int, per_node: int = 0, between:
         )
     return Hardware(
         chip=chip, per_node=size, inside=inside, between=far or inside, gemm=Gemm(**gemm), streaming=STREAMING,
-        launch=links["launch"], source=f"{links['source']}; {STREAMING} of the memory's bandwidth assumed",
+        launch=links["launch"], jitter=JITTER,
+        source=f"{links['source']}; {STREAMING} of the memory's bandwidth and {JITTER} of jitter assumed",
     )  # fmt: skip
 
 
 def _table(name: str, read: Mapping[str, Any], path: Path, problems: list[Problem]) -> dict[str, Any]:
     """Returns a table whose numbers are within their ranges; adds what is wrong to the problems."""
-    table, ranges = read.get(name), _NUMBERS[name]
+    table, needs = read.get(name), _NUMBERS[name]
+    ranges = {**needs, **_MAY.get(name, {})}
     if not isinstance(table, dict):
         problems.append(Problem(f"no table [{name}] in {path}", _SAYS[name], f"jaxpar bench {name} --write {path}"))
         return {}
@@ -99,7 +108,7 @@ def _table(name: str, read: Mapping[str, Any], path: Path, problems: list[Proble
         for key in table
         if key not in known
     ]
-    needed = [*ranges, "source", *(("inside",) if name == "links" else ())]
+    needed = [*needs, "source", *(("inside",) if name == "links" else ())]
     for key in (key for key in needed if key not in table):
         problems.append(Problem(f"no {name}.{key} in {path}", _SAYS[name], f"jaxpar bench {name} --write {path}"))
     for key in (key for key in ranges if key in table):

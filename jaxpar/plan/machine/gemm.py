@@ -16,6 +16,7 @@ import numpy as np
 from jaxpar.errors import check_ranges
 
 TILE = (128, 256)  # of the result, that one core makes at a time
+RANGES = {"top": (1e-3, 1.0), "half": (0.0, 1e15), "wave": (0.0, 1e-3), "ragged": (0.0, 1.0), "cores": (0, 1_000_000)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +28,7 @@ class Gemm:
       half: FLOP of the matmul that reaches half of that, by its fixed cost alone: the launch.
       wave: Seconds that each wave of tiles takes to begin and to end.
       ragged: Share of the last wave's idle cores that is lost; libraries choose smaller tiles for the rest.
+      cores: That each make a tile at a time; 0 where that is not known, and then tiles are not counted.
       source: Where they come from.
     """
 
@@ -34,10 +36,11 @@ class Gemm:
     half: float
     wave: float = 0.0
     ragged: float = 0.0
+    cores: int = 0
     source: str
 
     def __post_init__(self):
-        check_ranges(self, "gemm", {"top": (1e-3, 1.0), "half": (0.0, 1e15), "wave": (0.0, 1e-3), "ragged": (0.0, 1.0)})
+        check_ranges(self, "gemm", RANGES)
 
     def share(self, flop: Any) -> Any:
         """Returns the share of the peak for matmuls of so many FLOP, a number or an array.
@@ -47,7 +50,7 @@ class Gemm:
         """
         return self.top * flop / (flop + self.half)
 
-    def seconds(self, m: Any, k: Any, n: Any, *, peak: float, cores: int) -> Any:
+    def seconds(self, m: Any, k: Any, n: Any, *, peak: float) -> Any:
         """Returns the seconds of a matmul [m, k] x [k, n].
 
         Args:
@@ -55,8 +58,8 @@ class Gemm:
           k: Length of the sums.
           n: Columns of the result.
           peak: FLOP per second of the chip.
-          cores: That each make a tile at a time; 0 where that is not known, and then tiles are not counted.
         """
+        cores = self.cores
         fixed = self.half / (peak * self.top)
         if not cores:
             return 2.0 * m * k * n / (peak * self.top) + fixed

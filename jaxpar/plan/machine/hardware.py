@@ -41,7 +41,7 @@ class Hardware:
       streaming: Share of the memory's bandwidth in elementwise ops.
       launch: Seconds a kernel or a collective takes before its first byte.
       jitter: Standard deviation of a step's time from device to device, as a share of it.
-      pace: Times as long as all of this says that a step takes, as runs showed: `jaxpar.plan.calibrate`.
+      pace: Times as long as all of this says that a step takes, as runs showed: `jaxpar.plan.measured.calibrate`.
       source: Where the numbers come from that the chip and the curve do not name.
     """
 
@@ -72,8 +72,7 @@ class Hardware:
 
     def matmul(self, m: Any, k: Any, n: Any) -> Any:
         """Returns the seconds of a matmul [m, k] x [k, n], by its tiles where the chip's cores are known."""
-        cores = self.chip.gpu.cores if self.chip.gpu else 0
-        return self.gemm.seconds(m, k, n, peak=self.chip.bf16_flops, cores=cores)
+        return self.gemm.seconds(m, k, n, peak=self.chip.bf16_flops)
 
     def waits(self, devices: Any) -> Any:
         """Returns the share of a step that the others wait for the slowest of so many devices.
@@ -143,12 +142,13 @@ def _as_on(known: Hardware, key: str) -> Hardware:
         raise refuse(f"chip {key!r}", rule="its sheet says what joins it to others", fix="a file of measurements")
     link = lambda link, mine, its: replace(link, bandwidth=link.bandwidth * (mine / its))  # noqa: E731
     half = known.gemm.half * (chip.bf16_flops / sheet.bf16_flops)
+    cores, assumed = chip.gpu.cores if chip.gpu else 0, f"assumed as on {sheet.key.upper()}"
     return replace(
         known, chip=chip, per_node=chip.domain,
         inside=link(known.inside, chip.nvlink, sheet.nvlink),
         between=link(known.between, chip.network, sheet.network),
-        gemm=replace(known.gemm, half=half, source=f"assumed as on {sheet.key.upper()}; {known.gemm.source}"),
-        source=f"assumed as on {sheet.key.upper()}; {known.source}",
+        gemm=replace(known.gemm, half=half, cores=cores, source=f"{assumed}; {known.gemm.source}"),
+        source=f"{assumed}; {known.source}",
     )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ _FITTED: Mapping[str, Hardware] = {
         chip=_chip("a100"), per_node=8,
         inside=Link(latency=3e-6, bandwidth=0.8 * 300e9), between=Link(latency=FAR, bandwidth=0.92 * 25e9),
         gemm=Gemm(
-            top=0.817, half=2.4e9, wave=WAVE, ragged=RAGGED, source=f"top: {_PUBLISHED}; {_CURVE}",
+            top=0.817, half=2.4e9, wave=WAVE, ragged=RAGGED, cores=108, source=f"top: {_PUBLISHED}; {_CURVE}",
         ),
         streaming=STREAMING, launch=10e-6, jitter=JITTER, source=_LINKS,
     ),
@@ -175,7 +175,7 @@ _FITTED: Mapping[str, Hardware] = {
         chip=_chip("h100"), per_node=8,
         inside=Link(latency=3e-6, bandwidth=0.82 * 450e9), between=Link(latency=FAR, bandwidth=0.92 * 50e9),
         gemm=Gemm(
-            top=0.711, half=7.6e9, wave=WAVE, ragged=RAGGED,
+            top=0.711, half=7.6e9, wave=WAVE, ragged=RAGGED, cores=132,
             source=f"top: {_PUBLISHED}; {_CURVE}, as long on this chip",
         ),
         streaming=STREAMING, launch=10e-6, jitter=JITTER, source=_LINKS,

@@ -34,15 +34,19 @@ class Kernel:
     def __post_init__(self):
         check_ranges(self, "kernel", {"short": (0.0, 1e5), "narrow": (0.0, 10.0)})
 
-    def core(self, chip: str, seq: int, head_dim: float) -> tuple[float, float] | None:
-        """Returns the shares on a chip, forward and backward; None where it is not known there.
+    def core(self, chip: str, seq: int, head_dim: float, *, other: tuple[float, float]) -> tuple[float, float]:
+        """Returns the shares on a chip, forward and backward.
 
-        >>> CUDNN.core("h100", 10**9, 128)
+        Args:
+          chip: Its key.
+          seq: Tokens of a row.
+          head_dim: Width of a head.
+          other: The shares over long rows on chips that the kernel is not known on.
+
+        >>> CUDNN.core("h100", 10**9, 128, other=(0.5, 0.4))
         (0.535, 0.45)
         """
-        found = self.shares.get(chip)
-        if found is None:
-            return None
+        found = self.shares.get(chip, other)
         lost = (1 + self.short / seq) * (1 + self.narrow * max(FULL / head_dim - 1, 0.0))
         return round(found[0] / lost, 4), round(found[1] / lost, 4)
 

@@ -79,8 +79,9 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     def seconds(software: SoftwareModel) -> tuple[Any, Any]:
         fused = software.attention == "fused"
         flop = every / 2 if fused and shape.causal else every
-        core = software.kernel.core(hardware.chip.key, shape.seq, shape.dim / shape.heads) if software.kernel else None
-        ahead, back = core or software.core
+        ahead, back = core = software.core
+        if software.kernel:
+            ahead, back = software.kernel.core(hardware.chip.key, shape.seq, shape.dim / shape.heads, other=core)
         return flop / (peak * ahead), flop * (2.5 if fused else 2.0) / (peak * back)
 
     forward, backward = software.cost(seconds, candidate)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from jaxpar.html.bars import bar
 from jaxpar.html.frame import document, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
+from jaxpar.plan.measured.trust import trusted
 from jaxpar.plan.pages.looks import css, of_bytes, of_seconds
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.text import batch_of, hopeless, leaner, spare, why
 from jaxpar.plan.search import Plan, Ranked, describe
 from jaxpar.plan.speed import speed
-from jaxpar.plan.trust import trusted
 from jaxpar.plan.validation import Checked
 from jaxpar.units import show_bytes, show_count, show_seconds
 

@@ -10,7 +10,7 @@ SECONDS = {  # of what a model computes: work is blue
     "attention": Look(letter="A", shade=74, light="#3f87bd", dark="#86bde8", on=_ON_DARK),
     "elementwise": Look(letter="E", shade=153, light="#a9cfea", dark="#c4e0f5"),
     "recompute": Look(letter="R", shade=140, light="#7264ad", dark="#a698e2", on=_ON_DARK),
-    "stragglers": Look(letter="W", shade=250, light="#c9ced6", dark="#8b93a0"),
+    "stragglers": Look(letter="W", shade=244, light="#c9ced6", dark="#8b93a0"),
     "optimizer": Look(letter="O", shade=78, light="#2f8f6b", dark="#58c79d"),
 }
 # causes of memory that a model has: the classes that the inspector's page gives them

@@ -3,10 +3,10 @@
 import numpy as np
 
 from jaxpar.plan.enumerate import at
+from jaxpar.plan.measured.trust import trusted
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
 from jaxpar.plan.speed import speed, ways_out
-from jaxpar.plan.trust import trusted
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28

@@ -1,0 +1,1 @@
+"""What others measured, as a plan uses it: the error to expect, and machines calibrated on a run."""
