@@ -112,7 +112,7 @@ def test_the_first_is_the_simplest_within_the_margin_and_the_rest_follow_by_time
 
 
 def test_of_what_is_as_simple_and_as_fast_less_memory_is_first():
-    plan = search(question(rows=512, choices=Choices(remats=("full",))))
+    plan = search(question(rows=512, choices=Choices(remats=("full",)), margin=0.14))  # 5 % on eight nodes
     first, second = plan.best[:2]
     assert complexity(first.candidate) == complexity(second.candidate)
     assert second.time.total <= first.time.total <= 1.01 * second.time.total

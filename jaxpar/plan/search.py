@@ -39,7 +39,7 @@ class Question:
       memory: Bytes of a device that a program may use; 0 means the hardware's.
       why: Of which memory these are and who says so, in words.
       spare: Share of that which predictions leave free; interleaved pipelines leave `CHUNKED` more.
-      margin: By how large a share a more complicated layout must be faster.
+      margin: By how large a share a more complicated layout must be faster, on one node; on more see `slack`.
     """
 
     model: Model
@@ -57,6 +57,15 @@ class Question:
     def room(self) -> int:
         """Bytes that a program may use."""
         return self.memory or self.hardware.memory
+
+    @property
+    def slack(self) -> float:
+        """The share by which the simplest layout may be slower than the fastest: the margin, less on many nodes.
+
+        A percent of a step costs as many GPU-hours as there are GPUs, and what simplicity saves is a person's time.
+        """
+        nodes = max(1.0, self.devices / self.hardware.per_node)
+        return self.margin / nodes**0.5
 
     def limit(self, candidate: Candidate) -> Any:
         """Returns the bytes up to which a layout is taken to fit: interleaved pipelines leave more to spare."""
@@ -241,11 +250,11 @@ def _order(question: Question, fitting: Candidate, seconds: np.ndarray, needed: 
     """
     order = np.argsort(seconds, kind="stable")
     order = order[_compared(question, fitting, seconds)[order]]
-    close = order[seconds[order] <= seconds[order[0]] * (1 + question.margin)]
+    close = order[seconds[order] <= seconds[order[0]] * (1 + question.slack)]
     close = close[pareto(seconds[close], needed[close])]  # what beats one of them is as close
     how = complexity(pick(fitting, close))
     simplest = close[how == how.min()]
-    level = simplest[seconds[simplest] <= seconds[simplest[0]] * (1 + question.margin / 5)]
+    level = simplest[seconds[simplest] <= seconds[simplest[0]] * (1 + question.slack / 5)]
     first = level[np.argmin(needed[level])]
     return np.concatenate([[first], order[order != first]])
 
