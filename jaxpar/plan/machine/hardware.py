@@ -160,14 +160,14 @@ _LINKS = (
 )
 # fitted on 133 published runs, all chips and stacks together: `jaxpar bench planner --leave-out group` prints them
 WAVE, RAGGED, JITTER = 1.63e-6, 0.214, 0.0118
-_PUBLISHED = "with wave and ragged fitted on published runs, clocks under load among them: jaxpar bench planner"
+_PUBLISHED = "fitted on 133 published runs, power and clocks under load in it"
 _CURVE = "half: Calculon's steps for A100, .95, .9 and .6 of the peak from 128, 16 and 1 GFLOP on, drawn as a curve"
 _FITTED: Mapping[str, Hardware] = {
     "a100": Hardware(
         chip=_chip("a100"), per_node=8,
         inside=Link(latency=3e-6, bandwidth=0.8 * 300e9), between=Link(latency=FAR, bandwidth=0.92 * 25e9),
         gemm=Gemm(
-            top=0.817, half=2.4e9, wave=WAVE, ragged=RAGGED, cores=108, source=f"top: {_PUBLISHED}; {_CURVE}",
+            top=0.817, half=2.4e9, wave=WAVE, ragged=RAGGED, cores=108, source=f"{_PUBLISHED}; {_CURVE}",
         ),
         streaming=STREAMING, launch=10e-6, jitter=JITTER, source=_LINKS,
     ),
@@ -176,7 +176,7 @@ _FITTED: Mapping[str, Hardware] = {
         inside=Link(latency=3e-6, bandwidth=0.82 * 450e9), between=Link(latency=FAR, bandwidth=0.92 * 50e9),
         gemm=Gemm(
             top=0.711, half=7.6e9, wave=WAVE, ragged=RAGGED, cores=132,
-            source=f"top: {_PUBLISHED}; {_CURVE}, as long on this chip",
+            source=f"{_PUBLISHED}; {_CURVE}, as long on this chip",
         ),
         streaming=STREAMING, launch=10e-6, jitter=JITTER, source=_LINKS,
     ),
