@@ -43,7 +43,7 @@ class Pipeline(Keywords):
       layers: Layers of each stage, if not all stages have as many: (16, 16, 16, 15). Every tick takes as long as the
         fullest stage, and every stage holds as many layers as that one while the table runs.
       keep: What a forward keeps for its backward: inputs (each stage's input, computed again from there) or
-        residuals (what the backward reads, chosen by train.remat).
+        residuals (what the backward reads, chosen by train.remat; elementwise ops it computes again).
       gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
         holds its layers whole. tick: where it runs, again in every tick and again for its backward, and its gradient is
         reduced there, in float32 too; a stage holds a shard of them and of their gradients, and one whole layer.

@@ -2,7 +2,8 @@
 
     tables/   a schedule is a table of cells (op, microbatch, chunk): the library, its closed forms, its price
     draw/     tables for terminals and as SVG
-    jaxprs/   functions split by their dependencies: backward passes in two halves, lookups with shardings around them
+    jaxprs/   functions split by their dependencies: backward passes in two halves, the least that they keep, lookups
+              with shardings around them
     run/      a table becomes a program of ticks, and a stage runs one
 
 Nouns: a `Schedule`, a cell, a stage, a tick, a chunk, a `Program` of ticks.

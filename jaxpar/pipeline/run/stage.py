@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpar.pipeline.jaxprs.in_place import Place
 from jaxpar.pipeline.run.choice import Chosen, Masked
 from jaxpar.pipeline.run.program import COLUMNS, OP_NUMBER, Program, TickKind
 from jaxpar.pipeline.run.slots import load, store
@@ -47,12 +48,18 @@ class Row(NamedTuple):
 
 
 class _Done(NamedTuple):
-    """The results of an op, None where it has none: `layers` is one gradient, `shared` and `sums` are new totals."""
+    """The results of an op, None where it has none: `layers` is one gradient, `shared` and `sums` are new totals.
+
+    An op that reads and writes buffers where they are returns the new buffers: `slots` of what is kept, `total` of the
+    sums of the layers' gradients.
+    """
 
     out: Tree = None
     kept: Any = None
+    slots: Any = None
     stash: Any = None
     layers: Tree = None
+    total: Tree = None
     shared: Tree = None
     sums: Any = None
 
@@ -185,12 +192,17 @@ class Stage:
     def forward(self, kind: TickKind, state: dict, row: Row, choose: Masked | Chosen) -> _Done:
         """Runs F: the chunk's forward; on the last part the head and its gradient too."""
         known, mine, params, chunk, x = self._input(kind, state, row, choose)
+        kept = slots = None
         if self.forward_only or self.keep == "inputs":
-            y, kept = self.traced.stage(chunk, mine, x), None
+            y = self.traced.stage(chunk, mine, x)
+        elif self._in_place(kind):
+            into = self.traced.halves.forward_into
+            assert into is not None  # a table that is not split has it
+            y, slots = into(chunk, mine, x, self._places(state, row, row.op == OP_NUMBER["F"]))
         else:
             y, kept = self.traced.halves.forward(chunk, mine, x)
         if not kind.last:
-            return _Done(out=y, kept=kept)
+            return _Done(out=y, kept=kept, slots=slots)
         shared, sums = self._before(state), state["sums"]
 
         # the head's gradient is taken here, not in a B: no logits are ever stored, and all stages have the same B
@@ -201,21 +213,47 @@ class Stage:
 
         last = choose.active & (row.part == self.schedule.parts - 1)
         out, shared, sums = choose(last, with_head, lambda: (y, shared, sums))
-        return _Done(out=out, kept=kept, shared=shared, sums=sums)
+        return _Done(out=out, kept=kept, slots=slots, shared=shared, sums=sums)
+
+    def _in_place(self, kind: TickKind) -> bool:
+        """Returns whether ops read and write buffers where they are: not through a switch, which would copy them."""
+        return len(kind.ops) == 1 and not self.schedule.split
+
+    def _places(self, state: dict, row: Row, take: Any = True) -> list[Place]:
+        return [Place(buffer, row.kept, take) for buffer in state["kept"]]
+
+    def _sums(self, state: dict, row: Row) -> Tree:
+        """Returns where gradients of the layers are added up."""
+
+        def one(path: tuple, buffer: jax.Array) -> Place:
+            def join(old: jax.Array, new: jax.Array) -> jax.Array:  # of a layer, or of all layers of a chunk
+                gone = buffer.ndim - 1 - new.ndim
+                return add(old, new if self.shards is None else self.shards.one(path[0].key, new, gone=gone))
+
+            return Place(buffer, row.chunk, row.op == OP_NUMBER["B"], join)
+
+        return jax.tree_util.tree_map_with_path(one, state["layers"])
 
     def _kept(self, state: dict, row: Row, mine, chunk, x) -> list:
         if self.keep == "residuals":
             return load(state["kept"], row.kept)
+        return self._again(mine, chunk, x)
+
+    def _again(self, mine, chunk, x) -> list:
         with jax.named_scope(AGAIN):  # the inspector counts it as recomputation
             return self.traced.halves.forward(chunk, mine, x)[1]
 
     def backward(self, kind: TickKind, state: dict, row: Row, choose: Masked | Chosen) -> _Done:
         """Runs B: the gradient of the input, and where the table has no W that of the weights."""
         known, mine, params, chunk, x = self._input(kind, state, row, choose)
-        kept, g = self._kept(state, row, mine, chunk, x), load(state["messages"], row.g)
-        stash = layers = None
+        g, stash, layers, total = load(state["messages"], row.g), None, None, None
+        into = self.traced.halves.backward_from if self._in_place(kind) else None
+        kept = None if into else self._kept(state, row, mine, chunk, x)
         with jax.named_scope(BACKWARD):
-            if self.traced.halves.input_grad is not None:
+            if into:
+                places = self._again(mine, chunk, x) if self.keep == "inputs" else self._places(state, row)
+                total, dx = into(chunk, mine, x, places, g, self._sums(state, row))
+            elif self.traced.halves.input_grad is not None:
                 dx, stash = self.traced.halves.input_grad(chunk, mine, x, kept, g)
             else:
                 layers, dx = self.traced.halves.backward(chunk, mine, x, kept, g)
@@ -227,7 +265,7 @@ class Stage:
                 return self.place("shared", jax.tree.map(add, shared, dshared))
 
             shared = choose(choose.active & (row.part == 0), embedding, lambda: shared)
-        return _Done(out=dx, stash=stash, layers=layers, shared=shared if kind.first else None)
+        return _Done(out=dx, stash=stash, layers=layers, total=total, shared=shared if kind.first else None)
 
     def weights(self, kind: TickKind, state: dict, row: Row, choose: Masked | Chosen) -> _Done:
         """Runs W: the gradient of the weights, from what B has stashed."""
@@ -247,6 +285,10 @@ class Stage:
         state = dict(state)
         if state["kept"] and done.kept is not None:
             state["kept"] = store(state["kept"], done.kept, row.kept, row.op == OP_NUMBER["F"])
+        if done.slots is not None:
+            state["kept"] = done.slots
+        if done.total is not None:
+            state["layers"] = self.place("layers", done.total)
         if state["stash"] and done.stash is not None:
             state["stash"] = store(state["stash"], done.stash, row.stash, row.op == OP_NUMBER["B"])
         if done.layers is not None:

@@ -50,7 +50,7 @@ class Shards:
     @jax.named_scope(GRADIENT)
     def of(self, gradients: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns this device's shards of the gradients, summed over the axis."""
-        return {path: self._one(path, gradient) for path, gradient in gradients.items()}
+        return {path: self.one(path, gradient) for path, gradient in gradients.items()}
 
     @jax.named_scope(GRADIENT)
     def added(
@@ -61,13 +61,15 @@ class Shards:
         more = self.of({path: gradients[path] for path in sums if any(read[path] for read in reads)})
         return {path: x + more[path].astype(x.dtype) if path in more else x for path, x in sums.items()}
 
-    def _one(self, path: str, gradient: jax.Array) -> jax.Array:
+    def one(self, path: str, gradient: jax.Array, *, gone: int = 0) -> jax.Array:
+        """Returns this device's shard of one gradient, which lacks so many of its parameter's leading dims."""
         if path not in self.dims:
             return gradient
-        scatter = partial(scattered, axis=self.axis, dim=self.dims[path])
-        # where another axis splits the same dim, a shard of its shard is not a shard of the whole: such a path is not
-        # in `specs`, and XLA places the result
-        return beside(scatter, self.others, self.specs[path])(gradient) if path in self.specs else scatter(gradient)
+        scatter = partial(scattered, axis=self.axis, dim=self.dims[path] - gone)
+        if path not in self.specs:
+            # where another axis splits the same dim, a shard of its shard is not a shard of the whole: XLA places it
+            return scatter(gradient)
+        return beside(scatter, self.others, PartitionSpec(*self.specs[path][gone:]))(gradient)
 
 
 def scattered(whole: jax.Array, *, axis: str, dim: int) -> jax.Array:

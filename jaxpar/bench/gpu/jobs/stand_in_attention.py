@@ -7,7 +7,8 @@ stands in, so that buffers, fusions and order of everything around it are those 
     forward     q, k, v                      ->  y, one float32 number for each query and head
     backward    q, k, v, those numbers, y, gradient of y   ->  gradients of q, k and v
 
-cuDNN's workspace is not in it, nor its time: `timeline` knows neither.
+On many devices each runs it on the rows and heads that it has, as cuDNN's is run: XLA knows nothing of a foreign
+kernel, and would gather all of them. cuDNN's workspace is not in it, nor its time: `timeline` knows neither.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxpar.models.islands import KEYS, QUERIES
+from jaxpar.models.named import spec_of
 
 NAME = "stand_in_attention"
 _TARGET = "__gpu$xla.gpu.triton"  # compiled in place by XLA itself: needs no library that is not there
@@ -31,7 +35,13 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.
       v: Shape of `k`.
       causal: Whichever: no score is computed.
     """
-    return _attention(q, k, v)
+    cut = spec_of(QUERIES), spec_of(KEYS), spec_of(KEYS)
+    entries = [entry for spec in cut for entry in spec or () if entry]
+    axes = {axis for entry in entries for axis in ((entry,) if isinstance(entry, str) else entry)}
+    if not axes:
+        return _attention(q, k, v)
+    each = jax.shard_map(_attention, in_specs=cut, out_specs=cut[0], axis_names=axes, check_vma=False)
+    return each(q, k, v)
 
 
 @jax.custom_vjp
