@@ -1,6 +1,7 @@
 """What a stage keeps for its backward: the fewest bytes, read and written where they are, and the values of before."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import jaxpar as jp
 from jaxpar.bench.gpu.jobs import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
+from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models.islands import implemented
 from jaxpar.pipeline.jaxprs.dataflow import Traced, parts, variables
@@ -21,6 +23,10 @@ from jaxpar.pipeline.jaxprs.fewest_kept import bytes_of, fewest_kept
 from jaxpar.pipeline.jaxprs.in_place import Place
 from jaxpar.pipeline.jaxprs.lean_scan import lean
 from jaxpar.pipeline.jaxprs.split_backward import halves
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.software import JAXPAR_FUSED
+from jaxpar.plan.memory import memory
+from jaxpar.plan.model.shape import Shape
 
 LAYERS, ROWS, DIM = 2, 4, 6
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
@@ -196,3 +202,9 @@ def test_llama_3_405b_without_recomputation_fits_80_gb():
     program = compiled(settings, parallel, "h100:128x8", microbatches=16)
     needed = program.arguments + program.outputs - program.aliased + program.temporary
     assert needed < 80e9
+    candidate = Candidate(
+        pipe=16, fsdp=8, zero=3, tensor=8, sequence=True, microbatches=16, schedule="1f1b_phased", head="spread"
+    )
+    planned = memory(Shape.of(settings), candidate, JAXPAR_FUSED).total
+    assert planned == pytest.approx(needed, rel=0.05)
+    assert memory(Shape.of(settings), replace(candidate, fsdp=128), JAXPAR_FUSED).total < find_chip("h100").usable

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import numpy as np
 from jaxpar.errors import JaxparError, Problem, nearest
 from jaxpar.mesh.axes import AXES, batch_axes
 from jaxpar.parallel.declare import DECLARED
-from jaxpar.pipeline.tables.library import LIBRARY
+from jaxpar.pipeline.tables.library import LIBRARY, schedule
+from jaxpar.pipeline.tables.schedule import Schedule
 
 RECOMPUTES = {
     # remat: shares of a layer's forward that the backward pass computes again:
@@ -122,6 +124,20 @@ class Candidate:
         return -(-count // (self.pipe * self.chunks))
 
     @property
+    def phased(self) -> Any:
+        """Whether a tick of the schedule has one kind of op on all stages."""
+        names, which = np.unique(self.schedule, return_inverse=True)
+        found = np.array([_table_of(name).phased for name in names.tolist()])
+        return found[which].reshape(np.shape(self.schedule))
+
+    @property
+    def split(self) -> Any:
+        """Whether the schedule runs the gradients of weights apart from those of inputs."""
+        names, which = np.unique(self.schedule, return_inverse=True)
+        found = np.array([_table_of(name).split for name in names.tolist()])
+        return found[which].reshape(np.shape(self.schedule))
+
+    @property
     def sharing(self) -> Any:
         """Stages that share the embedding and the head."""
         return np.where(np.asarray(self.head) == "spread", self.pipe, 1)
@@ -139,3 +155,10 @@ class Candidate:
         ]
         found[1] = np.where((remat == "all_dots") & np.greater(self.context, 1), 0.5, found[1])
         return tuple(found)
+
+
+@cache
+def _table_of(name: str) -> Schedule:
+    """Returns a table of a schedule of the library, on some stages and microbatches."""
+    stages = 2
+    return schedule(name, stages=stages, microbatches=max(4, LIBRARY[name].least(stages)))

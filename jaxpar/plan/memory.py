@@ -16,7 +16,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_bytes import layer_bytes, stage_parameters, stash_bytes
+from jaxpar.plan.model.layer_bytes import in_place, layer_bytes, stage_parameters, stash_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.asked import added_bytes
@@ -70,6 +70,10 @@ def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: 
     one = np.equal(candidate.pipe, 1)
     added = added_bytes(shape, candidate, software, recipe)
     moments, stash = [], stash_bytes(shape, candidate)
+    table = software.everywhere & ~one
+    copied = table & ~in_place(candidate, software)
+    # one program's slots: an input from its arrival to its backward, and one gradient more
+    message = table * 2 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     for stage, (flying, late) in zip(("first", "last"), in_flight(candidate), strict=True):
         parameters, held, optimizer = static(shape, candidate, recipe, stage, everywhere=software.everywhere)
         at_loss, again = np.where(one | (stage == "last"), logits, 0.0), everything - kept
@@ -77,8 +81,9 @@ def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: 
             parameters=parameters,
             gradients=while_reduced(shape, candidate, software, recipe, held),
             optimizer=optimizer,
-            # XLA copies what a branch returns: one stash more than the table counts is there while a B ends
-            activations=deep * (flying * kept + (late + np.greater(late, 0)) * stash),
+            # XLA copies what a branch returns: one slot and one stash more than the table counts are there as ops end
+            activations=deep * ((flying + copied) * kept + (late + np.greater(late, 0)) * stash)
+            + message * (flying + 1),
             logits=np.where(at_loss > again, at_loss, 0.0),
             working=np.where(at_loss > again, 0.0, again),
         )

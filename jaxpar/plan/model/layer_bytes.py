@@ -7,6 +7,10 @@ Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, eq
     inner         24 for q, k, v, attention's result, 2 or 3 times hidden; sharded by tensor
     scores        5 heads seq / dim: softmax, mask, matmul, or as the software keeps them; sharded by tensor; none in
                   a fused kernel
+
+A stage of jaxpar's keeps the fewest bytes from which elementwise ops make the rest again: two inputs of norms, q, k, v,
+attention's result, the results of the one or two matmuls before the feed-forward's last; unfused, scores as the first
+matmul leaves them (`jaxpar.pipeline.jaxprs.fewest_kept`).
 """
 
 from typing import Any, Literal
@@ -16,6 +20,8 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import Shape
+
+SCORE = 4  # bytes: XLA's own attention has its scores in float32
 
 
 def stage_parameters(
@@ -63,6 +69,24 @@ def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
     return inner + 16 * stream
 
 
+def in_place(candidate: Candidate, software: SoftwareModel) -> Any:
+    """Returns whether a stage reads and writes its buffers where they are: in ticks of one kind of op."""
+    return software.everywhere & np.greater(candidate.pipe, 1) & candidate.phased
+
+
+def _lean(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
+    """Returns what a layer of a stage keeps of one microbatch where nothing but elementwise ops is computed again."""
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
+    rows = tokens / np.where(candidate.sequence, candidate.tensor, 1)
+    width = 2 * shape.dim + 2 * shape.kv_dim + (1 + shape.gated) * shape.width
+    gathered = 2 * shape.kv_dim * (candidate.context - 1)  # keys and values of the others' tokens
+    # float32: the mean square of a norm for each token, the sum of a softmax for each token and head
+    inner = 2 * (width + gathered) + 4 * shape.heads
+    scores = np.not_equal(software.kept[0], 0) * SCORE * tokens * shape.heads * shape.seq
+    masks = 2 * software.dropout * rows * shape.dim
+    return 2 * rows * (2 * shape.dim + 4) + masks + (tokens * inner + scores) / candidate.tensor
+
+
 def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the same, for layouts that all have the attention of one software model."""
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
@@ -80,8 +104,9 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     everything = (software.residual + 2 * software.dropout) * stream + inner + others + scores
     working = everything + worked_twice / 4 * scores
     dots = 6 * stream + qkv + (1 + shape.gated) * hidden
+    lean = software.everywhere & np.greater(candidate.pipe, 1) & ~candidate.split
     kept = {
-        "none": everything,
+        "none": np.where(lean, _lean(shape, candidate, software), everything),
         "all_dots": dots + result + np.equal(candidate.context, 1) * software.kept[1] * (1 + kept_twice) * score,
         "dots": dots,
         "selective": everything - scores,

@@ -1,12 +1,10 @@
 """Where a run of each layout would have its head: `head="auto"` of `jaxpar.Pipeline`, decided for a decoder."""
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from jaxpar.parallel.pipe import HELD, LEAST
-from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.shape import Shape
 
@@ -17,14 +15,5 @@ def by_default(shape: Shape, candidate: Candidate) -> Any:
     freed = HELD * table * (2 - shape.tied) * (1 - 1 / np.asarray(candidate.pipe))
     divides = np.equal(shape.vocab % (candidate.pipe * candidate.tensor), 0)
     looks_up = np.greater(candidate.context, 1) & np.equal(candidate.tensor, 1)
-    schedules, which = np.unique(candidate.schedule, return_inverse=True)
-    phased = np.array([_phased(name) for name in schedules.tolist()])[which].reshape(np.shape(candidate.schedule))
-    spread = ~looks_up & phased & divides & np.not_equal(candidate.zero, 2) & (freed >= LEAST)
+    spread = ~looks_up & candidate.phased & divides & np.not_equal(candidate.zero, 2) & (freed >= LEAST)
     return np.where(spread, "spread", "last")
-
-
-@cache
-def _phased(name: str) -> bool:
-    """Returns whether a schedule of the library has one kind of op in a tick, on some stages and microbatches."""
-    stages = 2
-    return schedule(name, stages=stages, microbatches=max(4, LIBRARY[name].least(stages))).phased

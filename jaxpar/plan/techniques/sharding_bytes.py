@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_bytes import block_parameters, stage_parameters
+from jaxpar.plan.model.layer_bytes import block_parameters, in_place, stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
@@ -24,15 +24,18 @@ def gradients(shape: Shape, candidate: Candidate, software: SoftwareModel, recip
     """Returns the bytes of gradients while they are made, `held` being those of ZeRO's stage.
 
     Reduced for every microbatch: of one, stage 1 can scatter them at once; of several, each is beside their sum. One
-    program on all stages reduces after its table: until then none is sharded but in stage 2, and the layers' of a tick,
-    as matmuls leave them, are beside their sum.
+    program on all stages reduces after its table: until then none is sharded but in stage 2. A layer's, as matmuls
+    leave it, is beside the sum that it is added to; where ticks mix ops, those of all layers are.
     """
     stacked = shape.layers * shape.layer_parameters / shape.parameters
     held = while_made(held, candidate, software, recipe, stacked=stacked)
     if software.everywhere:
         count = stage_parameters(shape, candidate, "last", everywhere=True)
         ways = np.where(np.equal(candidate.zero, 2), candidate.fsdp, 1)
-        together = recipe.gradients * count / ways + software.wire[1] * block_parameters(shape, candidate)
+        # in place a layer's, as its matmul leaves it and as it is added; else those of all layers
+        one = (software.wire[1] + recipe.gradients) * shape.cut_layer(candidate.tensor)
+        every = software.wire[1] * block_parameters(shape, candidate)
+        together = recipe.gradients * count / ways + np.where(in_place(candidate, software), one, every)
         held = np.where(np.equal(candidate.pipe, 1), held, together)
     return held
 
@@ -72,7 +75,7 @@ def gathered(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe
 
 
 def scattered(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Any:
-    """Returns the bytes of a chunk's gradients in the sum's dtype, which stage 2 scatters in every tick of a table."""
+    """Returns the bytes of a chunk's gradients in the sum's dtype, which stage 2 scatters where ticks mix ops."""
     each_tick = software.everywhere & np.greater(candidate.pipe, 1) & np.equal(candidate.zero, 2)
-    sent = each_tick & np.greater(candidate.fsdp, 1)
+    sent = each_tick & np.greater(candidate.fsdp, 1) & ~in_place(candidate, software)
     return np.where(sent, recipe.gradients * block_parameters(shape, candidate) / candidate.chunks, 0.0)
