@@ -37,6 +37,9 @@ EXAMPLE = """\
   device of this machine, for a minibatch of train.global_batch rows; the file is a profile for `jaxpar partition`
   $ jaxpar bench layouts configs/gpu_llama_8b_fsdp8.toml --devices 64
   the planner's seconds and bytes beside what XLA compiles, for thirty layouts drawn by chance; 15 minutes
+  $ jaxpar bench memory configs/gpu_llama_8b_fsdp8.toml model.layers=16 model.dim=1024 model.heads=16 \\
+      model.hidden=2816 model.vocab=32768 data.seq=2048 train.global_batch=64 --devices 16 --out peaks.jsonl
+  the planner's peak memory beside what XLA assigns, for 64 small layouts drawn by the clock; half an hour
   $ jaxpar bench exchanges configs/quickstart.toml parallel.data=8 parallel.fsdp=1 parallel.tensor=1 train.steps=300
   the loss that DiLoCo and compressed gradients cost on real data, beside an all-reduce in every step; an hour
   $ jaxpar bench batches configs/digits.toml mesh.simulate=1 parallel.data=1 parallel.fsdp=1
@@ -45,8 +48,8 @@ EXAMPLE = """\
   everything that jaxpar claims about GPUs, on one of them, as far as nine minutes go; the next call goes on from there,
   and what was predicted with --plan, anywhere, stands beside what is measured
 
-Overhead, checkpoint, pipeline, fsdp2, faults, planner, layouts, exchanges and batches end with status 1 where a bound
-does not hold.
+Overhead, checkpoint, pipeline, fsdp2, faults, planner, layouts, memory, exchanges and batches end with status 1 where a
+bound does not hold.
 """
 
 
@@ -59,7 +62,8 @@ def add(verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = (
-        "overhead|checkpoint|pipeline|collectives|fsdp2|faults|planner|gemm|links|layers|layouts|exchanges|batches|gpu"
+        "overhead|checkpoint|pipeline|collectives|fsdp2|faults|planner|gemm|links|layers|layouts|memory|exchanges|batches"
+        "|gpu"
     )
     inner = verb.add_subparsers(dest="name", metavar=names, required=True)
 
@@ -111,12 +115,11 @@ def add(verbs) -> None:
     one = add_one("layers", "time, activations and parameters of each layer of a job's model", layers)
     add_job(one)
     one.add_argument("--write", metavar="FILE", help="write them as PipeDream's profiler does")
-    one = add_one("layouts", "the planner beside the compiler, over layouts drawn by chance", layouts)
-    add_job(one)
-    one.add_argument("--devices", metavar="N", type=int, required=True, help="how many GPUs")
-    one.add_argument("--chip", default="h100", help="which (default: h100)")
-    one.add_argument("--count", metavar="N", type=int, default=30, help="layouts to draw (default 30)")
+    one = _add_drawn(add_one("layouts", "the planner beside the compiler, over layouts drawn by chance", layouts), 30)
     one.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    one = _add_drawn(add_one("memory", "the planner's peak memory beside the compiler's, likewise", memory), 64)
+    one.add_argument("--seed", type=int, help="of the draw (default: the clock's seconds, which are said)")
+    one.add_argument("--out", default="", metavar="FILE.jsonl", help="rows to keep, and go on after")
     one = add_one("exchanges", "the loss of a job by several ways to agree, beside an all-reduce", exchanges)
     one.add_argument("--only", metavar="METHOD", action="append", default=[], help="one method, such as 'diloco'")
     _add_seeds(one)
@@ -132,6 +135,14 @@ def add(verbs) -> None:
     instead.add_argument("--plan", action="store_true", help="predict, on any machine, and measure nothing")
     instead.add_argument("--table", action="store_true", help="print the README's tables, from the record")
     add_json(one)
+
+
+def _add_drawn(one: argparse.ArgumentParser, count: int) -> argparse.ArgumentParser:
+    add_job(one)
+    one.add_argument("--devices", metavar="N", type=int, required=True, help="how many GPUs")
+    one.add_argument("--chip", default="h100", help="which (default: h100)")
+    one.add_argument("--count", metavar="N", type=int, default=count, help=f"layouts to draw (default {count})")
+    return one
 
 
 def _add_seeds(one: argparse.ArgumentParser) -> None:
@@ -256,6 +267,18 @@ def layouts(args: argparse.Namespace) -> tuple[Any, int]:
     leave_alone()
     job = load(args.job, args.overrides, allow_import=args.allow_import)
     return _held(layouts(job, devices=args.devices, chip=args.chip, count=args.count, seed=args.seed))
+
+
+def memory(args: argparse.Namespace) -> tuple[Any, int]:
+    """Compares predicted peaks with compiled ones."""
+    from jaxpar.job.benches.peak_memory import peaks
+    from jaxpar.job.file.parse import load
+    from jaxpar.mesh.devices import leave_alone
+
+    leave_alone()
+    job = load(args.job, args.overrides, allow_import=args.allow_import)
+    drawn = {"devices": args.devices, "chip": args.chip, "count": args.count, "seed": args.seed}
+    return _held(peaks(job, **drawn, out=args.out))
 
 
 def exchanges(args: argparse.Namespace) -> tuple[Any, int]:
