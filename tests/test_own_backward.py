@@ -1,5 +1,7 @@
 """Losses and layers with a backward pass of their own: the gradients that JAX derives, of fewer large arrays."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,12 @@ from jax.sharding import SingleDeviceSharding
 import jaxpar as jp
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import find_plugin
-from jaxpar.models.own_backward import logits, swiglu
+from jaxpar.models.islands import whole
+from jaxpar.models.own_backward import attended, logits, swiglu
 from jaxpar.step.losses import cross_entropy
 
 ROWS, DIM, VOCAB = 256, 32, 4096
+of_jax = jax.nn.dot_product_attention
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 
 
@@ -39,6 +43,57 @@ def test_an_own_backward_pass_is_that_of_jax_and_keeps_the_inputs_alone(own, pla
         assert got.dtype == dtype
         np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=near, atol=near)
     assert sorted(x.shape for x in jax.tree.leaves(backward)) == sorted(shapes)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all keys"])
+@pytest.mark.parametrize("groups", [4, 2], ids=["heads", "grouped"])
+def test_attention_in_float32_has_the_values_and_derivatives_of_jax(causal, groups):
+    shapes = [(2, 9, 4, 8), (2, 9, groups, 8), (2, 9, groups, 8)]
+    given, change = ([jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes, n)] for n in (0, 3))
+    run = lambda *qkv: whole(*qkv, causal=causal)  # noqa: E731
+    plain = lambda *qkv: of_jax(*qkv, is_causal=causal)  # noqa: E731
+    for got, want in zip(jax.jvp(run, given, change), jax.jvp(plain, given, change), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    # also once more forward for the backward pass, and one row at a time
+    rows = jax.vmap(lambda *qkv: run(*(x[None] for x in qkv))[0])
+    out, derived = jax.vjp(plain, *given)
+    for f in (run, jax.checkpoint(run), rows):
+        made, backward = jax.vjp(f, *given)
+        np.testing.assert_allclose(made, out, rtol=1e-5, atol=1e-6)
+        for got, expected in zip(backward(change[0]), derived(change[0]), strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64], ids=str)
+def test_attention_in_any_other_dtype_is_that_of_jax(dtype):
+    with jax.enable_x64(True):
+        given = [jax.ShapeDtypeStruct((2, 8, 4, 8), dtype)] * 3
+        texts = [
+            str(jax.make_jaxpr(f)(*given))
+            for f in (lambda *qkv: whole(*qkv, causal=True), lambda *qkv: of_jax(*qkv, is_causal=True))
+        ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+@absent
+def test_attention_in_float32_computes_its_shares_once_on_a_gpu():
+    """Left to itself XLA computes them again for the backward pass, and for that keeps scores."""
+    device = jp.target_devices("h100:1x8")[0]
+    given = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float32, sharding=SingleDeviceSharding(device))
+
+    def exponentials(attention):
+        def loss(x, w):
+            for _ in range(2):
+                x = x + attention(x, x * w, x + w)
+            return jnp.sum(x * x)
+
+        made = compile_program(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(given, given), [device])
+        return made.text.count(" exponential("), made.temporary
+
+    own, plain = exponentials(lambda *qkv: attended(*qkv, causal=True)), exponentials(partial(of_jax, is_causal=True))
+    assert own[0] == 2 < plain[0]
+    assert own[1] < plain[1]
 
 
 def gradients(x, head, labels):

@@ -16,7 +16,7 @@ from tiny import SEQ, VOCAB, assert_same_arrays, train
 import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.file import parse
-from jaxpar.models.islands import implemented
+from jaxpar.models.islands import implemented, whole
 from jaxpar.parallel.techniques import table
 from jaxpar.parallel.techniques.context import CONTEXT
 
@@ -41,8 +41,8 @@ def of_jaxpar(q, k, v):
     return jp.attention(q, k, v, causal=True)
 
 
-def of_jax(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+def of_plain(q, k, v):
+    return whole(q, k, v, causal=True)
 
 
 class Mine(nnx.Module):
@@ -64,8 +64,8 @@ class Mine(nnx.Module):
         return jp.constrain(x, "batch", "seq", "embed") @ table.T
 
 
-class OfJax(Mine):
-    attention = staticmethod(of_jax)
+class Plain(Mine):
+    attention = staticmethod(of_plain)
 
 
 class Unnamed(Mine):
@@ -152,8 +152,8 @@ def lowered(model, **parallel):
 
 
 @pytest.mark.parametrize("sizes", [{"data": 8}, {"fsdp": 4, "tensor": 2}], ids=["data", "fsdp x tensor"])
-def test_without_context_the_program_is_that_of_jax(sizes):
-    assert lowered(lambda rngs: Mine(rngs), **sizes).as_text() == lowered(lambda rngs: OfJax(rngs), **sizes).as_text()
+def test_without_context_the_program_is_that_of_the_plain_function(sizes):
+    assert lowered(lambda rngs: Mine(rngs), **sizes).as_text() == lowered(lambda rngs: Plain(rngs), **sizes).as_text()
 
 
 def test_gathering_is_a_constraint_and_a_ring_sends_to_the_next(with_ring):
@@ -214,8 +214,8 @@ def test_a_way_that_is_not_there_or_does_nothing_is_refused(given, said):
 
 @pytest.mark.usefixtures("with_ring")
 def test_a_way_that_the_model_never_takes_is_refused():
-    with pytest.raises(JaxparError, match=r"how=\{'context': 'ring'\}, but OfJax never calls jp.attention"):
-        lowered(lambda rngs: OfJax(rngs), how={"context": "ring"}, **CONTEXT_2)
+    with pytest.raises(JaxparError, match=r"how=\{'context': 'ring'\}, but Plain never calls jp.attention"):
+        lowered(lambda rngs: Plain(rngs), how={"context": "ring"}, **CONTEXT_2)
 
 
 def test_to_call_attention_is_not_to_name_the_stream():

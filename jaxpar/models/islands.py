@@ -1,6 +1,6 @@
 """Islands: functions that any Flax model calls, and that the traced step implements.
 
-    model ──► jp.attention(q, k, v) ──► outside of a step: softmax(q k) v, as jax.nn has it
+    model ──► jp.attention(q, k, v) ──► outside of a step: softmax(q k) v, of whole rows
                                     └─► in a step: as a technique of its layout runs it (gather, ring, ...)
 
 As with `jp.constrain`, the model knows no mesh, and outside of a step an island is a plain function. An implementation
@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse
+from jaxpar.models.own_backward import attended
 
 Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal) -> bshk
 # the names of dims of what attention is given, for models that name them and implementations that ask how they are cut
@@ -60,6 +61,8 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False)
 
 def whole(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
     """Returns attention over whole sequences; with cuDNN's fused kernel on NVIDIA GPUs in 16 bits."""
+    if q_bshk.dtype == jnp.float32:
+        return attended(q_bshk, k_btgk, v_btgk, causal=causal)
     low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
     if low and (kernel := _kernel.get()) is not None:
         return kernel(q_bshk, k_btgk, v_btgk, causal=causal)

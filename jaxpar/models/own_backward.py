@@ -3,9 +3,13 @@
     swiglu(gate, up)     keeps its two inputs; JAX would keep the sigmoid and silu(gate) beside them
     logits(x, head)      makes the gradient of the head as the head lies; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
+    attended(q, k, v)    keeps the shares of each query, softmax(q k), which are the largest arrays of a layer; XLA
+                         would compute them again from the scores, and keep those
 
-Forward they are what they say, to the bit. With a custom gradient they are no subject of `jax.jvp`.
+Forward they are what they say, the first two to the bit. These have a custom gradient and are no subject of `jax.jvp`.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,3 +46,45 @@ def _logits_backward(kept: tuple[jax.Array, jax.Array], grad_bsv: jax.Array) -> 
 
 
 logits.defvjp(lambda x_bsd, head_dv: (logits(x_bsd, head_dv), (x_bsd, head_dv)), _logits_backward)
+
+
+def attended(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
+    """Returns attention in the dtype of its arguments: for float32, for which no kernel keeps the scores on the chip.
+
+    Args:
+      q_bshk: Queries. Shape [batch, queries, heads, head_dim].
+      k_btgk: Keys. Shape [batch, keys, kv_heads, head_dim].
+      v_btgk: Values. Shape of the keys.
+      causal: Whether query i sees only the keys 0..i.
+
+    Returns:
+      Shape of the queries.
+    """
+    b, s, heads, head_dim = q_bshk.shape
+    t, groups = k_btgk.shape[1:3]
+
+    def of_one_head_each(q_bsgk: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bsgk,btgk->bgst", q_bsgk, k_btgk) * (1 / math.sqrt(head_dim))
+        if causal:
+            seen = jnp.arange(s)[:, None] >= jnp.arange(t)
+            scores = jnp.where(seen, scores, -0.5 * jnp.finfo(scores.dtype).max)
+        return jnp.einsum("bgst,btgk->bsgk", _softmax(scores), v_btgk)
+
+    # mapped over the heads that share one of the keys: with these in the einsums, XLA transposes queries and results
+    q_bsgrk = q_bshk.reshape(b, s, groups, heads // groups, head_dim)
+    return jax.vmap(of_one_head_each, in_axes=3, out_axes=3)(q_bsgrk).reshape(q_bshk.shape)
+
+
+@jax.custom_jvp
+def _softmax(x: jax.Array) -> jax.Array:
+    """Returns the softmax over the last dim."""
+    return jax.nn.softmax(x, axis=-1)
+
+
+@_softmax.defjvp
+def _softmax_jvp(x: tuple[jax.Array], tangent: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    # JAX too takes the derivative from the result alone. But without the barrier XLA computes that a second time, from
+    # the scores, for the backward pass
+    shares = jax.lax.optimization_barrier(_softmax(*x))
+    (change,) = tangent
+    return shares, shares * (change - jnp.sum(shares * change, axis=-1, keepdims=True))
