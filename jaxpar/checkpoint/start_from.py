@@ -10,7 +10,6 @@ Parameters and floating-point statistics (BatchNorm's) are taken; step, optimize
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import jax
@@ -21,7 +20,8 @@ from jaxpar.checkpoint import listing, paths, reading
 from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.spec import Checkpoints
-from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.errors import JaxparError, Problem
+from jaxpar.optim.patterns import begins, matches, nearest_path
 from jaxpar.step.state import State
 
 PARTS = ("params", "model_state")
@@ -97,17 +97,17 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapp
     called = {_renamed(name, spec.rename): name for name in saved}
     wrong = [
         Problem(f"checkpoint.take: {pattern!r} matches nothing",
-                "each pattern matches at least one parameter of the job", _nearest(pattern, wanted))
+                "each pattern matches at least one parameter of the job", nearest_path(pattern, wanted))
         for pattern in spec.take
-        if not any(_matches(name, pattern) for name in wanted)
+        if not any(matches(name, pattern) for name in wanted)
     ]  # fmt: skip
     wrong += [
         Problem(f"checkpoint.rename: nothing in {path} begins with {old!r}",
-                "each key of rename is the beginning of a path in the checkpoint", _nearest(old, saved))
+                "each key of rename is the beginning of a path in the checkpoint", nearest_path(old, saved))
         for old in spec.rename
-        if not any(_begins(name, old) for name in saved)
+        if not any(begins(name, old) for name in saved)
     ]  # fmt: skip
-    names = [name for name in wanted if any(_matches(name, pattern) for pattern in spec.take)]
+    names = [name for name in wanted if any(matches(name, pattern) for pattern in spec.take)]
     found = differences({new: saved[old] for new, old in called.items() if new in names}, {n: wanted[n] for n in names})
     unfit = [each for each in found if not (each.kind == "dtype" and spec.cast)]
     if wrong or unfit:
@@ -151,28 +151,13 @@ def _full(name: str, among: Mapping[str, Array]) -> str:
     return next((f"{part}/{name}" for part in PARTS if f"{part}/{name}" in among), f"params/{name}")
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or _begins(name, pattern)
-
-
-def _begins(name: str, prefix: str) -> bool:
-    return name == prefix.strip("/") or name.startswith(prefix.strip("/") + "/")
-
-
 def _renamed(name: str, rename: Mapping[str, str]) -> str:
     """Returns the path in the job for a path in the checkpoint: the longest beginning that matches is replaced."""
-    fits = [old for old in rename if _begins(name, old)]
+    fits = [old for old in rename if begins(name, old)]
     if not fits:
         return name
     old = max(fits, key=len)
     return rename[old].strip("/") + name[len(old.strip("/")) :]
-
-
-def _nearest(pattern: str, names: Mapping[str, Array]) -> str:
-    """Returns the path, or beginning of one, that was probably meant."""
-    beginnings = {"/".join(name.split("/")[:depth]) for name in names for depth in range(1, name.count("/") + 2)}
-    words = beginnings if "/" in pattern.strip("/*") else {name.split("/")[0] for name in names}
-    return nearest(pattern.rstrip("*").strip("/"), words)
 
 
 def _which(names: tuple[str, ...]) -> str:

@@ -77,6 +77,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
         attempt(check_start, job)
     attempt(_check_origin, job, parallel.exchange)
     if layout:
+        attempt(state.abstract, layout, resolve_optimizer(job)) if job.train.frozen[0] else None
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpar.checkpoint import Checkpoints
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.parts.names import settings_of
 from jaxpar.models.huggingface.config import config_of
 from jaxpar.models.huggingface.load import Pretrained, load
 from jaxpar.models.settings.decoder import DecoderSettings
@@ -55,8 +55,7 @@ def decoder_of(job: Job) -> DecoderSettings:
             rule="Hugging Face's Llama and GPT-2 are read and written for jaxpar's decoder",
             fix='model.name = "decoder"',
         )
-    model: Any = resolve_model(job, resolve_loss(job))
-    return model.args[0]
+    return settings_of(job)
 
 
 def _other_model(job: Job, found: Pretrained) -> list[Problem]:

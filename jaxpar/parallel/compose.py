@@ -12,13 +12,16 @@ from jaxpar.errors import JaxparError, Problem, refuse, users_code
 from jaxpar.mesh.axes import infer_sizes
 from jaxpar.mesh.build import build
 from jaxpar.mesh.devices import Simulated, is_simulated
+from jaxpar.models.settings.adapters import Adapters
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placing import placed
 from jaxpar.parallel.rule_problems import REGULAR, rule_problems
 from jaxpar.parallel.techniques.asked import declared, settled
 from jaxpar.sharding import linen_model, nnx_model
-from jaxpar.sharding.names import Blueprint
+from jaxpar.sharding.adapters import merged as merged_params
+from jaxpar.sharding.adapters import with_adapters
+from jaxpar.sharding.names import Blueprint, Tree
 from jaxpar.sharding.reading.called import as_called, zeros
 
 
@@ -77,6 +80,31 @@ def nnx(factory: Callable, *args: Any, **kwargs: Any) -> Blueprint:
             call(model)
 
     return as_called(blueprint, called)
+
+
+def adapted(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
+    """Returns a model with low-rank adapters (LoRA) beside some of its matrices, as a model for `compose`.
+
+    The model itself is trained too, unless the optimizer leaves it alone: `jp.freeze(chain, ["*"], but=["adapters"])`.
+
+    Args:
+      model: As for `compose`.
+      **adapters: `rank`, `alpha` and `paths`, patterns such as "blocks/attention/*": see `Adapters`.
+
+    Raises:
+      JaxparError: If a pattern matches no matrix of the model.
+    """
+    return with_adapters(as_blueprint(model), Adapters(**adapters))
+
+
+def merged(layout: Layout, params: Tree) -> Tree:
+    """Returns the parameters of the model itself: W + alpha / rank A B where the layout's model has adapters.
+
+    Args:
+      layout: Of the model with adapters.
+      params: Its parameters, as in a state.
+    """
+    return merged_params(layout.blueprint, params)
 
 
 def _with(args: Any, kwargs: Any) -> Callable[[Any], Any]:

@@ -14,6 +14,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.asked import idle, names_of
 from jaxpar.parallel.zero import add_axis, without_axis
+from jaxpar.sharding.adapters import as_base, base_of
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.reading.read import read
@@ -47,30 +48,44 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
     leaves = name_stacks({**blueprint.others, **blueprint.leaves})
     others = name_stacks({**blueprint.leaves, **blueprint.others})
     parts = sum(parallel.pipeline.layers) or parallel.pipe
-    own = {path: leaves[path] for path in blueprint.leaves}
+    beside = {path: base for path in blueprint.leaves if (base := base_of(blueprint, path)) is not None}
+    own = {path: leaves[path] for path in blueprint.leaves if path not in beside}
     stack, lists = unnamed_layers(own, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
     reads = read(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
     find = partial(resolve, sizes=parallel.sizes, names=names, paths=parallel.paths)
     layers = Layers(stack, lists, names["layers"])
     trained = {path: _trained(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in own.items()}
+    for path, (base, dims) in beside.items():
+        choice = as_base(trained[base][1], base, dims)
+        trained[path] = (_place(path, leaves[path], parallel, choice, cut=True), choice, [])
     held = {path: _held(path, others[path], parallel, find, reads.get(path)) for path in blueprint.others}
     layout = Layout(
         parallel=parallel,
         blueprint=blueprint,
-        placements={path: place for path, (place, _) in trained.items()},
+        placements={path: trained[path][0] for path in blueprint.leaves},
         others={path: place for path, (place, _) in held.items()},
         names=names,
         lists=lists,
         mesh=mesh,
     )
-    problems = [problem for _, wrong in (*trained.values(), *held.values()) for problem in wrong]
+    problems = [problem for *_, wrong in (*trained.values(), *held.values()) for problem in wrong]
+    if lists and beside:
+        problems.append(_beside_a_list(blueprint))
     return layout, problems + idle(layout)
+
+
+def _beside_a_list(blueprint: Blueprint) -> Problem:
+    return Problem(
+        f"adapters of {blueprint.name}, whose layers are a list, with pipe > 1",
+        "the stages of a pipeline run one layer's program, and adapters beside a list belong to none of its layers",
+        "pipe = 1; or layers in one stack, as of jp.Decoder",
+    )
 
 
 def _trained(
     path: str, leaf: Leaf, parallel: Parallel, layers: Layers, find: Callable, read: Read | None
-) -> tuple[Placement, list[Problem]]:
-    """Returns the place of a parameter, and what is wrong with it; one of a bare stack is placed as one layer's is."""
+) -> tuple[Placement, Choice, list[Problem]]:
+    """Returns the place of a parameter, its choice, and what is wrong; one of a bare stack goes as one layer's does."""
     sizes, stacked, listed = parallel.sizes, path in layers.stack, any(path in each for each in layers.lists.values())
     choice, wrong = find(path, one_layer(leaf) if stacked else leaf, read=read)
     if layers.stack or layers.lists:
@@ -81,7 +96,7 @@ def _trained(
         choice = replace(choice, axes=add_axis(path, choice, leaf, sizes, axis="pipe"))
     if listed:
         choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
-    return _place(path, leaf, parallel, choice, cut=True), wrong
+    return _place(path, leaf, parallel, choice, cut=True), choice, wrong
 
 
 def _held(

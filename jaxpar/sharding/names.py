@@ -99,6 +99,7 @@ class Blueprint:
       others: Every array of the rest by its path: state that is no parameter.
       counts_layers: Whether its scans say how many layers they run, as Linen's `nn.scan(Block, length=12)` does.
       program: Traces a call of the model, where what it is called with is known.
+      adapters: Path of each matrix that has one to its low-rank adapter; see `adapters.py`.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Blueprint:
     others: Mapping[str, Leaf] = field(default_factory=dict)
     counts_layers: bool = False
     program: Callable[[], Program] | None = None
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def averages_over_devices(module: Any) -> bool:

@@ -18,6 +18,7 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
 from jaxpar.parallel.layout import Layout
+from jaxpar.pipeline.jaxprs.beside import beside
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.sharding.names import Compute, Tree
@@ -118,7 +119,8 @@ class Whole(Gradients):
             sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
             return sums, blueprint.collect(model)
 
-        computed = in_bfloat16(run) if compute.dtype else run
+        computed = beside(run) if blueprint.adapters else run
+        computed = in_bfloat16(computed) if compute.dtype else computed
         if isinstance(self.loss, Drawing):
             computed = split_over_examples(computed, self.layout)
         sums, after = computed(params, model_state, batch)

@@ -22,6 +22,7 @@ from jaxpar.job.file.schema import Job
 UNSAID = ("run.", "metrics.")
 FREE = ("data.path", "data.pattern", "data.source")  # the data itself is compared by its fingerprint
 BINDING = ("data.", "model.", "optimizer.", "parallel.exchange.", "parallel.pipeline.weights", "sweep.",
+           "train.adapters.", "train.freeze",
            "train.global_batch", "train.grow", "train.loss", "train.precision.compute", "train.seed")  # fmt: skip
 SPLIT = ("data.held_out", "data.seq")  # where held-out examples begin
 MISSING = "not set"

@@ -16,6 +16,7 @@ from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.population.sweep import Sweep
 from jaxpar.mesh.preset import Preset
 from jaxpar.mesh.target import parse_target
+from jaxpar.models.settings.adapters import Adapters
 from jaxpar.models.settings.computing import Precision
 from jaxpar.optim.growth import Growth, check_phases
 from jaxpar.optim.optimizer import Optimizer
@@ -99,6 +100,9 @@ class TrainTable:
       seed: Of the parameters, of dropout, of a loss's random keys and of the order of examples.
       loss: next_token, classify, or "package.module:function" of (model, batch), or of (model, batch, key): a random
         key, another one in every step, and the same in all evaluations.
+      freeze: Patterns of paths, such as "embed" or "blocks/0*": parameters that are not trained. They keep their bits,
+        and have no gradients and no optimizer state.
+      adapters: Low-rank adapters beside matrices; all else is frozen.
       precision: The dtype of matmuls; precision = "bf16" for short.
       remat: How much the backward pass recomputes: none (keeps all), dots, all_dots or full (keeps least).
       offload: Keep the optimizer state in host memory between steps.
@@ -114,6 +118,8 @@ class TrainTable:
     accumulate: int = 1
     seed: int = 0
     loss: str = "next_token"
+    freeze: tuple[str, ...] = ()
+    adapters: Adapters = field(default_factory=Adapters)
     precision: Precision = field(default_factory=Precision)
     remat: Literal["none", "dots", "all_dots", "full"] = "none"
     offload: bool = False
@@ -126,10 +132,21 @@ class TrainTable:
         lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
         check_ranges(self, "train", {key: (low, most) for key, low in lows.items()})
         check_phases(self.grow, "train.grow", self.steps)
+        if self.freeze and self.adapters.rank:
+            raise refuse(
+                f"train.freeze = {list(self.freeze)} with train.adapters",
+                rule="beside adapters, all is frozen but what adapters.also names",
+                fix="freeze = []",
+            )
         if (largest := self.global_batch * self.growth.factors[-1]) > most:
             raise refuse(
                 f"train.grow to {largest} examples per step", rule=f"a batch has at most {most}", fix="smaller factors"
             )
+
+    @property
+    def frozen(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Patterns of what is frozen, and of what is trained nevertheless."""
+        return (("*",), self.adapters.trained) if self.adapters.rank else (self.freeze, ())
 
     @property
     def growth(self) -> Growth:

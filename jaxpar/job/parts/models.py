@@ -26,6 +26,7 @@ from jaxpar.models.settings.vit import ViTSettings
 from jaxpar.models.vit import ViT
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding import linen_model
+from jaxpar.sharding.adapters import with_adapters
 from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.reading.called import as_called, zeros
 from jaxpar.step.keyed.loss import shaped
@@ -42,7 +43,12 @@ def resolve_loss(job: Job) -> Callable:
 
 
 def resolve_model(job: Job, loss: Callable) -> Blueprint | Callable:
-    """Returns the model a job names, with its settings."""
+    """Returns the model a job names, with its settings and the job's adapters."""
+    made = _named(job, loss)
+    return with_adapters(as_blueprint(made), job.train.adapters) if job.train.adapters.rank else made
+
+
+def _named(job: Job, loss: Callable) -> Blueprint | Callable:
     name, settings = named(job)
     if name in MODELS:
         return _ours(job)

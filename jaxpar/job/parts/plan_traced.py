@@ -11,7 +11,8 @@ from jaxpar.errors import JaxparError
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
-from jaxpar.optim import chain
+from jaxpar.job.parts.optimizers import resolve_optimizer
+from jaxpar.optim.patterns import meant
 from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.parallel.declare import DECLARED, Parallel
 from jaxpar.parallel.layout import Layout
@@ -48,13 +49,17 @@ def counted(job: Job) -> Recipe:
 
 def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
     params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
-    moments = jax.eval_shape(chain.build(job.optimizer, job.train.steps).init, params)
+    moments = jax.eval_shape(resolve_optimizer(job).init, params)
     own, its = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
     count = sum(leaf.size for leaf in params.values())
+    frozen, but = job.train.frozen
+    held = set(meant(params, frozen)) - set(meant(params, but))
+    trained = sum(leaf.size * leaf.dtype.itemsize for path, leaf in params.items() if path not in held)
+    part = f"; {trained / own:.2%} is trained, and times are as if all were" if held else ""
     return Recipe(
-        name=job.optimizer.name, parameters=own / count, gradients=own / count, optimizer=round(its / count, 3),
-        since=1,
-        why="parameters and gradients as they are stored, and the optimizer's state",
+        name=job.optimizer.name, parameters=own / count, gradients=round(trained / count, 3),
+        optimizer=round(its / count, 3), since=1,
+        why=f"parameters and gradients as they are stored, and the optimizer's state{part}",
     )  # fmt: skip
 
 

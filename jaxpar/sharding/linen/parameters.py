@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.sharding.adapters import Adapted
 from jaxpar.sharding.names import Use, path_of
 
 
@@ -38,7 +39,11 @@ class Parameters(dict):
         if isinstance(value, dict):
             return value
         # an array; or a tuple of them, where an initializer returns one
-        return jax.tree_util.tree_map_with_path(lambda keys, leaf: self.use(path_of([path, *keys]), leaf), value)
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, leaf: self.use(path_of([path, *keys]), leaf),
+            value,
+            is_leaf=lambda leaf: isinstance(leaf, Adapted),
+        )
 
     # dict(...), {**...} and copy() take what is stored, past __getitem__, unless there is an __iter__ of its own
     def __iter__(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.techniques.context import tables_in_pieces
+from jaxpar.pipeline.jaxprs.beside import beside
 from jaxpar.pipeline.jaxprs.lookups import whole_lookups
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.pipeline.run.traced_model import Model
@@ -40,6 +41,8 @@ class CutModel:
         compute = Compute(train=train, dtype=shardings.dtype, remat=self.numerics.remat)
         model = Pieces(shardings, self.loss, compute)
         pieces = {"embed": model.embed, "stage": model.stage, "head": model.head}
+        if layout.blueprint.adapters:
+            pieces = {name: beside(piece) for name, piece in pieces.items()}
         if compute.dtype:
             pieces = {name: in_bfloat16(piece) for name, piece in pieces.items()}
         if tables_in_pieces(layout):

@@ -1,0 +1,171 @@
+"""Low-rank corrections of matrices, multiplied beside them.
+
+    x @ low_rank_sum(W, A, B)    as the model reads it: W + A B, whose gradient is as large as W
+    x @ W + (x @ A) @ B          as a step runs it: the gradients of A and B alone, and so little to reduce
+
+Where a matrix is read otherwise (a lookup, a transpose, a custom gradient), the sum stays.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
+
+from jaxpar.models.low_rank import NAME
+from jaxpar.pipeline.jaxprs.dataflow import Traced, variables
+
+_JIT = ("jit", "pjit")  # releases of JAX name it differently
+_OWN = ("custom_", "shard_map")  # a custom gradient, or what runs on one device, is left as its author wrote it
+
+
+def beside(function: Callable) -> Callable:
+    """Returns a function that multiplies with W, A and B where it would with W + A B.
+
+    Args:
+      function: A function of pytrees of arrays.
+    """
+
+    def run(*args: Any) -> Any:
+        traced = Traced(function, *args)
+        changed = ClosedJaxpr(_changed(traced.closed.jaxpr), traced.closed.consts)
+        return jax.tree.unflatten(traced.outputs, jaxpr_as_fun(changed)(*jax.tree.leaves(args)))
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A variable that is W + A B, as its three variables, in a dtype."""
+
+    parts: tuple[Any, Any, Any]
+    dtype: Any
+
+
+class _Rewriting:
+    """The equations of a jaxpr, rewritten one after the other.
+
+    Attributes:
+      eqns: Those so far.
+      sums: The variables that are sums.
+      known: Variables of calls that were inlined, as what they stand for.
+    """
+
+    def __init__(self):
+        self.eqns: list[JaxprEqn] = []
+        self.sums: dict[Var, _Sum] = {}
+        self.known: dict[Var, Any] = {}
+
+    def at(self, var: Any) -> Any:
+        return var if isinstance(var, Literal) else self.known.get(var, var)
+
+    def take(self, eqn: JaxprEqn) -> None:
+        eqn = eqn.replace(invars=[self.at(var) for var in eqn.invars])
+        name, given = eqn.primitive.name, [self._sum(var) for var in eqn.invars]
+        if _is_sum(eqn):
+            self.sums[eqn.outvars[0]] = _Sum(tuple(eqn.invars), eqn.outvars[0].aval.dtype)
+        elif name == "convert_element_type" and given[0]:
+            self.sums[eqn.outvars[0]] = replace(given[0], dtype=eqn.outvars[0].aval.dtype)
+        elif name == "dot_general" and sum(map(bool, given)) == 1 and self._multiplied(eqn, given):
+            return
+        elif name in _JIT and (any(given) or _holds_sum(eqn)) and self._inlined(eqn):
+            return
+        elif not name.startswith(_OWN) and _holds_sum(eqn):
+            eqn = eqn.replace(params={key: _inside(value) for key, value in eqn.params.items()})
+        self.eqns.append(eqn)
+
+    def _sum(self, var: Any) -> _Sum | None:
+        return None if isinstance(var, Literal) else self.sums.get(var)
+
+    def _multiplied(self, eqn: JaxprEqn, given: Sequence[_Sum | None]) -> bool:
+        """Takes a matmul with a sum, if it is over the inputs of the matrix or over its outputs."""
+        at = 0 if given[0] else 1
+        of = given[at]
+        (contract, batch) = eqn.params["dimension_numbers"]
+        inputs, rank = len(of.parts[1].aval.shape) - 1, len(of.parts[0].aval.shape)
+        over = "inputs" if sorted(contract[at]) == list(range(inputs)) else "outputs"
+        if batch[0] or (over == "outputs" and sorted(contract[at]) != list(range(inputs, rank))):
+            return False
+        product = partial(_product, eqn=eqn, at=at, over=over, dtype=of.dtype)
+        return self._spliced(product, eqn, [eqn.invars[1 - at], *of.parts])
+
+    def _inlined(self, eqn: JaxprEqn) -> bool:
+        return self._spliced(jaxpr_as_fun(eqn.params["jaxpr"]), eqn, eqn.invars)
+
+    def _spliced(self, function: Callable, eqn: JaxprEqn, ins: Sequence[Any]) -> bool:
+        """Takes the equations of a function of these variables in place of an equation, with its line and scope."""
+        made = jax.make_jaxpr(function)(*(var.aval for var in ins))
+        if made.consts:
+            return False
+        self.known |= dict(zip(made.jaxpr.invars, ins, strict=True))
+        for each in made.jaxpr.eqns:
+            self.take(each.replace(source_info=eqn.source_info) if eqn.primitive.name == "dot_general" else each)
+        self.known |= {var: self.at(out) for var, out in zip(eqn.outvars, made.jaxpr.outvars, strict=True)}
+        return True
+
+    def needed(self, outs: Sequence[Any]) -> list[JaxprEqn]:
+        """Returns the equations without those of sums that nothing reads any more."""
+        kept, read = [], variables(outs)
+        for eqn in reversed(self.eqns):
+            if read.intersection(eqn.outvars) or not self.sums.keys() & set(eqn.outvars):
+                kept.append(eqn)
+                read |= variables(eqn.invars)
+        return kept[::-1]
+
+
+def _changed(jaxpr: Jaxpr) -> Jaxpr:
+    if not any(map(_holds_sum, jaxpr.eqns)):
+        return jaxpr
+    rewriting = _Rewriting()
+    for eqn in jaxpr.eqns:
+        rewriting.take(eqn)
+    outs = [rewriting.at(var) for var in jaxpr.outvars]
+    return jaxpr.replace(eqns=rewriting.needed(outs), outvars=outs)
+
+
+def _inside(value: Any) -> Any:
+    """Returns a parameter of an equation with what is in its loops, branches and calls changed."""
+    if isinstance(value, ClosedJaxpr):
+        return ClosedJaxpr(_changed(value.jaxpr), value.consts)
+    if isinstance(value, Jaxpr):
+        return _changed(value)
+    return tuple(map(_inside, value)) if type(value) is tuple else value
+
+
+def _is_sum(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _JIT and eqn.params["name"] == NAME
+
+
+def _holds_sum(eqn: JaxprEqn) -> bool:
+    return _is_sum(eqn) or any(_holds_sum(each) for inner in jaxprs_in_params(eqn.params) for each in inner.eqns)
+
+
+def _product(x: jax.Array, base: jax.Array, first: jax.Array, second: jax.Array, *, eqn, at, over, dtype) -> jax.Array:
+    """Returns the matmul of x, and W + A B, over the inputs or the outputs of W."""
+    (contract, _) = eqn.params["dimension_numbers"]
+    base = base.astype(dtype)
+    out = eqn.primitive.bind(*((base, x) if at == 0 else (x, base)), **eqn.params)
+    how = {key: eqn.params[key] for key in ("precision", "preferred_element_type")}
+    inputs = first.ndim - 1
+    mine, other = contract[1 - at], contract[at]
+    if over == "inputs":
+        near, far, last = first, second, 0
+    else:
+        near, far, last, other = second, first, inputs, tuple(dim - inputs + 1 for dim in other)
+    small = jax.lax.dot_general(x, near.astype(dtype), ((mine, other), ((), ())), **how).astype(x.dtype)
+    more = jax.lax.dot_general(small, far.astype(dtype), (((small.ndim - 1,), (last,)), ((), ())), **how)
+    free = small.ndim - 1  # dims of x that stay: a matmul puts those of its left operand first
+    if at == 0:
+        more = jnp.moveaxis(more, tuple(range(free)), tuple(range(more.ndim - free, more.ndim)))
+    return out + more.astype(out.dtype)
