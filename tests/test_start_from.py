@@ -257,12 +257,13 @@ def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, ca
     assert main(["checkpoint", "export", str(tmp_path / "first"), "--format", "safetensors", "--to",
                  str(tmp_path / "llama")]) == 0  # fmt: skip
     again, said = trained("again", f"checkpoint.start_from={tmp_path / 'llama'}")
-    assert "parameters taken from" in said
+    assert "arrays taken from" in said
     assert again == trained("direct", f"checkpoint.start_from={tmp_path / 'first'}")[0]
     with pytest.raises(JaxparError, match=r"\[model\] of the job has rope_base = 500.0"):
         trained("other", f"checkpoint.start_from={tmp_path / 'llama'}", "model.rope_base=500.0")
-    with pytest.raises(JaxparError, match="is loaded whole"):
-        trained("part", f"checkpoint.start_from={tmp_path / 'llama'}", 'checkpoint.take=["embed"]')
+    part, said = trained("part", f"checkpoint.start_from={tmp_path / 'llama'}", 'checkpoint.take=["embed"]')
+    assert "1 arrays taken from" in said
+    assert part == trained("half", f"checkpoint.start_from={tmp_path / 'first'}", 'checkpoint.take=["embed"]')[0]
     assert main(["checkpoint", "export", str(tmp_path / "first"), "--format", "onnx", "--to", str(tmp_path / "x")]) == 1
     assert "a format is jaxpar, safetensors" in capsys.readouterr().err
 

@@ -21,7 +21,8 @@ from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.optim.patterns import begins, matches, nearest_path
+from jaxpar.optim.patterns import begins, meant, nearest_path
+from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.step.state import State
 
 PARTS = ("params", "model_state")
@@ -99,7 +100,7 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapp
         Problem(f"checkpoint.take: {pattern!r} matches nothing",
                 "each pattern matches at least one parameter of the job", nearest_path(pattern, wanted))
         for pattern in spec.take
-        if not any(matches(name, pattern) for name in wanted)
+        if not meant(wanted, [pattern])
     ]  # fmt: skip
     wrong += [
         Problem(f"checkpoint.rename: nothing in {path} begins with {old!r}",
@@ -107,7 +108,8 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapp
         for old in spec.rename
         if not any(begins(name, old) for name in saved)
     ]  # fmt: skip
-    names = [name for name in wanted if any(matches(name, pattern) for pattern in spec.take)]
+    begun = [name for name in wanted if name in called or not begins(name, ADAPTERS)]  # adapters begin with a run
+    names = meant(begun, spec.take)
     found = differences({new: saved[old] for new, old in called.items() if new in names}, {n: wanted[n] for n in names})
     unfit = [each for each in found if not (each.kind == "dtype" and spec.cast)]
     if wrong or unfit:

@@ -18,11 +18,12 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.job.start import check_start, is_folder
+from jaxpar.job.start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible
 from jaxpar.mesh.memory_pool import taken
 from jaxpar.mesh.target import parse_target
+from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
@@ -73,8 +74,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     layout = attempt(compose, blueprint, parallel, devices_of(job)) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in declared(parallel) if problem not in problems)
-    if blueprint and whole and not problems and is_folder(job.checkpoint.start_from):
-        attempt(check_start, job)
+    if layout and whole and not problems and is_folder(job.checkpoint.start_from):
+        attempt(check_start, job, layout)
     attempt(_check_origin, job, parallel.exchange)
     if layout:
         attempt(state.abstract, layout, resolve_optimizer(job)) if job.train.frozen[0] else None

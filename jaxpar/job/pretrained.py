@@ -8,10 +8,17 @@ import jax
 from jaxpar.checkpoint import listing, reading
 from jaxpar.job.build import Built
 from jaxpar.job.file.parse import load
+from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.start import check_start, decoder_of
 from jaxpar.models.huggingface.export import export
+from jaxpar.models.huggingface.folder import ALONG, CONFIG, is_folder, take_along
+from jaxpar.parallel.compose import as_blueprint
+from jaxpar.sharding.adapters import merged
+from jaxpar.sharding.names import by_path
 from jaxpar.step.state import State
 from jaxpar.train import pretrained
+
+KEPT = "huggingface"  # the folder in a run's that has the small files of the model it began with
 
 
 def begin(built: Built) -> tuple[State, str]:
@@ -21,25 +28,31 @@ def begin(built: Built) -> tuple[State, str]:
       JaxparError: If the folder cannot be read, or does not belong to the job.
     """
     job = built.job
-    found = check_start(job)
+    found, origin = check_start(job, built.layout)
+    params = {new: found.params[old] for new, old in origin.taken.items()}
     made = pretrained.start(
-        built.layout, built.optimizer, found.params, seed=job.train.seed, offload=job.train.offload
+        built.layout, built.optimizer, params, fresh=origin.fresh, seed=job.train.seed, offload=job.train.offload
     )  # fmt: skip
-    return (
-        made,
-        f"{len(found.params)} parameters taken from {job.checkpoint.start_from}, a {found.kind} of Hugging Face's",
-    )
+    if jax.process_index() == 0:  # the folder may be gone when the run is exported
+        source, to = Path(job.checkpoint.start_from).expanduser(), Path(job.run.dir) / KEPT
+        take_along(source, to, names=(CONFIG, *ALONG))
+    return made, f"{origin}, a {found.kind} of Hugging Face's"
 
 
 def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
-    """Writes the decoder of a checkpoint as a folder of Hugging Face's.
+    """Writes the decoder of a checkpoint as a folder of Hugging Face's, its adapters merged.
+
+    What the run's own folder of Hugging Face's has besides, tokenizer, special ids and generation config, is written
+    too.
 
     Raises:
       JaxparError: If it is damaged, belongs to no run of a decoder, or Hugging Face has no such model.
     """
     path = listing.find(where, step).resolve()
     found = reading.listed(path)
-    settings = decoder_of(load(path.parent.parent / "job.toml"))
+    run = path.parent.parent
+    job = load(run / "job.toml")
+    settings = decoder_of(job)
     alone = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     wanted = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=alone)
@@ -47,5 +60,7 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
         if name.startswith("params/")
     }
     params = {name.removeprefix("params/"): value for name, value in reading.arrays(path, found, wanted).items()}
-    files = export(params, settings, to)
+    if job.train.adapters.rank:
+        params = by_path(merged(as_blueprint(resolve_model(job, resolve_loss(job))), params))
+    files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in files)}

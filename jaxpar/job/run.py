@@ -5,6 +5,7 @@ RUN/metrics.jsonl   a line per step
 RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
 RUN/output.log      what was said after the reader of the output went away
+RUN/huggingface/    the tokenizer and config of the model it began with, where that was one of Hugging Face's
 RUN/lock            who is at work in it         RUN/lineage.jsonl   who copied whom, in a sweep by pbt
 """
 
@@ -35,9 +36,9 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.models import sound
 from jaxpar.job.parts.names import COUNTED
-from jaxpar.job.start import is_folder
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
+from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.pipe import UNNAMED
 from jaxpar.step import state
 from jaxpar.step.inspectable import model_flop

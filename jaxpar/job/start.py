@@ -5,42 +5,47 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxpar.checkpoint import Checkpoints
+import jax.numpy as jnp
+
+from jaxpar.checkpoint import Checkpoints, start_from
+from jaxpar.checkpoint.manifest import Array
+from jaxpar.checkpoint.start_from import Origin
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of
 from jaxpar.models.huggingface.config import config_of
+from jaxpar.models.huggingface.folder import TOKENIZERS
 from jaxpar.models.huggingface.load import Pretrained, load
 from jaxpar.models.settings.decoder import DecoderSettings
+from jaxpar.parallel.layout import Layout
 
 FREE = ("dropout", "scan")  # settings that change no number of a trained model
-# what a tokenizer of Hugging Face's is saved as; SentencePiece's is a .model
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken")
 
 
-def is_folder(path: str) -> bool:
-    """Returns whether a path is a folder of Hugging Face's."""
-    return bool(path) and (Path(path).expanduser() / "config.json").is_file()
+def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
+    """Returns the model in the folder of Hugging Face's that `checkpoint.start_from` names, and what is taken of it.
 
+    Its numbers are not read. Where a part is taken, the job's model may be any that has parameters of these shapes.
 
-def check_start(job: Job) -> Pretrained:
-    """Returns the model in the folder of Hugging Face's that `checkpoint.start_from` names; its numbers are not read.
+    Args:
+      job: The job.
+      layout: Of its model.
 
     Raises:
-      JaxparError: If the folder cannot be read, the job has another model or other tokens, or only a part is wanted.
+      JaxparError: If the folder cannot be read, or the job has another model or other tokens.
     """
     spec, usual = job.checkpoint, Checkpoints()
-    if (spec.take, spec.rename, spec.cast) != (usual.take, usual.rename, usual.cast):
-        raise refuse(
-            f"checkpoint.take, rename or cast with {spec.start_from}",
-            rule="checkpoint.take and rename are for jaxpar's own checkpoints; a Hugging Face model is loaded whole",
-            fix="train it for no step, then start_from that run",
-        )
     found = load(spec.start_from)
-    problems = [*_other_model(job, found), *_other_tokens(job, found)]
+    whole = (spec.take, spec.rename, spec.cast) == (usual.take, usual.rename, usual.cast)
+    problems = [*(_other_model(job, found) if whole else ()), *_other_tokens(job, found)]
     if problems:
         raise JaxparError(*problems)
-    return found
+    saved = {path: Array(tensor.shape, str(tensor.dtype), 0) for path, tensor in found.params.items()}
+    wanted = {
+        path: Array(place.leaf.shape, str(jnp.dtype(place.leaf.dtype)), place.leaf.bytes)
+        for path, place in layout.placements.items()
+    }
+    return found, start_from.plan(spec, Path(spec.start_from), saved, wanted)
 
 
 def decoder_of(job: Job) -> DecoderSettings:

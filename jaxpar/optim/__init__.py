@@ -1,5 +1,7 @@
 """Optimizers and learning-rate schedules by name, made of optax's own parts; and the noise of what they are fed.
 
+`freeze` leaves some parameters alone, by `patterns` of their paths.
+
 Nouns: `Optimizer` (settings, of which `chain` makes optax's), `pace` (schedules count steps), `Growth` (batches that
 grow), `noise` (temperature of the updates, noise scale of the gradients).
 """

@@ -3,6 +3,7 @@
     NNX factory or Linen module ──► Blueprint: leaves with names of dims, init, bind, collect
     a Linen module's variables ◄─► jaxpar's, whose parameters are used as they are read       linen/
     an NNX module's variables ◄─► likewise                                                    nnx/
+    a matrix ──► the matrix with a low-rank adapter beside it                                adapters.py
     a bare parameter's dims ──► names, by what the model does with them                       reading/
     names of a parameter's dims ──► mesh axes, each with the rule that chose it              rules.py
     layers whose dims have no names ─► a stack or a list, by the shapes of its parameters   stacks.py, lists.py

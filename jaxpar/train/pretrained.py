@@ -1,6 +1,6 @@
 """Training begins with parameters that are there already, each device's part read or made on its own."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import optax
 
 from jaxpar.errors import JaxparError, Problem, differences
 from jaxpar.parallel.layout import Layout
-from jaxpar.sharding.names import Leaf, nest
+from jaxpar.sharding.names import Leaf, path_of
 from jaxpar.step.state import State, abstract, begun, shardings
 
 
@@ -18,6 +18,7 @@ def start(
     optimizer: optax.GradientTransformation,
     params: Mapping[str, Any],
     *,
+    fresh: Collection[str] = (),
     seed: int = 0,
     offload: bool = False,
 ) -> State:
@@ -27,27 +28,30 @@ def start(
       layout: Where arrays go.
       optimizer: Any optax chain.
       params: Path to parameter: what has `shape` and is indexed by slices, such as `Pretrained.params`.
-      seed: Of dropout.
+      fresh: Paths of parameters that begin anew, as `init_state` makes them.
+      seed: Of these, and of dropout.
       offload: Keep the optimizer state in host memory.
 
     Raises:
       JaxparError: With every parameter that is missing, unexpected or of another shape.
     """
     like = abstract(layout, optimizer)
-    if problems := _differences(layout, params):
+    if problems := _differences(layout, params, fresh):
         raise JaxparError(*problems)
     placed = shardings(layout, like, offload=offload)
     born = {
-        tuple(path.split("/")): _born(params[path], place.leaf, layout.sharding(place.stored))
+        path: _born(params[path], place.leaf, layout.sharding(place.stored))
         for path, place in layout.placements.items()
+        if path not in fresh
     }
 
-    def begin(params, key) -> State:
-        _, model_state = layout.blueprint.init(key)
+    def begin(given, key) -> State:
+        made, model_state = layout.blueprint.init(key)
+        params = jax.tree_util.tree_map_with_path(lambda keys, leaf: given.get(path_of(keys), leaf), made)
         return begun(layout, optimizer, params, model_state)
 
     given = () if layout.parallel.exchange.differ else (0,)  # the arrays of one model are no replica's
-    return jax.jit(begin, out_shardings=placed, donate_argnums=given)(nest(born), jax.random.key(seed))
+    return jax.jit(begin, out_shardings=placed, donate_argnums=given)(born, jax.random.key(seed))
 
 
 def _born(value: Any, leaf: Leaf, on: Any) -> jax.Array:
@@ -63,8 +67,8 @@ def _born(value: Any, leaf: Leaf, on: Any) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, on, part)
 
 
-def _differences(layout: Layout, params: Mapping[str, Any]) -> list[Problem]:
-    shapes = {path: place.leaf.shape for path, place in layout.placements.items()}
+def _differences(layout: Layout, params: Mapping[str, Any], fresh: Collection[str]) -> list[Problem]:
+    shapes = {path: place.leaf.shape for path, place in layout.placements.items() if path not in fresh}
     found = differences(params, shapes, of="the model")
     rule, fix = "training begins with all parameters of the model", "[model] as the settings that were loaded"
     return [Problem(f"parameters {what}: {', '.join(names)}", rule, fix) for what, names in found.items()]

@@ -14,6 +14,7 @@ from jaxpar.errors import FEW, JaxparError, Problem, first_problems, nearest, re
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.table import EXCHANGES
 from jaxpar.job.file.dump import shown
+from jaxpar.job.file.folder import unfolded
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, walk
 
 PRINTED = 4096  # bits of an integer that Python turns into digits
@@ -82,8 +83,9 @@ def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool)
         raise refuse(f"{name}: more than {DEEPEST} tables in each other", rule="a job is sections of keys", fix="fewer")
     if huge := next(_huge(raw), None):
         raise refuse(f"{name}: an integer of {huge} bits", rule="an integer of TOML has 64 bits", fix="a smaller one")
+    raw, unread = unfolded(raw)
     job, more = _validated(raw)
-    return job and dataclasses.replace(job, allow_import=allow_import), problems + more
+    return job and dataclasses.replace(job, allow_import=allow_import), problems + unread + more
 
 
 def _is_deep(raw: dict[str, Any]) -> bool:

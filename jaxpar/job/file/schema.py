@@ -162,7 +162,8 @@ class Job:
       run: Where it lives.
       mesh: Which devices.
       parallel: How they are used.
-      model: `name` (decoder, vit, resnet, mlp or "package.module:Object") and its settings; a config object is a table
+      model: `name` (decoder, vit, resnet, mlp, "package.module:Object", or a Llama or GPT-2 folder of Hugging Face's,
+        which a run then begins with) and its settings; a config object is a table
         of its own, [model.config], or "package.module:object".
       data: The training data.
       optimizer: How gradients become updates.

@@ -4,24 +4,15 @@ What runs under each name is in `models.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import validated
 from jaxpar.job.file.schema import Job
-from jaxpar.models.settings.decoder import DecoderSettings
-from jaxpar.models.settings.mlp import MLPSettings
-from jaxpar.models.settings.resnet import ResNetSettings
-from jaxpar.models.settings.vit import ViTSettings
+from jaxpar.models.settings.table import MODELS
 
-MODELS: Mapping[str, type] = {
-    "decoder": DecoderSettings,
-    "vit": ViTSettings,
-    "resnet": ResNetSettings,
-    "mlp": MLPSettings,
-}
 COUNTED = {"next_token": "tokens", "classify": "examples"}  # jaxpar's losses, and what their counts are of
 
 
@@ -33,7 +24,7 @@ def named(job: Job) -> tuple[str, dict[str, Any]]:
     """
     name = job.model["name"]
     if name not in MODELS and ":" not in name:
-        known = f'a model is {", ".join(MODELS)}, or "package.module:Object"'
+        known = f'a model is {", ".join(MODELS)}, "package.module:Object", or a folder with a config.json'
         raise refuse(f"model.name = {name!r}", rule=known, fix=nearest(name, MODELS))
     return name, {key: value for key, value in job.model.items() if key != "name"}
 

@@ -22,11 +22,19 @@ SILENT = {
     "predict_special_tokens", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache",
+    # as transformers 4 writes a whole config, and what published folders have besides
+    "bad_words_ids", "begin_suppress_tokens", "cross_attention_hidden_size", "decoder_start_token_id",
+    "diversity_penalty", "do_sample", "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "is_decoder", "is_llama_config",
+    "length_penalty", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_scores", "prefix", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
+    "sep_token_id", "suppress_tokens", "temperature", "tf_legacy_loss", "tie_encoder_decoder", "top_k", "top_p",
+    "torchscript", "transformers.js_config", "typical_p", "unsloth_fixed", "unsloth_version", "use_bfloat16",
 }  # fmt: skip
 # what has a value, or its absence, that the decoder can do, and no other
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,), "chunk_size_feed_forward": (0,), "is_encoder_decoder": (False,),
-    "pruned_heads": ({}, None), "per_layer_config": (None,),
+    "pruned_heads": ({}, None), "per_layer_config": (None,), "rope_interleaved": (False,),
 }  # fmt: skip
 STRETCH = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 

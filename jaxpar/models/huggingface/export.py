@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, differences, refuse
 from jaxpar.models.huggingface.config import config_of
+from jaxpar.models.huggingface.folder import special_ids, take_along
 from jaxpar.models.huggingface.load import few
 from jaxpar.models.huggingface.rules import Rule, rules, whole
 from jaxpar.models.huggingface.safetensors import FLOATS, Made, write
@@ -24,6 +25,7 @@ def export(
     *,
     dtype: Any = None,
     most: int = 5 * 10**9,
+    origin: str | Path | None = None,
 ) -> list[Path]:
     """Writes a decoder in files that transformers, and programs that read its format, can load.
 
@@ -33,6 +35,8 @@ def export(
       folder: Where; without a model in it.
       dtype: Dtype of the written tensors: float32, bfloat16 or float16; unchanged by default.
       most: Bytes of a file; more become several with an index.
+      origin: A folder of Hugging Face's that the decoder came from: its tokenizer, special ids and generation config
+        are written too.
 
     Returns:
       What was written.
@@ -66,10 +70,11 @@ def export(
         if found := [*folder.glob("*.safetensors*"), *folder.glob("config.json")]:
             raise refuse(f"{folder} holds {found[0].name}", rule=rule, fix="another folder, or empty this one")
         written = write(folder, tensors, most=most)
+        config |= special_ids(Path(origin)) if origin else {}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     except OSError as error:
         raise refuse(f"{folder}: {error.strerror}", rule=rule, fix="a folder that can be written, with room") from error
-    return [*written, folder / "config.json"]
+    return [*written, folder / "config.json", *(take_along(Path(origin), folder) if origin else ())]
 
 
 def _float(dtype: Any) -> np.dtype:

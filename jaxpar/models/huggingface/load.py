@@ -3,7 +3,6 @@
 Nothing is read before a parameter is indexed, and then one device's part of it: no host buffer holds the model.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.errors import JaxparError, Problem, differences, refuse
+from jaxpar.errors import JaxparError, Problem, differences
 from jaxpar.models.huggingface.config import settings_of
+from jaxpar.models.huggingface.folder import CONFIG, read_config
 from jaxpar.models.huggingface.rules import Rule, rules, whole
 from jaxpar.models.huggingface.safetensors import FLOATS, NAMES, Entry, folder_entries
 from jaxpar.models.settings.decoder import DecoderSettings
@@ -85,7 +85,7 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
         missing, unexpected, of another shape or no float; or if a file is damaged.
     """
     folder = Path(folder).expanduser()
-    kind, settings = settings_of(_config(folder / "config.json"))
+    kind, settings = settings_of(read_config(folder / CONFIG))
     table = rules(kind, settings)
     held = _prefixed(folder_entries(folder), PREFIXES[kind])
     if problems := _differences(held, table, settings):
@@ -97,19 +97,6 @@ def load(folder: str | Path, *, dtype: Any = np.float32) -> Pretrained:
         settings=settings,
         params={rule.ours: Tensor(rule, entries[rule.ours], np.dtype(dtype)) for rule in table},
     )
-
-
-def _config(file: Path) -> dict[str, Any]:
-    rule, fix = "a model's folder has a config.json", "save_pretrained(folder) of transformers writes one"
-    try:
-        config = json.loads(file.read_bytes())
-    except OSError as error:
-        raise refuse(f"{file}: {error.strerror}", rule=rule, fix=fix) from error
-    except (ValueError, RecursionError) as error:
-        raise refuse(f"{file}: {str(error)[:200]}", rule=rule, fix=fix) from error
-    if not isinstance(config, dict):
-        raise refuse(f"{file} holds no table", rule=rule, fix=fix)
-    return config
 
 
 def _prefixed(held: Mapping[str, Entry], prefix: str) -> dict[str, Entry]:
