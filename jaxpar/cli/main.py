@@ -12,6 +12,7 @@ from jaxpar.cli import (
     bench,
     check,
     checkpoint,
+    completion,
     doctor,
     exchange,
     inspect,
@@ -21,12 +22,15 @@ from jaxpar.cli import (
     schedule,
 )
 from jaxpar.cli.training import launch, sweep, train
-from jaxpar.errors import STOPPED, JaxparError, refuse
+from jaxpar.errors import STOPPED, JaxparError, nearest, refuse
 from jaxpar.launch.lifeline import follow
 from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
 
-VERBS = (train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor)
+VERBS = (
+    train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor,
+    completion,
+)  # fmt: skip
 LASTING = ("train", "sweep", "launch")  # their output outlasts its reader
 
 
@@ -39,19 +43,11 @@ def main(argv: list[str] | None = None) -> int:
         sys.excepthook = _crash
         follow()
     hush_plugin()  # whichever verb it is that makes the first device
-    parser = argparse.ArgumentParser(
-        prog="jaxpar",
-        description="Parallel training in JAX: any Flax model, any mesh, one declaration.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="jaxpar VERB --help shows examples.",
-    )
-    parser.add_argument("--version", action="version", version=_version())
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for verb in VERBS:
-        verb.add(verbs)
-    args, more = parser.parse_known_args(argv)
+    made = parser()
+    _check_verb(made, sys.argv[1:] if argv is None else argv)
+    args, more = made.parse_known_args(argv)
     if wrong := [word for word in more if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+        made.error(f"unrecognized arguments: {' '.join(wrong)}")
     if more:  # overrides after an option: argparse has closed their list by then
         args.overrides += more
     try:
@@ -81,6 +77,29 @@ def main(argv: list[str] | None = None) -> int:
     if status and status not in STOPPED.values():  # who stopped leaves with all others
         _leave(status)
     return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command, with all verbs."""
+    made = argparse.ArgumentParser(
+        prog="jaxpar",
+        description="Parallel training in JAX: any Flax model, any mesh, one declaration.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="jaxpar VERB --help shows examples.",
+    )
+    made.add_argument("--version", action="version", version=_version())
+    verbs = made.add_subparsers(dest="verb", metavar="VERB", required=True)
+    for verb in VERBS:
+        verb.add(verbs)
+    return made
+
+
+def _check_verb(made: argparse.ArgumentParser, words: list[str]) -> None:
+    """Ends with status 2 for a verb that there is not, and says which was probably meant."""
+    known = [verb.__name__.rpartition(".")[2] for verb in VERBS]
+    if words and not words[0].startswith("-") and words[0] not in known:
+        job = words[0].endswith(".toml")
+        made.error(f"no verb {words[0]!r:.80}: {f'jaxpar train {words[0]}' if job else nearest(words[0], known)}")
 
 
 def _leave(status: int) -> None:
