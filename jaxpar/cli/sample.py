@@ -1,12 +1,20 @@
 """`jaxpar sample RUN`: text from a trained decoder."""
 
 import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from jaxpar.cli.options import add_allow_import, add_json
+from jaxpar.cli.options import add_allow_import, add_json, check_file
 
 EXAMPLE = """\
   $ jaxpar sample runs/quickstart --prompt "def main(" --tokens 200
+  $ jaxpar sample runs/quickstart --prompts prompts.jsonl --out answers.jsonl --top-p 0.9 --stop "\\n\\n"
+  $ jaxpar sample runs/quickstart parallel.tensor=2 parallel.fsdp=2
+
+Without overrides the model runs on one device. This is no server: to serve a model, `jaxpar checkpoint export RUN
+--format safetensors --to FOLDER` writes what vLLM and others read.
 """
 
 
@@ -19,9 +27,15 @@ def add(verbs) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="where it runs: parallel and mesh")
     verb.add_argument("--prompt", default="\n", help="what the text begins with")
+    verb.add_argument("--prompts", metavar="FILE", type=Path, help="a prompt a line; of .jsonl the `prompt` of each")
+    verb.add_argument("--out", metavar="FILE", help="write prompt, text and tokens of each as a line of JSON")
     verb.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default 200)")
     verb.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
+    verb.add_argument("--top-k", type=int, default=0, help="draw among so many of the likeliest (default 0: all)")
+    verb.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest of this share (default 1)")
+    verb.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end a text before this")
     verb.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     add_allow_import(verb)
     add_json(verb)
@@ -29,16 +43,20 @@ def add(verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
-    """Prints the text."""
-    from jaxpar.job.sample import sample
+    """Prints the texts."""
+    check_file("--out", args.out, "answers.jsonl")
+    from jaxpar.job.sample import Asked, read_prompts, sample, write_answers
+    from jaxpar.models.sampling import Sampling
 
-    text = sample(
-        args.folder,
-        args.prompt,
-        tokens=args.tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        allow_import=args.allow_import,
-    )
-    print(text)
-    return {"text": text}, 0
+    sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
+    asked = Asked(tokens=args.tokens, sampling=sampling, stop=tuple(args.stop), overrides=tuple(args.overrides))
+    prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
+    made = sample(args.folder, prompts, asked, allow_import=args.allow_import)
+    if args.out:
+        write_answers(Path(args.out), made)
+        print(f"{len(made.answers)} answers in {args.out}")
+    else:
+        print("\n---\n".join(each.prompt + each.text for each in made.answers))
+    if made.rate:
+        print(f"{made.rate:.1f} tokens per second, starting and compiling included", file=sys.stderr)
+    return asdict(made), 0

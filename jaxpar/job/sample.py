@@ -1,82 +1,215 @@
-"""A trained run is asked for text."""
+"""A trained run is asked for text: prompts in, texts out, on one device or on any layout of data, fsdp and tensor."""
 
+import json
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jaxpar.checkpoint import Store
 from jaxpar.data.tokens import Text
-from jaxpar.errors import refuse
-from jaxpar.job.file.parse import load
+from jaxpar.errors import Keywords, refuse
+from jaxpar.files import write_text
+from jaxpar.job.file.parse import load, loads
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
-from jaxpar.mesh.devices import visible
+from jaxpar.job.pretrained import KEPT
+from jaxpar.mesh.devices import is_simulated, simulate, visible
+from jaxpar.models.huggingface.folder import special_ids
+from jaxpar.models.sampling import Sampling
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declare import Parallel
-from jaxpar.sharding.names import Compute
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.adapters import merged, without_adapters
+from jaxpar.sharding.names import Tree
 from jaxpar.step import state
+from jaxpar.step.sampling.generator import Generator
 
 
-def sample(
-    folder: str | Path, prompt: str, *, tokens: int, temperature: float, seed: int, allow_import: bool = False
-) -> str:
-    """Returns the prompt and its continuation by the decoder of a run, on one device.
+@dataclass(frozen=True, kw_only=True)
+class Asked(Keywords):
+    """What is asked of a run.
 
-    The whole window is computed anew for each token: simple, and fast enough for a look.
+    Attributes:
+      tokens: How many are added to each prompt, at most.
+      sampling: How they are drawn.
+      stop: A text ends before any of these.
+      overrides: `parallel.tensor=2` and its like, and `mesh.simulate=8`: where the model runs; one device by default.
+      cached: Whether keys and values are kept; None where the model can.
+    """
+
+    tokens: int = 200
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    cached: bool | None = None
+
+    def __post_init__(self):
+        if isinstance(self.tokens, bool) or not isinstance(self.tokens, int) or self.tokens < 1:
+            raise refuse(f"tokens {self.tokens!r}", rule="tokens is at least 1", fix="--tokens 200")
+        if wrong := [each for each in self.overrides if not each.startswith(("parallel.", "mesh."))]:
+            raise refuse(
+                f"{wrong[0]!r:.80} of a trained run",
+                rule="what may be said of a run that is sampled is where: parallel and mesh",
+                fix="parallel.tensor=2",
+            )
+        if not all(self.stop):
+            raise refuse("an empty text to stop at", rule="a text ends before what it stops at", fix='--stop "\\n\\n"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A continued prompt.
+
+    Attributes:
+      prompt: As it was given.
+      text: What was added.
+      tokens: How many were drawn.
+    """
+
+    prompt: str
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """Continued prompts.
+
+    Attributes:
+      answers: In the order of the prompts.
+      rate: Tokens per second of all rows together, the start and compiling included; 0 on simulated devices, whose
+        speed says nothing.
+    """
+
+    answers: tuple[Answer, ...]
+    rate: float
+
+
+def sample(folder: str | Path, prompts: Sequence[str], asked: Asked, *, allow_import: bool = False) -> Answers:
+    """Returns what the model of a run adds to prompts.
 
     Args:
       folder: The run folder.
-      prompt: The beginning of the text.
-      tokens: How many to add.
-      temperature: Divides the logits; 0 takes the likeliest token.
-      seed: Of the sampling.
+      prompts: The beginnings of texts.
+      asked: How.
       allow_import: Whether the run may name Python objects from anywhere.
 
     Raises:
-      JaxparError: If the folder holds no trained decoder, or a number makes no sense.
+      JaxparError: If the folder holds no trained model of text, or a prompt is empty.
     """
     folder = Path(folder)
-    if tokens < 1 or not 0 <= temperature <= 1e6 or not 0 <= seed < 2**31:
-        raise refuse(
-            f"tokens {tokens}, temperature {temperature}, seed {seed}",
-            rule="tokens is at least 1, temperature and seed at least 0, and none of them huge",
-            fix="--tokens 200 --temperature 0.8 --seed 0",
-        )
     job = _of_text(folder, allow_import=allow_import)
-    layout = compose(resolve_model(job, resolve_loss(job)), Parallel(), visible()[:1])
-    store = Store(folder / "checkpoints", job.checkpoint, say=partial(print, file=sys.stderr), owned=False)
-    alone = SingleDeviceSharding(visible()[0])
-    like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone),
-        state.abstract(layout, resolve_optimizer(job)),
-    )
-    trained, _ = store.restore(like)
+    given = loads("", [*asked.overrides])
+    if given.mesh.simulate:
+        simulate(given.mesh.simulate)
     text = Text(folder / "data", job.data.tokenizer)
-    ids, known = text.encode(prompt), text.size
-    if not ids:
+    rows = [text.encode(prompt) for prompt in prompts]
+    if not rows or not all(rows):
         raise refuse("an empty prompt", rule="a prompt has at least one token", fix='--prompt "\\n"')
+    layout, params, model_state = _restored(job, folder, given.parallel if asked.overrides else Parallel())
+    started = time.monotonic()
+    ends = _ends(folder)
+    stops = partial(_stops, text, asked.stop, ends)
+    model = Generator(
+        layout, params, model_state, window=job.data.seq, known=text.size, cached=asked.cached
+    )  # what is above is no token of the text
+    new = model.run(rows, asked.sampling, most=asked.tokens, stops=lambda _, drawn: stops(drawn))
+    spent, drawn = time.monotonic() - started, sum(map(len, new))
+    rate = 0.0 if is_simulated(list(layout.on.devices.flat)) else drawn / spent
+    made = [_said(text, row, each, asked.stop, ends) for row, each in zip(rows, new, strict=True)]
+    answers = zip(prompts, made, new, strict=True)
+    return Answers(answers=tuple(Answer(prompt=p, text=t, tokens=len(n)) for p, t, n in answers), rate=rate)
 
-    @jax.jit
-    def next_token(params, model_state, window, last, key):
-        model = layout.blueprint.bind(params, model_state, lambda path, value: value, Compute(train=False))
-        logits = model(window[None])[0, last, :known].astype(jnp.float32)  # what is above is no token of the text
-        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
 
-    length = job.data.seq
-    for index in range(tokens):
-        recent = ids[-length:]
-        window = np.zeros((length,), np.int32)
-        window[: len(recent)] = recent
-        key = jax.random.fold_in(jax.random.key(seed), index)
-        ids.append(int(next_token(trained.params, trained.model_state, window, len(recent) - 1, key)))
-    return text.decode(ids)
+def read_prompts(file: Path) -> list[str]:
+    """Returns the prompts of a file: of .jsonl the `prompt` of each line, of any other each line that is not empty.
+
+    Raises:
+      JaxparError: If it cannot be read, or a line is no prompt: with its number.
+    """
+    rule, fix = "a file of prompts has one a line, or in .jsonl tables with `prompt`", '{"prompt": "Once upon"}'
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise refuse(f"{file}: {getattr(error, 'strerror', None) or 'no utf-8'}", rule=rule, fix=fix) from error
+    if file.suffix != ".jsonl":
+        found = [line for line in lines if line]
+    else:
+        found = [_prompt(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise refuse(f"{file} holds no prompt", rule=rule, fix=fix)
+    return found
+
+
+def write_answers(file: Path, answers: Answers) -> None:
+    """Writes a line of JSON for each answer: prompt, text, tokens."""
+    lines = [json.dumps(asdict(each), ensure_ascii=False) for each in answers.answers]
+    write_text(file, "".join(f"{line}\n" for line in lines))
+
+
+def _prompt(file: Path, number: int, line: str) -> str:
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError):
+        said = None
+    if not isinstance(said, dict) or not isinstance(said.get("prompt"), str) or not said["prompt"]:
+        raise refuse(
+            f"{file}, line {number}: {line:.60}",
+            rule="a line of .jsonl is a table with a `prompt`, a text that is not empty",
+            fix='{"prompt": "Once upon"}',
+        )
+    return said["prompt"]
+
+
+def _restored(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, Tree]:
+    """Returns the model of a run on a layout, its parameters, adapters merged, and its other state."""
+    model = resolve_model(job, resolve_loss(job))
+    devices: Any = visible()
+    if parallel == Parallel():
+        devices = devices[:1]
+    layout = compose(model, parallel, devices)
+    like = state.abstract(layout, resolve_optimizer(job))
+    placed = state.shardings(layout, like)
+    like = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), like, placed)
+    store = Store(folder / "checkpoints", job.checkpoint, say=partial(print, file=sys.stderr), owned=False)
+    trained, _ = store.restore(like)
+    if not layout.blueprint.adapters:
+        return layout, trained.params, trained.model_state
+    plain = compose(without_adapters(layout.blueprint), parallel, devices)
+    placed = jax.tree.map(plain.sharding, plain.stored, is_leaf=lambda leaf: isinstance(leaf, jax.P))
+    params = jax.jit(partial(merged, layout.blueprint), out_shardings=placed)(trained.params)
+    return plain, params, trained.model_state
+
+
+def _ends(folder: Path) -> tuple[int, ...]:
+    """Returns the tokens that end a text, of a model that came from a folder of Hugging Face's."""
+    found = special_ids(folder / KEPT).get("eos_token_id", ())
+    return tuple(found) if isinstance(found, list) else (found,) if isinstance(found, int) else ()
+
+
+def _stops(text: Text, stop: tuple[str, ...], ends: tuple[int, ...], drawn: list[int]) -> bool:
+    if drawn[-1] in ends:
+        return True
+    # a text to stop at has at most as many tokens as bytes; a few more, as decoding may join those before it
+    near = drawn[-max((len(each.encode(errors="surrogateescape")) for each in stop), default=0) - 8 :]
+    return any(each in text.decode(near) for each in stop) if stop else False
+
+
+def _said(text: Text, prompt: list[int], drawn: list[int], stop: tuple[str, ...], ends: tuple[int, ...]) -> str:
+    """Returns the text that was added, up to where it stopped."""
+    kept = drawn[:-1] if drawn and drawn[-1] in ends else drawn
+    # with the prompt, as decoding may join what is at the seam
+    before, whole = text.decode(prompt), text.decode([*prompt, *kept])
+    said = whole[len(before) :] if whole.startswith(before) else text.decode(kept)
+    at = [said.find(each) for each in stop if each in said]
+    return said[: min(at)] if at else said
 
 
 def _of_text(folder: Path, *, allow_import: bool) -> Job:

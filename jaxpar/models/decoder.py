@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.cache import Cache
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
 from jaxpar.models.own_backward import logits
 from jaxpar.models.rotary import Rope
 from jaxpar.models.settings.decoder import DecoderSettings
-from jaxpar.models.stack import run_stack, stack
+from jaxpar.models.stack import run_cached, run_stack, stack
 
 
 class Decoder(nnx.Module):
@@ -55,16 +56,47 @@ class Decoder(nnx.Module):
         """Returns logits [batch, seq, vocab] for tokens [batch, seq], int32."""
         s = self.settings
         table = self.embed[...]
-        x = jnp.take(table, tokens_bs, axis=0)
-        if self.positions is not None:
-            x = x + self.positions[...][: tokens_bs.shape[1]]
-        # a table split by rows is looked up by each device and summed; were seq split first, XLA would gather the table
-        x = constrain(constrain(x, "batch", None, "embed"), "batch", "seq", "embed")
+        x = self._looked_up(table, tokens_bs)
         keys = None
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, first), keys[1:]
         x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan)
+        return self._read_out(x, table)
+
+    def cache(self, rows: int, positions: int, dtype=jnp.float32) -> Cache:
+        """Returns an empty cache for so many rows of at most so many tokens."""
+        s = self.settings
+        shape = (rows, positions, s.kv_heads or s.heads, s.dim // s.heads)
+        return Cache.empty(layers=s.layers, shape=shape, dtype=dtype)
+
+    def decode(self, tokens_bs: jax.Array, cache: Cache, lengths: jax.Array | None = None) -> tuple[jax.Array, Cache]:
+        """Returns logits [batch, vocab] of the token after each row's last, and the cache that knows its tokens too.
+
+        Args:
+          tokens_bs: Prompts, from position 0, of an empty cache; or one token of each row, at its next position.
+          cache: As `cache` makes it, or as it was returned.
+          lengths: Tokens of each prompt; what comes after them is seen by nobody. Shape [batch], int32.
+        """
+        rows, count = tokens_bs.shape
+        positions = jnp.arange(count)[None] + (jnp.zeros((rows, 1), jnp.int32) if count > 1 else cache.length[:, None])
+        table = self.embed[...]
+        x, cache = run_cached(self.blocks, self._looked_up(table, tokens_bs, positions), cache, positions)
+        ends = cache.length + 1 if lengths is None else lengths
+        last = jnp.take_along_axis(x, (ends - 1)[:, None, None], axis=1) if count > 1 else x
+        return self._read_out(last, table)[:, 0], Cache(cache.keys, cache.values, ends)
+
+    def _looked_up(self, table: jax.Array, tokens_bs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Returns the stream before the first layer."""
+        x = jnp.take(table, tokens_bs, axis=0)
+        if self.positions is not None:
+            held = self.positions[...]
+            x = x + (held[: tokens_bs.shape[1]] if positions is None else jnp.take(held, positions, axis=0))
+        # a table split by rows is looked up by each device and summed; were seq split first, XLA would gather the table
+        return constrain(constrain(x, "batch", None, "embed"), "batch", "seq", "embed")
+
+    def _read_out(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        """Returns the logits of what comes after the last layer."""
         x = self.norm(x)
         made = jnp.einsum("bsd,dv->bsv", x, table.T) if self.head is None else logits(x, self.head[...])
         # logits stay split over the vocabulary: the loss sums over it, and never needs all of a token's

@@ -5,12 +5,13 @@ Suffixes of arrays: b batch, s seq, d embed, h heads, g kv_heads, k head_dim, f 
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.cache import Layer
 from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.named import constrain
 from jaxpar.models.own_backward import swiglu
@@ -103,14 +104,27 @@ class Attention(nnx.Module):
 
     def __call__(self, x_bsd: jax.Array) -> jax.Array:
         """Returns [batch, seq, dim]."""
+        y = attention(*self._projected(x_bsd), causal=self.settings.causal)
+        return self._written(y)
+
+    def cached(self, x_bsd: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
+        """Returns [batch, seq, dim], where tokens see those that the layer knows, and what it knows then."""
+        y, layer = layer.attend(*self._projected(x_bsd, layer.positions))
+        return self._written(y), layer
+
+    def _projected(self, x_bsd: jax.Array, positions: jax.Array | None = None) -> tuple[jax.Array, ...]:
+        """Returns queries, keys and values."""
         # named as soon as they exist, so that under sequence parallelism the stream is gathered and not the weights
         q = constrain(jnp.einsum("bsd,dhk->bshk", x_bsd, self.query[...]), *QUERIES)
         k = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.key[...]), *KEYS)
         v = constrain(jnp.einsum("bsd,dgk->bsgk", x_bsd, self.value[...]), *KEYS)
         q, k, v = _plus(q, self.query_bias), _plus(k, self.key_bias), _plus(v, self.value_bias)
         if self.settings.rope is not None:
-            q, k = rotate(q, self.settings.rope), rotate(k, self.settings.rope)
-        y = constrain(attention(q, k, v, causal=self.settings.causal), *QUERIES)
+            q, k = rotate(q, self.settings.rope, positions), rotate(k, self.settings.rope, positions)
+        return q, k, v
+
+    def _written(self, y: jax.Array) -> jax.Array:
+        y = constrain(y, *QUERIES)
         return _plus(jnp.einsum("bshk,hkd->bsd", y, self.out[...]), self.out_bias)
 
 
@@ -151,7 +165,16 @@ class Block(nnx.Module):
     def __call__(self, x_bsd: jax.Array, key: jax.Array | None) -> jax.Array:
         """Returns [batch, seq, dim]; without a key nothing is dropped."""
         keys = (None, None) if key is None else jax.random.split(key)
-        x_bsd = x_bsd + dropout(self.attention(self.norm_attention(x_bsd)), self.rate, keys[0])
+        return self._added(x_bsd, self.attention(self.norm_attention(x_bsd)), keys)
+
+    def cached(self, x_bsd: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
+        """Returns [batch, seq, dim], where tokens see those that the layer knows, and what it knows then."""
+        y, layer = self.attention.cached(self.norm_attention(x_bsd), layer)
+        return self._added(x_bsd, y, (None, None)), layer
+
+    def _added(self, x_bsd: jax.Array, y_bsd: jax.Array, keys: Any) -> jax.Array:
+        """Returns the stream with what attention wrote, and with what the feed-forward writes then."""
+        x_bsd = x_bsd + dropout(y_bsd, self.rate, keys[0])
         # what attention wrote is a sum over `tensor`: named here, it is a reduce-scatter under sequence parallelism
         x_bsd = constrain(x_bsd, "batch", "seq", "embed")
         x_bsd = x_bsd + dropout(self.mlp(self.norm_mlp(x_bsd)), self.rate, keys[1])

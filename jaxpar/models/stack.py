@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.cache import Cache, Layer
 from jaxpar.models.remat import remat
 
 Layers = Callable[..., Any]  # (x, *per_layer) to what has the structure and shapes of x
@@ -90,6 +92,34 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
         return make(rngs)
 
     return made(rngs)
+
+
+def run_cached(blocks: nnx.Module, x: jax.Array, cache: Cache, positions: jax.Array) -> tuple[jax.Array, Cache]:
+    """Returns `x` after all blocks of a stack, and the cache that knows its tokens too.
+
+    Args:
+      blocks: As made by `stack`; each has `cached(x, layer)`.
+      x: Shape [batch, seq, embed].
+      cache: Of as many layers.
+      positions: Of the tokens. Shape [batch, seq], int32.
+    """
+    graph, params = nnx.split(blocks)
+
+    # the cache is carried, not stacked: a loop changes what it carries in place
+    def layer(carry, each):
+        x, keys, values = carry
+        params, i = each
+        at = Layer(*(jax.lax.dynamic_index_in_dim(held, i, keepdims=False) for held in (keys, values)), positions)
+        x, after = nnx.merge(graph, params).cached(x, at)
+        keys, values = (
+            jax.lax.dynamic_update_index_in_dim(held, new, i, axis=0)
+            for held, new in ((keys, after.keys), (values, after.values))
+        )
+        return (x, keys, values), None
+
+    numbers = jnp.arange(cache.keys.shape[0])
+    (x, keys, values), _ = jax.lax.scan(layer, (x, cache.keys, cache.values), (params, numbers))
+    return x, Cache(keys, values, cache.length)
 
 
 def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, policy: str, scan: bool) -> jax.Array:

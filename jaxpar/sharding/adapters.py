@@ -98,7 +98,13 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
         init=init,
         bind=partial(_bind, blueprint, found),
         adapters=found,
+        base=blueprint,
     )
+
+
+def without_adapters(blueprint: Blueprint) -> Blueprint:
+    """Returns the model itself, without its adapters."""
+    return blueprint.base or blueprint
 
 
 def base_of(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...]] | None:

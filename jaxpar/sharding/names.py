@@ -100,6 +100,7 @@ class Blueprint:
       counts_layers: Whether its scans say how many layers they run, as Linen's `nn.scan(Block, length=12)` does.
       program: Traces a call of the model, where what it is called with is known.
       adapters: Path of each matrix that has one to its low-rank adapter; see `adapters.py`.
+      base: The model without these.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Blueprint:
     counts_layers: bool = False
     program: Callable[[], Program] | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    base: "Blueprint | None" = None
 
 
 def averages_over_devices(module: Any) -> bool:
