@@ -151,6 +151,17 @@ def test_adapters_of_a_stack_are_trained_in_a_pipeline_as_on_one_device():
     assert_same_arrays(state.params, expected.params)
 
 
+@FEW
+@pytest.mark.slow
+def test_adapters_are_trained_in_half_precision_in_stage_2():
+    model = jp.adapted(models()["annotated"], rank=2, paths=["blocks/*"])
+    losses, state, step = train(model, jp.Parallel(fsdp=8, zero=2), chain=ONLY, steps=3, precision="bf16")
+    want, expected, _ = train(model, jp.Parallel(), jax.devices()[:1], chain=ONLY, steps=3)
+    np.testing.assert_allclose(losses, want, rtol=2e-2)
+    assert base(state.params) == base(jp.init_state(step.layout, ONLY, seed=1).params)
+    assert_same_arrays(state.params["adapters"], expected.params["adapters"], 5e-2)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

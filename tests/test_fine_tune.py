@@ -16,6 +16,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.plan_traced import counted
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.load import load
@@ -149,6 +150,18 @@ def test_the_job_of_a_run_has_the_settings_of_the_folder(folder):
     assert made.checkpoint.start_from == str(folder)
     assert check(made) == []
     assert load(folder).settings == LLAMA
+
+
+def test_a_plan_counts_gradients_and_optimizer_state_of_what_is_trained(folder):
+    whole, tuned, frozen = (counted(job(folder, "x", train=train)) for train in ("", ADAPTERS, 'freeze = ["blocks"]'))
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (4, 4, 8)
+    sizes = {path: tensor[...].size for path, tensor in load(folder).params.items()}
+    # rank 1: of each matrix its inputs and its outputs
+    added = LLAMA.layers * (2 * (16 + 16) + 2 * (16 + 8) + (16 + 24))
+    assert tuned.gradients == pytest.approx(4 * added / (sum(sizes.values()) + added), abs=1e-3)
+    kept = 4 * sum(size for path, size in sizes.items() if not path.startswith("blocks/")) / sum(sizes.values())
+    assert (frozen.gradients, frozen.optimizer) == (pytest.approx(kept, abs=1e-3), pytest.approx(2 * kept, abs=1e-2))
+    assert "times are as if all were" in tuned.why
 
 
 @FEW

@@ -15,7 +15,10 @@ class Checkpoints:
       every: Steps between two; 0 counts no steps. One is written at the end, and where a run is stopped.
       minutes: Age at which the latest is too old, so that another is written besides; 0 for none.
       keep_last: How many of the latest stay.
-      keep_best: How many of those with the lowest eval_loss stay besides.
+      keep_best: How many of the best stay besides.
+      best: The metric of an evaluation by which they are compared: eval_loss, or eval_ and the name of any other entry
+        that the loss returns, such as eval_accuracy.
+      best_is: Whether its lowest or its highest value is the best.
       start_from: A run folder, one checkpoint, or a Llama or GPT-2 folder of Hugging Face's (taken whole), whose
         parameters a new run begins with, to tune them further; "" means new parameters. The optimizer and the step
         begin anew; a run that has checkpoints goes on from its own.
@@ -31,6 +34,8 @@ class Checkpoints:
     minutes: float = 30.0
     keep_last: int = 2
     keep_best: int = 0
+    best: str = "eval_loss"
+    best_is: Literal["lowest", "highest"] = "lowest"
     start_from: str = ""
     take: tuple[str, ...] = ("*",)
     rename: Mapping[str, str] = field(default_factory=dict)

@@ -267,7 +267,9 @@ class Store:
         steps = self.steps()
         kept = set(steps[-self.spec.keep_last :])
         if self.spec.keep_best:
-            scored = [(score, step) for step in steps if (score := self.scores(step).get("eval_loss")) is not None]
+            sign = 1 if self.spec.best_is == "lowest" else -1
+            found = {step: self.scores(step).get(self.spec.best) for step in steps}
+            scored = [(sign * score, step) for step, score in found.items() if score is not None]
             kept |= {step for _, step in sorted(scored)[: self.spec.keep_best]}
         for step in steps:
             if step not in kept:

@@ -16,8 +16,9 @@ from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
+from jaxpar.job.parts.loggers import check_loggers
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
-from jaxpar.job.parts.optimizers import resolve_optimizer
+from jaxpar.job.parts.optimizers import best_of, resolve_optimizer
 from jaxpar.job.start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible
@@ -59,6 +60,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     loss = attempt(resolve_loss, job)
     attempt(_check_data, job)
     attempt(_check_faults, job)
+    attempt(check_loggers, job)
     if whole:
         attempt(_check_path, job)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
@@ -244,10 +246,12 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
         with traced(layout, used):
-            jax.eval_shape(forward, jax.random.key(0), batch)
+            found = jax.eval_shape(forward, jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
             _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, batch)
     check_rules(layout.parallel, blueprint, used.names)
+    if not layout.parallel.exchange.apart:  # members of a population say more, each of their own
+        best_of(job).check({f"eval_{name}": 0.0 for name in found})
 
 
 def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:

@@ -34,8 +34,10 @@ from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.job.parts.loggers import resolve_loggers
 from jaxpar.job.parts.models import sound
 from jaxpar.job.parts.names import COUNTED
+from jaxpar.job.parts.optimizers import best_of
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
@@ -152,7 +154,7 @@ def _train(
     if first:  # one writer
         changes.keep(folder, job)
         write_json(folder / "run.json", record(built))
-    log = Log(folder, job.metrics, start=at, writes=first)
+    log = Log(folder, job.metrics, start=at, writes=first, loggers=resolve_loggers(job) if first else ())
     with progress:
         batch = job.train.global_batch
         rate, phases = job.optimizer.said_at(batch), job.train.growth.said(batch)
@@ -241,7 +243,7 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: Si
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         store=store, log=log, progress=progress, learning_rate=built.learning_rate, watchdog=watchdog,
         watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), good=sound(job), skipped=skipped,
-        noise=noise, growth=train.growth, larger=built.larger,
+        noise=noise, growth=train.growth, best=best_of(job), larger=built.larger,
     )  # fmt: skip
 
 

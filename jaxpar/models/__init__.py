@@ -4,6 +4,7 @@
     attention(q, k, v, causal=True)         runs as the layout of the step says          islands.py
     pipelined(layers, x)                    where a pipeline cuts the model              stack.py
     remat = "none" as an attribute          what the backward pass keeps of each layer   remat.py
+    cache, decode                           a token at a time, keys and values kept      cache.py
     what a model returns to its loss        float32, whatever it computes in             returned.py
     swiglu(gate, up), logits(x, head)       a backward pass of less memory than JAX's    own_backward.py
 

@@ -109,8 +109,9 @@ def run_cached(blocks: nnx.Module, x: jax.Array, cache: Cache, positions: jax.Ar
     def layer(carry, each):
         x, keys, values = carry
         params, i = each
-        at = Layer(*(jax.lax.dynamic_index_in_dim(held, i, keepdims=False) for held in (keys, values)), positions)
-        x, after = nnx.merge(graph, params).cached(x, at)
+        own, its = (jax.lax.dynamic_index_in_dim(held, i, keepdims=False) for held in (keys, values))
+        block: Any = nnx.merge(graph, params)
+        x, after = block.cached(x, Layer(own, its, positions))
         keys, values = (
             jax.lax.dynamic_update_index_in_dim(held, new, i, axis=0)
             for held, new in ((keys, after.keys), (values, after.values))

@@ -6,6 +6,7 @@
     apart/       what replicas compute each for itself, until they agree by an exchange
     pipelined/   gradients of a step whose layers are spread over `pipe`
     frozen       parameters that have no gradients, because nobody reads them
+    sampling/    tokens after prompts, with a cache of keys and values
     checks/      what a step looks at before it runs
     keyed/       gradients of a loss that wants a random key
     guard        a step that changes nothing where its numbers are not finite

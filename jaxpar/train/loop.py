@@ -50,7 +50,7 @@ def run(job: Run, state: State) -> Outcome:
         ended = begun >= job.steps
         if ended or (job.eval_every and begun and begun % job.eval_every == 0):
             by = _score_what_was_saved(job, state, feed, stop)
-            if ended or by:
+            if ended or by or _is_over(job):
                 return Outcome(state=state, last={}, stopped_by=by)
         while True:
             start = int(state.step)
@@ -102,15 +102,27 @@ def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
             if job.progress and (flying or not evaluating):
                 job.progress.step(row)
         owed = due.is_due(done) or owed
-        if last or (owed and not job.watch.is_skipping):  # while steps are skipped, the state may be why
+        saving = last or (owed and not job.watch.is_skipping)  # while steps are skipped, the state may be why
+        if saving:
             owed = False
             _save(job, state, done, row, last=last)
         if evaluating:
             stopped = _evaluate(job, state, feed, row, stop)
             clock = time.perf_counter()
-        if last:
+        over = bool(evaluating and not last and not stopped and _is_over(job))
+        if over and not saving:
+            _save(job, state, done, row, last=True)
+        if last or over:
             break
     return Outcome(state=state, last=row, stopped_by=stopped)
+
+
+def _is_over(job: Run) -> bool:
+    """Returns whether the run ends before its last step, as no evaluation got better; says why."""
+    said = job.best.over(job.log.evaluated) if job.log else ""
+    if said and job.progress:
+        job.progress.say(said)
+    return bool(said)
 
 
 def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:
@@ -118,7 +130,7 @@ def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool)
     if job.store:
         job.watchdog.at(step, "saving")
         check_before_save(step, state.params)
-        job.store.save(step, state, _scores(row))
+        job.store.save(step, state, _scores(job, row))
         if last:
             job.store.finish()
 
@@ -131,11 +143,13 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
     step = row["step"]
     job.watchdog.at(step, "evaluating")
     found = evaluate(job, state, feed, stop)
+    if found:
+        job.best.check(found)
     row |= found or {}
     if found and job.log:
         job.log.amend(found)
     if found and job.store:
-        job.store.score(step, _scores(row))
+        job.store.score(step, _scores(job, row))
     if job.progress and "loss" in row:
         job.progress.step(row)
     return stop.name if found is None else None
@@ -196,8 +210,9 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
     return row
 
 
-def _scores(row: dict[str, Any]) -> dict[str, float]:
-    return {key: row[key] for key in ("loss", "eval_loss") if math.isfinite(row.get(key, math.nan))}
+def _scores(job: Run, row: dict[str, Any]) -> dict[str, float]:
+    keys = dict.fromkeys(("loss", "eval_loss", job.best.metric))
+    return {key: row[key] for key in keys if math.isfinite(row.get(key, math.nan))}
 
 
 @dataclass

@@ -4,12 +4,12 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import check_ranges, reading, refuse
+from jaxpar.errors import check_ranges, reading, refuse, users_code
 from jaxpar.files import FULL, write_text
 
 RECENT = 1024  # rows of an earlier run that are remembered
@@ -24,11 +24,14 @@ class Metrics:
       noise_every: Steps between two measurements of the noise of gradients and updates, which end in a suggested
         batch; 0 measures none. Each takes a forward and a backward pass; losses stay the same.
       tensorboard: Whether metrics also go to RUN/tensorboard.
+      loggers: Where they go besides: "package.module:object" each, with a method `log(step, values)`, and `close()` if
+        it is to know the end; or a class or function that makes one.
     """
 
     show_every: int = 20
     noise_every: int = 0
     tensorboard: bool = False
+    loggers: tuple[str, ...] = ()
 
     def __post_init__(self):
         check_ranges(self, "metrics", {"show_every": (1, 2**31 - 1), "noise_every": (0, 2**31 - 1)})
@@ -42,15 +45,17 @@ class Log:
       spec: The `[metrics]` table.
       start: The step the run starts from; later lines of an earlier run are dropped.
       writes: Whether this process is the one that writes.
+      loggers: Objects with `log(step, values)`, which are given what is written.
 
     Attributes:
       recent: The last rows of the earlier run.
       skipped: How many of all its steps were skipped.
       measured: The last row in which the noise of gradients was, or none.
+      evaluated: The rows of all evaluations.
     """
 
-    def __init__(self, folder: Path, spec: Metrics, *, start: int, writes: bool = True):
-        self.path, self._spec, self._writes = folder / "metrics.jsonl", spec, writes
+    def __init__(self, folder: Path, spec: Metrics, *, start: int, writes: bool = True, loggers: Sequence[Any] = ()):
+        self.path, self._spec, self._writes, self._loggers = folder / "metrics.jsonl", spec, writes, loggers
         self._open(start)
 
     def rewind(self, step: int) -> None:
@@ -65,6 +70,7 @@ class Log:
         self.recent = [row for _, row in rows[-RECENT:]]
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self.measured = next((row for _, row in reversed(rows) if "noise_trace" in row), {})
+        self.evaluated = [row for _, row in rows if "eval_loss" in row]
         self._file: Any = None
         self._board: Any = None
         self._rows: list[str] = []  # that are not written yet: while the disk is full
@@ -100,6 +106,8 @@ class Log:
 
     def amend(self, more: Mapping[str, Any]) -> None:
         """Adds metrics to the last row, with one write over it, so that a kill leaves a whole row."""
+        if "eval_loss" in more:
+            self.evaluated.append({"step": self._row.get("step"), **_plain(more)})
         if self._file is None or not more or not self._row:
             return
         more = _plain(more)
@@ -121,6 +129,9 @@ class Log:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        for each in self._loggers:
+            if hasattr(each, "close"):
+                each.close()
 
     def _write(self) -> None:
         """Writes the rows that wait, all of them or none: half a line would spoil the file for the next start."""
@@ -140,6 +151,14 @@ class Log:
             self._rows.clear()
 
     def _draw(self, row: Mapping[str, Any]) -> None:
+        step = self._row["step"]
+        for each in self._loggers:
+            with users_code(
+                f"{type(each).__name__}.log({step}, ...)",
+                rule="a logger takes each row: log(step, values)",
+                fix="the line of the logger that this names, or metrics.loggers without it",
+            ):
+                each.log(step, {key: value for key, value in row.items() if key != "step" and value is not None})
         if self._board is not None:
             for key, value in row.items():
                 if key != "step" and value is not None:

@@ -10,6 +10,7 @@ from jaxpar.data.validate import BatchSpec
 from jaxpar.optim.growth import Growth
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
+from jaxpar.train.best import Best
 from jaxpar.train.faults import Watch
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
@@ -40,6 +41,7 @@ class Run:
       skipped: Batches that are passed over, or None where none can be.
       noise: Measures the noise of gradients and updates.
       growth: How the batch grows.
+      best: How evaluations are compared, and how long the run waits for a better one.
       larger: The compiled steps of its later phases, by the times that their batches are of the first.
     """
 
@@ -60,6 +62,7 @@ class Run:
     skipped: SkippedBatches | None = None
     noise: Noise = field(default_factory=Noise)
     growth: Growth = field(default_factory=Growth)
+    best: Best = field(default_factory=Best)
     larger: Mapping[int, Step] = field(default_factory=dict)
 
     def step_at(self, step: int) -> Step:

@@ -21,7 +21,9 @@ OWN = ("dropout", "scan")  # settings that change no number of a trained model, 
 def unfolded(raw: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Returns the tables of a job with the settings of the folder that it names as its model; any other as it is."""
     model = raw.get("model")
-    name = model.get("name") if isinstance(model, dict) else None
+    if not isinstance(model, dict):
+        return raw, []
+    name = model.get("name")
     if not isinstance(name, str) or name in MODELS or ":" in name or not is_folder(name):
         return raw, []
     try:

@@ -110,6 +110,8 @@ class TrainTable:
         is waited for; plain tells it nothing.
       eval_every: Steps between evaluations on the held-out examples; 0 evaluates at the end only.
       eval_batches: Most batches per evaluation; 0 takes all that are held out.
+      patience: Evaluations in a row that are no better, by checkpoint.best, than the best before them, after which the
+        run ends; 0 trains to the last step.
     """
 
     steps: int = 100
@@ -126,12 +128,20 @@ class TrainTable:
     collectives: Preset = "overlapped"
     eval_every: int = 0
     eval_batches: int = 0
+    patience: int = 0
 
     def __post_init__(self):
         most = 2**31 - 1  # the step is an int32; a seed has 32 bits
         lows = {"steps": 1, "global_batch": 1, "accumulate": 1, "seed": 0, "eval_every": 0, "eval_batches": 0}
+        lows["patience"] = 0
         check_ranges(self, "train", {key: (low, most) for key, low in lows.items()})
         check_phases(self.grow, "train.grow", self.steps)
+        if self.patience and not self.eval_every:
+            raise refuse(
+                f"train.patience = {self.patience} with train.eval_every = 0",
+                rule="a run that waits for a better evaluation evaluates every so many steps",
+                fix=f"eval_every = {max(1, self.steps // 20)}",
+            )
         if self.freeze and self.adapters.rank:
             raise refuse(
                 f"train.freeze = {list(self.freeze)} with train.adapters",

@@ -25,7 +25,10 @@ MOST = 2**28  # bytes of a file that goes along
 
 def is_folder(path: str | Path) -> bool:
     """Returns whether a path is a folder of Hugging Face's."""
-    return bool(path) and (Path(path).expanduser() / CONFIG).is_file()
+    try:
+        return bool(path) and (Path(path).expanduser() / CONFIG).is_file()
+    except (OSError, RuntimeError, ValueError):  # too long, of a user that there is not, or with a null byte
+        return False
 
 
 def read_config(file: Path) -> dict[str, Any]:

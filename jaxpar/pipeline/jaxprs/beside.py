@@ -73,10 +73,12 @@ class _Rewriting:
     def take(self, eqn: JaxprEqn) -> None:
         eqn = eqn.replace(invars=[self.at(var) for var in eqn.invars])
         name, given = eqn.primitive.name, [self._sum(var) for var in eqn.invars]
+        made: Any = eqn.outvars[0].aval if eqn.outvars else None
         if _is_sum(eqn):
-            self.sums[eqn.outvars[0]] = _Sum(tuple(eqn.invars), eqn.outvars[0].aval.dtype)
+            base, first, second = eqn.invars
+            self.sums[eqn.outvars[0]] = _Sum((base, first, second), made.dtype)
         elif name == "convert_element_type" and given[0]:
-            self.sums[eqn.outvars[0]] = replace(given[0], dtype=eqn.outvars[0].aval.dtype)
+            self.sums[eqn.outvars[0]] = replace(given[0], dtype=made.dtype)
         elif name == "dot_general" and sum(map(bool, given)) == 1 and self._multiplied(eqn, given):
             return
         elif name in _JIT and (any(given) or _holds_sum(eqn)) and self._inlined(eqn):
@@ -91,7 +93,9 @@ class _Rewriting:
     def _multiplied(self, eqn: JaxprEqn, given: Sequence[_Sum | None]) -> bool:
         """Takes a matmul with a sum, if it is over the inputs of the matrix or over its outputs."""
         at = 0 if given[0] else 1
-        of = given[at]
+        of = given[0] or given[1]
+        if of is None:
+            return False
         (contract, batch) = eqn.params["dimension_numbers"]
         inputs, rank = len(of.parts[1].aval.shape) - 1, len(of.parts[0].aval.shape)
         over = "inputs" if sorted(contract[at]) == list(range(inputs)) else "outputs"

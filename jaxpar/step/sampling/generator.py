@@ -81,7 +81,7 @@ class Generator:
         new: list[list[int]] = [[] for _ in rows]
         done = [i >= count for i in range(len(rows))]
         pick = jax.jit(lambda logits, numbers, drawn: sampling.draw(logits[:, : self.known], numbers, drawn))
-        numbers, cache, token = np.arange(len(rows), dtype=np.int32), None, None
+        numbers, cache, token = np.arange(len(rows), dtype=np.int32), None, np.zeros(len(rows), np.int32)
         for _ in range(most):
             moved = self._shifted(rows, starts)
             if moved or cache is None or not self.cached:
