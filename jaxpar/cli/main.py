@@ -16,6 +16,7 @@ from jaxpar.cli import (
     doctor,
     exchange,
     inspect,
+    new,
     partition,
     plan,
     sample,
@@ -28,7 +29,7 @@ from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
 
 VERBS = (
-    train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor,
+    new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor,
     completion,
 )  # fmt: skip
 LASTING = ("train", "sweep", "launch")  # their output outlasts its reader

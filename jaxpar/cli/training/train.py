@@ -25,7 +25,9 @@ def add(verbs) -> None:
     verb = verbs.add_parser(
         "train", help="train a job", epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    verb.add_argument("job", metavar="JOB", type=job_file, nargs="?", help="a TOML file")
+    verb.add_argument(
+        "job", metavar="JOB", type=job_file, nargs="?", help="a TOML file (default: job.toml of this folder)"
+    )
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="override keys of the job")
     verb.add_argument(
         "--print-defaults", action="store_true", help="show every key of a job with its meaning, and exit"
@@ -44,6 +46,8 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains and returns the outcome."""
+    if args.job is None and not args.print_defaults and Path("job.toml").is_file():
+        args.job = "job.toml"
     if args.job is not None and simulates(args.job, args.overrides):
         prefer_huge_pages()
 
@@ -58,7 +62,9 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         return {}, 0
     if args.job is None:
         raise refuse(
-            "jaxpar train without a job", rule="a job is a TOML file", fix="jaxpar train configs/quickstart.toml"
+            "jaxpar train without a job, in a folder without a job.toml",
+            rule="a job is a TOML file",
+            fix="jaxpar train configs/quickstart.toml, or jaxpar new mine && cd mine && jaxpar train",
         )
     job = load(args.job, args.overrides, allow_import=args.allow_import)
 
