@@ -45,8 +45,8 @@ def rotate(x_bshk: jax.Array, rope: Rope, positions: jax.Array | None = None) ->
       positions: Of the tokens, [batch, seq]; 0, 1, ... by default.
     """
     frequency = rope.frequencies(x_bshk.shape[-1] // 2)
-    at = jnp.arange(x_bshk.shape[1]) if positions is None else positions
-    angle = at.astype(jnp.float32)[..., None, None] * frequency
+    at = jnp.arange(x_bshk.shape[1], dtype=jnp.float32) if positions is None else positions.astype(jnp.float32)
+    angle = at[..., None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x_bshk.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_bshk.dtype)
