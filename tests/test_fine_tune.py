@@ -154,7 +154,8 @@ def test_the_job_of_a_run_has_the_settings_of_the_folder(folder):
 
 def test_a_plan_counts_gradients_and_optimizer_state_of_what_is_trained(folder):
     whole, tuned, frozen = (counted(job(folder, "x", train=train)) for train in ("", ADAPTERS, 'freeze = ["blocks"]'))
-    assert (whole.parameters, whole.gradients, whole.optimizer) == (4, 4, 8)
+    # and two counts of steps, beside some thousand parameters
+    assert (whole.parameters, whole.gradients, whole.optimizer) == (4, 4, pytest.approx(8, abs=0.002))
     sizes = {path: tensor[...].size for path, tensor in load(folder).params.items()}
     # rank 1: of each matrix its inputs and its outputs
     added = LLAMA.layers * (2 * (16 + 16) + 2 * (16 + 8) + (16 + 24))
