@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.data.arrays import Arrays
+from jaxpar.data.packed import Packed
 from jaxpar.data.spec import Data
 from jaxpar.data.text import Tokens
 from jaxpar.data.validate import BatchSpec, CorruptBatch
@@ -352,7 +353,7 @@ def test_a_row_of_a_file_is_named_by_where_it_lies(tmp_path):
     tokens[100] = 999  # the first target of window 9, and the last token that is shown to it in window 10
     (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
     spec = Data(source="text", path="x", seq=10, held_out=0.0, shuffle=False)
-    source = Tokens(tmp_path / "tokens.bin", np.uint16, spec, 0, "f")
+    source = Tokens(tmp_path / "tokens.bin", Packed(text="f", mark="", dtype="uint16", size=0, parts=()), spec, 0)
     with pytest.raises(JaxparError, match=r"targets\[1, 9\] is 999 \(row 1, from token 90 of .*tokens.bin; 1 such\)"):
         careful(source, tmp_path, 2, [], inputs=50, targets=50).read(4)
     given = np.zeros((9, 2), np.float32)

@@ -41,6 +41,14 @@ class Examples(ABC):
         """Returns in words where a row of a training batch lies."""
         return f"example {self._chosen(step, size)[row]} of {self.spec.path or self.spec.source}"
 
+    def at(self, positions: np.ndarray) -> Batch:
+        """Returns the examples at positions of the endless order of epochs: a mixture takes them one by one."""
+        return self._rows(self.train[_placed(positions, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)])
+
+    def held(self, places: np.ndarray) -> Batch:
+        """Returns held-out examples by their place among them."""
+        return self._rows(self.out[places])
+
     def _chosen(self, step: int, size: int) -> np.ndarray:
         return self.train[order(step, size, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)]
 
@@ -67,13 +75,16 @@ def order(step: int, batch: int, examples: int, *, seed: int, shuffle: bool = Tr
 
     Every example comes once per epoch; a batch may span two epochs.
     """
-    positions = np.arange(step * batch, (step + 1) * batch)
+    return _placed(np.arange(step * batch, (step + 1) * batch), examples, seed=seed, shuffle=shuffle)
+
+
+def _placed(positions: np.ndarray, examples: int, *, seed: int, shuffle: bool) -> np.ndarray:
     epochs, places = positions // examples, positions % examples
-    if not shuffle:
-        return places
-    return np.concatenate(
-        [permutation(examples, seed, int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]
-    ).astype(np.int64)
+    if shuffle:
+        for epoch in np.unique(epochs):
+            within = epochs == epoch
+            places[within] = permutation(examples, seed, int(epoch))[places[within]]
+    return places.astype(np.int64)
 
 
 @dataclass(frozen=True)

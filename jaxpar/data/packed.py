@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pydantic
 
@@ -38,6 +39,7 @@ class Packed:
       parts: Hexadecimal BLAKE2b (32 bytes) of each `PART` bytes.
       tokenizer: BLAKE2b of the tokenizer's file, or "".
       format: Of this list.
+      marked: Whether tokens have marks in their highest bits, see `tokenizers.marks`.
     """
 
     text: str
@@ -47,6 +49,7 @@ class Packed:
     parts: tuple[str, ...]
     tokenizer: str = ""
     format: int = FORMAT
+    marked: bool = False
 
 
 _READER = pydantic.TypeAdapter(Packed)
@@ -64,32 +67,63 @@ def write_tokens(file: Path, chunks: Iterable[bytes]) -> tuple[int, tuple[str, .
       JaxparError: If it cannot be written.
     """
     part = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.part")
-    digest, left, size, hashes = _new(), PART, 0, []
     try:
         with part.open("wb", buffering=0) as out:
+            hashed = Hashed(out)
             for chunk in chunks:
-                view = memoryview(chunk)
-                size += len(view)
-                while view:
-                    some = view[:left]
-                    _write_all(out, some)
-                    digest.update(some)
-                    left -= len(some)
-                    view = view[len(some) :]
-                    if not left:
-                        hashes.append(digest.hexdigest())
-                        digest, left = _new(), PART
+                hashed.write(chunk)
             os.fsync(out.fileno())
-        if left < PART:
-            hashes.append(digest.hexdigest())
         part.replace(file)
         sync(file.parent)
     except OSError as error:
-        got = f"{error.filename or part}: {error.strerror}"
-        raise refuse(got, rule="tokens are packed into the run folder", fix="free some, or another run.dir") from error
+        raise full(part, error) from error
     finally:
         part.unlink(missing_ok=True)
-    return size, tuple(hashes)
+    return hashed.size, hashed.parts
+
+
+class Hashed:
+    """A file whose parts are hashed while they are written.
+
+    Args:
+      out: The file, open for writing at its end.
+      parts: Hashes of the parts that it has already.
+      rest: What it has after them, less than a part.
+    """
+
+    def __init__(self, out: BinaryIO, parts: Iterable[str] = (), rest: bytes = b""):
+        self._out, self.whole = out, [*parts]
+        self._digest, self._held = _new(), len(rest)
+        self._digest.update(rest)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.whole) * PART + self._held
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The hashes of all parts; the last may be shorter."""
+        return (*self.whole, self._digest.hexdigest()) if self._held else tuple(self.whole)
+
+    def write(self, chunk: Any) -> None:
+        """Writes a chunk: bytes, or an array."""
+        view = memoryview(chunk).cast("B")
+        while view:
+            some = view[: PART - self._held]
+            _write_all(self._out, some)
+            self._digest.update(some)
+            self._held += len(some)
+            view = view[len(some) :]
+            if self._held == PART:
+                self.whole.append(self._digest.hexdigest())
+                self._digest, self._held = _new(), 0
+
+
+def full(part: Path, error: OSError) -> JaxparError:
+    """Returns the refusal of tokens that cannot be written."""
+    got = f"{error.filename or part}: {error.strerror}"
+    return refuse(got, rule="tokens are packed into the run folder", fix="free some, or another run.dir")
 
 
 def write_list(file: Path, packed: Packed) -> None:
@@ -102,8 +136,7 @@ def write_list(file: Path, packed: Packed) -> None:
         part.replace(list_of(file))
         sync(file.parent)
     except OSError as error:
-        got = f"{part}: {error.strerror}"
-        raise refuse(got, rule="tokens are packed into the run folder", fix="free some, or another run.dir") from error
+        raise full(part, error) from error
 
 
 def read_list(path: Path) -> Packed:

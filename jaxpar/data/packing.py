@@ -6,6 +6,7 @@ is it there, and every byte as it was written? ──yes──► train
 """
 
 import fcntl
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,11 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data import packed
+from jaxpar.data import journal, packed
 from jaxpar.data.corpus import Corpus
+from jaxpar.data.encode import from_place, settings_of
 from jaxpar.data.packed import Packed
-from jaxpar.data.spec import Data
-from jaxpar.data.tokens import bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe
+from jaxpar.data.spec import OURS, Data
+from jaxpar.data.tokenizers.encoders import Encoder, HuggingFace, Plain
+from jaxpar.data.tokenizers.saved import saved
+from jaxpar.data.tokens import KEPT, bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.files import make_folder
 from jaxpar.units import show_bytes, show_seconds
@@ -79,9 +83,12 @@ def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = say_aside) -> tupl
         is not what was written.
     """
     make_folder(folder)
-    kind, mark = f"tokens-{spec.tokenizer}-{spec.tokens}-", corpus.mark()
+    kind, settings = f"tokens-{spec.tokenizer if spec.tokenizer in OURS else 'hf'}-{spec.tokens}-", settings_of(spec)
+    mark = _salted(corpus.mark(), settings, 64)
     known = next((each.text for _, each in packed.listed(folder, f"{kind}*") if mark and each.mark == mark), None)
-    digest = known or corpus.digest(Told("reading the text", corpus.bytes, say))
+    digest = known or _salted(corpus.digest(Told("reading the text", corpus.bytes, say)), settings, 16)
+    if spec.tokenizer not in OURS:
+        saved(spec.tokenizer).copy(folder / KEPT)  # a run keeps its tokenizer
     file = folder / f"{kind}{digest}.bin"
     found, wrong = _found(file, spec, say)
     if not wrong:
@@ -98,6 +105,11 @@ def pack(corpus: Corpus, spec: Data, folder: Path, say: Say = say_aside) -> tupl
         return file, _packed(corpus, spec, file, mark, say, before=found)
 
 
+def _salted(digest: str, settings: str, digits: int) -> str:
+    """Returns a digest of the text together with what else decides its tokens; "" stays ""."""
+    return hashlib.sha256(f"{digest}\n{settings}".encode()).hexdigest()[:digits] if digest and settings else digest
+
+
 def _found(file: Path, spec: Data, say: Say) -> tuple[Any, str]:
     """Returns the list of a file of tokens, or None, and what is wrong: "" if all is as it was written."""
     try:
@@ -111,31 +123,45 @@ def _found(file: Path, spec: Data, say: Say) -> tuple[Any, str]:
 
 def _packed(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, before: Packed | None) -> Packed:
     """Packs a text, and returns the list; `before` is what an altered file had been."""
-    folder, digest = file.parent, file.stem.rpartition("-")[2]
-    began, total, written = time.monotonic(), corpus.bytes, ""
-    if spec.tokenizer == "bpe":
-        path = bpe_file(folder, spec.vocab, digest)
-        if before is not None and packed.hash_of(path) != before.tokenizer:
-            path.unlink(missing_ok=True)
-        bpe = (
-            load_bpe(path) if path.exists() else train_bpe(corpus, spec.vocab, path, Told("training a bpe", total, say))
+    began, total = time.monotonic(), corpus.bytes
+    bpe, written = _bpe(corpus, spec, file, say, before=before) if spec.tokenizer == "bpe" else (None, "")
+    if spec.is_marked:
+        encoder: Encoder = (
+            Plain(bpe, spec.tokens) if spec.tokenizer in OURS else HuggingFace(saved(spec.tokenizer), spec.end)
         )
-        written, dtype = packed.hash_of(path), np.dtype(np.uint16 if bpe.get_vocab_size() <= 2**16 else np.uint32)
-        chunks = bpe_tokens(corpus, bpe, dtype, Told("tokenizing", total, say))
+        dtype = encoder.dtype
+        chunks = from_place(corpus, encoder, Told("tokenizing", total, say))
+        size, parts = journal.write_tokens(file, chunks, say)
+    elif bpe is not None:
+        dtype = np.dtype(np.uint16 if bpe.get_vocab_size() <= 2**16 else np.uint32)
+        size, parts = packed.write_tokens(file, bpe_tokens(corpus, bpe, dtype, Told("tokenizing", total, say)))
     else:
-        dtype, chunks = np.dtype(np.uint8), byte_tokens(corpus, Told("packing the text", total, say))
-    size, parts = packed.write_tokens(file, chunks)
+        dtype = np.dtype(np.uint8)
+        size, parts = packed.write_tokens(file, byte_tokens(corpus, Told("packing the text", total, say)))
     if before is not None and (before.size, before.parts) != (size, parts):
         raise refuse(
             f"{file} was altered, and packed again it is not what it was",
             rule="a run goes on with the tokens it began with",
             fix=f"the tokenizers package that run.json names, or rm {packed.list_of(file)} to begin with other tokens",
         )
-    made = Packed(text=digest, mark=mark, dtype=dtype.name, size=size, parts=parts, tokenizer=written)
+    made = Packed(
+        text=file.stem.rpartition("-")[2], mark=mark, dtype=dtype.name, size=size, parts=parts, tokenizer=written,
+        marked=spec.is_marked,
+    )  # fmt: skip
     packed.write_list(file, made)
     if (spent := time.monotonic() - began) > EVERY:
         say(f"{show_bytes(total)} of text packed into {size // dtype.itemsize:,} tokens in {show_seconds(spent)}")
     return made
+
+
+def _bpe(corpus: Corpus, spec: Data, file: Path, say: Say, *, before: Packed | None) -> tuple[Any, str]:
+    """Returns the bpe of a text, trained if it is not there, and the hash of its file."""
+    path = bpe_file(file.parent, spec.vocab, file.stem.rpartition("-")[2])
+    if before is not None and packed.hash_of(path) != before.tokenizer:
+        path.unlink(missing_ok=True)
+    told = Told("training a bpe", corpus.bytes, say)
+    bpe = load_bpe(path) if path.exists() else train_bpe(corpus, spec.vocab, path, told)
+    return bpe, packed.hash_of(path)
 
 
 def _marked(file: Path, found: Packed, mark: str) -> Packed:

@@ -1,20 +1,25 @@
 """The sources that a job may train on.
 
 stdlib    the source code of this machine's Python: real text, no download
-text      any file, folder or glob
+text      any file, folder or glob: each file is a document
+jsonl     lines of JSON, each of them a document: a column of text or of messages
+parquet   rows of Parquet, likewise
 digits    scikit-learn's handwritten digits
 arrays    .npz, .npy or a folder of .npy
 pkg:name  any Python iterable of batches, or an object with `batch(step, size)`
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.data.arrays import Arrays, load_arrays, load_digits
-from jaxpar.data.corpus import Corpus
+from jaxpar.data.encode import corpus_of
 from jaxpar.data.iterables import Own, Stream
 from jaxpar.data.packing import pack
+from jaxpar.data.rows.documents import Documents
+from jaxpar.data.rows.mixture import Mixture
 from jaxpar.data.spec import Data, Source
 from jaxpar.data.text import Tokens, stdlib_files, text_files
 from jaxpar.errors import refuse, users_code
@@ -34,9 +39,7 @@ def open_data(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, na
     """
     folder = Path(folder)
     if spec.is_text:
-        files = stdlib_files() if spec.source == "stdlib" else text_files(spec)
-        file, packed = pack(Corpus(tuple(files)), spec, folder)
-        return Tokens(file, packed.dtype, spec, seed, packed.text)
+        return _of_text(spec, folder, seed)
     if spec.source == "digits":
         return Arrays(load_digits(), spec, seed)
     if spec.source == "arrays":
@@ -47,6 +50,25 @@ def open_data(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, na
             rule="a job imports the object that it names; in Python it is given",
             fix="jp.open_data(data, named=my_batches)",
         )
+    return _of_python(spec, named)
+
+
+def _of_text(spec: Data, folder: Path, seed: int) -> Source:
+    """Returns the rows of packed tokens; of several sets, mixed."""
+    if spec.weights:
+        entries = [replace(spec, path=each, weights=()) for each in spec.path]
+        return Mixture([_rows_of(each, folder, seed) for each in entries], spec.weights)
+    return _rows_of(spec, folder, seed)
+
+
+def _rows_of(spec: Data, folder: Path, seed: int) -> Tokens:
+    files = stdlib_files() if spec.source == "stdlib" else text_files(spec)
+    file, packed = pack(corpus_of(spec, files), spec, folder)
+    return (Tokens if spec.documents == "mixed" else Documents)(file, packed, spec, seed)
+
+
+def _of_python(spec: Data, named: Any) -> Source:
+    """Returns the user's own object as a source."""
     if isinstance(named, Iterator):
         raise refuse(
             f"data.source = {spec.source!r} is a {type(named).__name__}, which can be read once",

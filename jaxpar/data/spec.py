@@ -7,9 +7,13 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, nearest
 
 Batch = dict[str, np.ndarray]
+ROWS = ("jsonl", "parquet")
+TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
+OURS = ("bytes", "bpe")  # the tokenizers that are no path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +21,21 @@ class Data(Keywords):
     """The data to train on.
 
     Attributes:
-      source: stdlib, text, digits, arrays, or "package.module:name" of a Python iterable, of a function that returns
-        one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size); its `examples`, if it
-        has them, is how many there are.
-      path: File, folder or glob of text or arrays; a list of them for text.
+      source: stdlib, text, jsonl, parquet, digits, arrays, or "package.module:name" of a Python iterable, of a function
+        that returns one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size); its
+        `examples`, if it has them, is how many there are.
+      path: File, folder or glob of text, rows or arrays; a list of them for text and rows.
+      weights: Shares of the examples that come from each entry of `path`, if they are not to be as many as there are.
       pattern: Which files of a folder of text.
-      tokenizer: bytes, or bpe trained on the text.
+      column: Column of JSONL or Parquet that holds text.
+      messages: Column that holds conversations, lists of {role, content}, instead: the chat template of the tokenizer's
+        folder renders them.
+      learn: answers, or all of a conversation.
+      tokenizer: bytes, bpe trained on the text, or a tokenizer of Hugging Face's: tokenizer.json, or a folder with one.
+      end: The token that ends a document; "" means the eos_token of the tokenizer's folder.
       vocab: Tokens of a bpe.
+      documents: mixed cuts rows of `seq` tokens out of all documents, one after the other; alone gives each document
+        its own row, filled up; apart packs several into a row, which the model is told by `segments` and `positions`.
       seq: Tokens per example.
       held_out: Share of the examples kept for evaluation.
       shuffle: Whether examples come in a new order every epoch.
@@ -31,9 +43,15 @@ class Data(Keywords):
 
     source: str = "stdlib"
     path: str | list[str] = field(default_factory=str)
+    weights: tuple[float, ...] = ()
     pattern: str = "*"
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    column: str = "text"
+    messages: str = ""
+    learn: Literal["answers", "all"] = "answers"
+    tokenizer: str = "bytes"
+    end: str = ""
     vocab: int = 1024
+    documents: Literal["mixed", "alone", "apart"] = "mixed"
     seq: int = 128
     held_out: float = 0.02
     shuffle: bool = True
@@ -41,12 +59,33 @@ class Data(Keywords):
     @property
     def is_text(self) -> bool:
         """Whether the examples are tokens."""
-        return self.source in ("stdlib", "text")
+        return self.source in TEXT
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether documents are rows of files, and not files."""
+        return self.source in ROWS
+
+    @property
+    def is_marked(self) -> bool:
+        """Whether packed tokens say themselves where documents begin and what is learned; text of old runs does not."""
+        return self.has_rows or self.tokenizer not in OURS
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether batches of text say which targets count."""
+        return self.documents != "mixed" or bool(self.messages and self.learn == "answers")
 
     @property
     def tokens(self) -> int:
-        """The number of different tokens of the text."""
-        return 256 if self.tokenizer == "bytes" else self.vocab
+        """The number of different tokens of the text.
+
+        Raises:
+          JaxparError: If a tokenizer is to be read and is not there.
+        """
+        if self.tokenizer in OURS:
+            return 256 if self.tokenizer == "bytes" else self.vocab
+        return saved(self.tokenizer).size
 
     def __post_init__(self):
         problems: list[Problem] = []
@@ -54,11 +93,11 @@ class Data(Keywords):
             check_ranges(self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5)})
         except JaxparError as error:
             problems += error.problems
-        known = ("stdlib", "text", "digits", "arrays")
+        known = (*TEXT, "digits", "arrays")
         if self.source not in known and not (isinstance(self.source, str) and ":" in self.source):
             rule = f'a source is {", ".join(known)}, or "package.module:name"'
             problems.append(Problem(f"data.source = {self.source!r}", rule, _meant(self.source, known)))
-        elif self.source in ("text", "arrays") and not self.path:
+        elif self.source in ("text", "arrays", *ROWS) and not self.path:
             problems.append(
                 Problem(
                     f"data.source = {self.source!r} without a path",
@@ -74,14 +113,38 @@ class Data(Keywords):
                     'path = "data.npz"',
                 )
             )
+        problems += _of_text(self)
         if problems:
             raise JaxparError(*problems)
+
+
+def _of_text(spec: Data) -> list[Problem]:
+    """Returns what is wrong with the keys that go together."""
+    found = []
+    if spec.messages and (not spec.has_rows or spec.tokenizer in OURS):
+        got = f"data.messages with data.source = {spec.source!r}, data.tokenizer = {spec.tokenizer!r}"
+        rule = "messages are a column of JSONL or Parquet, rendered by the chat template of a tokenizer's folder"
+        found.append(Problem(got, rule, 'source = "jsonl", and tokenizer = the folder of the model'))
+    if spec.end and spec.tokenizer in OURS:
+        rule = "bytes and our own bpe end a document by token 0"
+        found.append(Problem(f"data.end = {spec.end!r} with {spec.tokenizer}", rule, "leave it out"))
+    if not spec.column:
+        found.append(Problem("data.column = ''", "data.column names a column", 'column = "text"'))
+    entries = len(spec.path) if isinstance(spec.path, list) else 1
+    good = all(isinstance(each, int | float) and 0 < each < float("inf") for each in spec.weights)
+    if spec.weights and (len(spec.weights) != entries or not good or not spec.is_text or entries < 2):
+        got = f"data.weights = {list(spec.weights)} for {entries} of data.path"
+        rule = (
+            "a mixture of text or rows has a positive weight for every entry of data.path, of which there are several"
+        )
+        found.append(Problem(got, rule, 'path = ["a.jsonl", "b.jsonl"], weights = [0.7, 0.3]'))
+    return found
 
 
 def _meant(source: object, known: Sequence[str]) -> str:
     """Returns the source that was meant, where a file is named in its place too."""
     ends = Path(source).suffix if isinstance(source, str) else ""
-    kind = "arrays" if ends in (".npz", ".npy") else "text"
+    kind = {".npz": "arrays", ".npy": "arrays", ".jsonl": "jsonl", ".parquet": "parquet"}.get(ends, "text")
     return f'source = "{kind}", path = "{source}"' if ends else nearest(str(source), known)
 
 

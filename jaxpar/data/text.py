@@ -8,33 +8,46 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.data.examples import Examples
+from jaxpar.data.packed import Packed
 from jaxpar.data.spec import Batch, Data
+from jaxpar.data.tokenizers import marks
 from jaxpar.errors import refuse
 
 
 class Tokens(Examples):
-    """Windows of a file of tokens: `inputs` and `targets` [batch, seq], int32."""
+    """Windows of a file of tokens: `inputs` and `targets` [batch, seq], int32, and `mask` where not all are learned.
 
-    def __init__(self, file: Path, dtype, spec: Data, seed: int, fingerprint: str):
+    Args:
+      file: The packed tokens.
+      packed: Its list.
+      spec: The `[data]` table.
+      seed: Of the order of windows.
+    """
+
+    def __init__(self, file: Path, packed: Packed, spec: Data, seed: int):
         if not file.stat().st_size:
             raise refuse(f"{file} is empty", rule="packed tokens are as jaxpar wrote them", fix=f"rm {file}")
-        tokens = np.memmap(file, dtype=dtype, mode="r")
-        check_length(len(tokens), spec)
-        count = (len(tokens) - 1) // spec.seq
-        self.tokens, self.file, self.fingerprint = tokens, file, fingerprint
+        self.spec, self.file, self.fingerprint, self.marked = spec, file, packed.text, packed.marked
+        self.tokens = np.memmap(file, dtype=packed.dtype, mode="r")
         self._handle = os.open(file, os.O_RDONLY)
         weakref.finalize(self, os.close, self._handle)
-        super().__init__(count, spec, seed)
+        super().__init__(self._count(), spec, seed)
+
+    def _count(self) -> int:
+        check_length(len(self.tokens), self.spec)
+        return (len(self.tokens) - 1) // self.spec.seq
 
     def _rows(self, chosen: np.ndarray) -> Batch:
-        window = np.empty((len(chosen), self.spec.seq + 1), np.int32)
+        window = np.empty((len(chosen), self.spec.seq + 1), self.tokens.dtype)
         for row, index in enumerate(chosen):
-            window[row] = self._read(int(index) * self.spec.seq)
-        return {"inputs": window[:, :-1], "targets": window[:, 1:]}
+            window[row] = self._read(int(index) * self.spec.seq, self.spec.seq + 1)
+        ids = marks.ids(window) if self.marked else window.astype(np.int32)
+        made = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+        return made | ({"mask": (~marks.unlearned(window[:, 1:])).astype(np.int32)} if self.spec.has_mask else {})
 
-    def _read(self, begin: int) -> np.ndarray:
-        """Returns `seq` + 1 tokens; read, because pages of a map, of up to 2 MiB for a row, would count as memory."""
-        count, itemsize = self.spec.seq + 1, self.tokens.dtype.itemsize
+    def _read(self, begin: int, count: int) -> np.ndarray:
+        """Returns some tokens; read, because pages of a map, of up to 2 MiB for a row, would count as memory."""
+        itemsize = self.tokens.dtype.itemsize
         found = os.pread(self._handle, count * itemsize, begin * itemsize)
         if len(found) < count * itemsize:
             raise refuse(f"{self.file} became shorter", rule="packed tokens stay while a run reads them", fix="resume")
@@ -80,7 +93,8 @@ def text_files(spec: Data) -> list[Path]:
             path = Path(text).expanduser()
             anchor = Path(path.anchor or ".")
             if path.is_dir():
-                some = [file for file in path.rglob(spec.pattern) if file.is_file()]
+                pattern = f"*.{spec.source}" if spec.has_rows and spec.pattern == "*" else spec.pattern
+                some = [file for file in path.rglob(pattern) if file.is_file()]
             elif path.is_file():
                 some = [path]
             else:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from jaxpar.data.corpus import Corpus, blocks, pieces
-from jaxpar.errors import refuse, users_code
+from jaxpar.data.tokenizers.encoders import END, around, load
+from jaxpar.data.tokenizers.saved import saved
+from jaxpar.errors import JaxparError, refuse, users_code
 from jaxpar.files import sync
 
-END = 0  # between documents; as a byte it does not occur in text, as a bpe token it is "<end>"
+KEPT = "tokenizer"  # the folder in RUN/data where a tokenizer of Hugging Face's is kept
 AT_ONCE = 16  # pieces that threads of the tokenizer work on at the same time; their tokens take ten times their bytes
 
 
@@ -77,10 +79,9 @@ def train_bpe(corpus: Corpus, vocab: int, file: Path, read: Callable[[int], None
     )
 
     def texts() -> Iterator[str]:
-        for path in corpus.files:
-            for piece in pieces(path):
-                yield piece
-                read(len(piece))
+        for piece in corpus.pieces():
+            yield piece.text
+            read(piece.size)
 
     tokenizer.train_from_iterator(texts(), trainer)
     if tokenizer.get_vocab_size() > vocab:
@@ -111,30 +112,43 @@ class Text:
 
     Args:
       folder: The run's data folder.
-      kind: bytes or bpe.
+      kind: bytes, bpe or the path of a tokenizer of Hugging Face's, of which the run has a copy.
     """
 
     def __init__(self, folder: Path, kind: str):
-        self.bpe = None
+        self.bpe, self._before, self._size = None, [], 256
         if kind == "bpe":
             files = sorted(folder.glob("bpe-*.json"))
             if not files:
-                raise refuse(
-                    f"no tokenizer in {folder}",
-                    rule="a run keeps its tokenizer",
-                    fix="give the run folder that was trained",
-                )
+                raise _none(folder)
             self.bpe = load_bpe(files[-1])
+            self._size = self.bpe.get_vocab_size()
+        elif kind != "bytes":
+            if not (folder / KEPT).is_dir():
+                raise _none(folder)
+            found = saved(folder / KEPT)
+            self.bpe, self._size = load(found), found.size
+            self._before = around(found, self.bpe)[0]
 
     @property
     def size(self) -> int:
         """The number of tokens, from 0; a model may have more."""
-        return 256 if self.bpe is None else self.bpe.get_vocab_size()
+        return self._size
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text."""
-        return list(text.encode(errors="surrogateescape")) if self.bpe is None else self.bpe.encode(text).ids
+        """Returns the tokens of the beginning of a document."""
+        if self.bpe is None:
+            return list(text.encode(errors="surrogateescape"))
+        return [*self._before, *self.bpe.encode(text, add_special_tokens=False).ids]
 
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of tokens; bytes that are no utf-8 are shown as the replacement character."""
         return bytes(tokens).decode("utf-8", errors="replace") if self.bpe is None else self.bpe.decode(tokens)
+
+
+def _none(folder: Path) -> JaxparError:
+    return refuse(
+        f"no tokenizer in {folder}",
+        rule="a run keeps its tokenizer",
+        fix="give the run folder that was trained",
+    )

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxpar.data import arrays, text
+from jaxpar.data import arrays
+from jaxpar.data.look import look
+from jaxpar.data.spec import ROWS
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.schema import Job
@@ -105,10 +107,10 @@ def devices_of(job: Job) -> Simulated | int:
 
 
 def _check_path(job: Job) -> None:
-    if job.data.path and job.data.source not in ("text", "arrays"):
+    if job.data.path and job.data.source not in ("text", "arrays", *ROWS):
         raise refuse(
             f"data.path = {job.data.path!r} with data.source = {job.data.source!r}, which reads no path",
-            rule="a path is read by text and arrays",
+            rule="a path is read by text, jsonl, parquet and arrays",
             fix='source = "text"',
         )
 
@@ -151,10 +153,8 @@ def _check_data(job: Job) -> None:
             rule="`context`, and with sequence=true `tensor`, divide the sequence that they split",
             fix=f"data.seq = {-(-job.data.seq // ways) * ways}",
         )
-    if job.data.source == "text":
-        files = text.text_files(job.data)
-        if job.data.tokenizer == "bytes":
-            text.check_length(sum(file.stat().st_size + 1 for file in files), job.data)
+    if job.data.is_text:
+        look(job.data)
     elif job.data.source == "arrays":
         arrays.load_arrays(Path(str(job.data.path)), whole=True)
 

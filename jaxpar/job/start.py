@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxpar.checkpoint import Checkpoints, start_from
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.start_from import Origin
+from jaxpar.data.spec import OURS
+from jaxpar.data.tokenizers.saved import NAME, saved
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.names import settings_of
@@ -40,12 +42,12 @@ def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
     problems = [*(_other_model(job, found) if whole else ()), *_other_tokens(job, found)]
     if problems:
         raise JaxparError(*problems)
-    saved = {path: Array(tensor.shape, str(tensor.dtype), 0) for path, tensor in found.params.items()}
+    theirs = {path: Array(tensor.shape, str(tensor.dtype), 0) for path, tensor in found.params.items()}
     wanted = {
         path: Array(place.leaf.shape, str(jnp.dtype(place.leaf.dtype)), place.leaf.bytes)
         for path, place in layout.placements.items()
     }
-    return found, start_from.plan(spec, Path(spec.start_from), saved, wanted)
+    return found, start_from.plan(spec, Path(spec.start_from), theirs, wanted)
 
 
 def decoder_of(job: Job) -> DecoderSettings:
@@ -99,6 +101,8 @@ def _other_tokens(job: Job, found: Pretrained) -> list[Problem]:
     if not job.data.is_text:
         return []
     folder = Path(job.checkpoint.start_from).expanduser()
+    if job.data.tokenizer not in OURS and saved(job.data.tokenizer).digest == _digest(folder):
+        return []
     tokenizer = next((path.name for name in TOKENIZERS for path in sorted(folder.glob(name))), None)
     if tokenizer is None and found.settings.vocab == job.data.tokens:
         return []  # as jaxpar writes a decoder of its own text
@@ -107,7 +111,15 @@ def _other_tokens(job: Job, found: Pretrained) -> list[Problem]:
         Problem(
             f"data.source = {job.data.source!r} in {job.data.tokens} tokens of data.tokenizer = "
             f"{job.data.tokenizer!r}, and {folder} {its}",
-            "a model is trained further on the tokens that it knows; tokenizers of Hugging Face's are not read",
-            "tokenize the text with it, np.savez(path, inputs=..., targets=...) [n, seq], and data.source = 'arrays'",
+            "a model is trained further on the tokens that it knows",
+            f"data.tokenizer = {str(folder)!r}"
+            if tokenizer == NAME
+            else "AutoTokenizer.from_pretrained(folder).save_pretrained(folder) writes tokenizer.json, which is read; "
+            "or tokenize the text by it, np.savez(path, inputs=..., targets=...) [n, seq], data.source = 'arrays'",
         )
     ]
+
+
+def _digest(folder: Path) -> str:
+    """Returns what tells the tokenizer of a folder from others, "" where it has no tokenizer.json."""
+    return saved(folder).digest if (folder / NAME).is_file() else ""

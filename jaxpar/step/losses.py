@@ -21,11 +21,14 @@ def next_token(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
     """Cross entropy of the next token, in nats.
 
     Args:
-      model: Tokens [batch, seq] to logits [batch, seq, vocab].
+      model: Tokens [batch, seq] to logits [batch, seq, vocab]; of rows that hold several documents also of keywords
+        `segments` and `positions`.
       batch: `inputs` and `targets` [batch, seq], int32; optionally `mask` [batch, seq], 1 where
-        the target counts.
+        the target counts; and `segments` (which document of its row a token is of) with `positions` (its
+        place in it) [batch, seq], int32.
     """
-    return {"loss": _counted(cross_entropy(model(batch["inputs"]), batch["targets"]), batch)}
+    apart = {name: batch[name] for name in ("segments", "positions") if name in batch}
+    return {"loss": _counted(cross_entropy(model(batch["inputs"], **apart), batch["targets"]), batch)}
 
 
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:

@@ -40,7 +40,9 @@ def abstract_batch(job: Job) -> dict[str, jax.ShapeDtypeStruct]:
     size = job.train.global_batch
     if job.data.is_text:
         tokens = jax.ShapeDtypeStruct((size, job.data.seq), jnp.int32)
-        return {"inputs": tokens, "targets": tokens}
+        names = ["inputs", "targets", *["mask"] * job.data.has_mask]
+        names += ["segments", "positions"] * (job.data.documents == "apart")
+        return dict.fromkeys(names, tokens)
     try:
         batch = open_data(job).batch(0, size)
     except MemoryError as error:

@@ -69,6 +69,8 @@ def _named(job: Job, loss: Callable) -> Blueprint | Callable:
             rule="a model is a class or a function, a Linen module or what jp.linen returns",
             fix="name a class",
         )
+    if inspect.isclass(target):
+        _check_apart(job, target.__call__)
     if inspect.isclass(target) or inspect.isfunction(target):
         settings = given(job, target, settings)
     if inspect.isclass(target) and issubclass(target, nn.Module):
@@ -129,6 +131,7 @@ def _ours(job: Job) -> Callable:
     settings = settings_of(job)
     if not job.data.is_text and hasattr(settings, "classes"):
         _check_labels(job, settings)
+    _check_apart(job, MADE[type(settings)].__call__)
     return partial(MADE[type(settings)], settings)
 
 
@@ -179,6 +182,20 @@ def _check_labels(job: Job, settings: Any) -> None:
             fix=f"model.classes = {labels.max() + 1}"
             if labels.min() >= 0
             else "labels from 0, and a mask for rows that do not count",
+        )
+
+
+def _check_apart(job: Job, called: Callable) -> None:
+    """Refuses rows of several documents for a model that is not told of them."""
+    keys = inspect.signature(called).parameters
+    if job.data.documents != "apart" or any(each.kind is each.VAR_KEYWORD for each in keys.values()):
+        return
+    if missing := [name for name in ("segments", "positions") if name not in keys]:
+        raise refuse(
+            f"data.documents = 'apart' with model.name = {job.model['name']!r}, which takes no {' and '.join(missing)}",
+            rule="a model that sees several documents in a row is told which token is of which",
+            fix="data.documents = 'alone', which any model takes; or a model with __call__(self, tokens, *, segments, "
+            "positions)",
         )
 
 

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxpar.data.spec import OURS
+from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import validated
@@ -71,6 +73,8 @@ def own_loss(job: Job) -> Callable | None:
 
 def _check_text(job: Job, settings: Any) -> None:
     problems = []
+    if job.data.tokenizer not in OURS:
+        saved(job.data.tokenizer).check_model(settings.vocab)
     if settings.vocab < job.data.tokens:
         problems.append(
             Problem(

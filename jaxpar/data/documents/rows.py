@@ -1,0 +1,169 @@
+"""Rows of JSONL and Parquet as documents: a column of text, or of messages that a template renders.
+
+Each row is a document, read whole. What is wrong with one is refused with its file and number, counted from 1.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.documents.piece import START, Piece, Place
+from jaxpar.data.tokenizers.chat import Chat
+from jaxpar.errors import refuse
+
+LARGEST = 2**26  # bytes of a row
+Row = tuple[Any, int, Place, str]  # its value, bytes that it stands for, where the next begins, words for it
+
+
+@dataclass(frozen=True)
+class Rows(Corpus):
+    """Rows of files.
+
+    Attributes:
+      column: The one that is read.
+      chat: Renders messages; None where the column is text.
+      answers: Whether only answers are learned.
+    """
+
+    column: str = "text"
+    chat: Chat | None = None
+    answers: bool = True
+
+    def pieces(self, place: Place = START, seam: Callable[[str, str], int | None] | None = None) -> Iterator[Piece]:
+        """Yields the documents from a place on; `seam` is not asked, for no row is cut.
+
+        Raises:
+          JaxparError: If a row is broken, has no such column, holds something else, or its template raises.
+        """
+        for number in range(place.file, len(self.files)):
+            at = place if number == place.file else Place(number)
+            for value, size, then, where in _reader(self.files[number])(self.files[number], self.column, at):
+                yield self._piece(value, size, then, where)
+
+    def _piece(self, value: Any, size: int, then: Place, where: str) -> Piece:
+        if self.chat is None:
+            if not isinstance(value, str):
+                is_chat = isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
+                raise refuse(
+                    f"{where}: {self.column} is {_shown(value)}",
+                    rule="data.column names a column of text",
+                    fix=f"data.messages = {self.column!r}" if is_chat else "another data.column, or without this row",
+                )
+            return Piece(value, size, then)
+        _check_messages(value, self.column, where)
+        text, answers = self.chat.text(value, where)
+        return Piece(text, size, then, answers=answers if self.answers else None, rendered=True)
+
+
+def _reader(file: Path) -> Callable[[Path, str, Place], Iterator[Row]]:
+    return read_parquet if file.suffix == ".parquet" else read_jsonl
+
+
+def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
+    """Yields a column of the lines of a file of JSON; empty lines are passed over.
+
+    Raises:
+      JaxparError: If a line is no JSON object in utf-8, or has no such column.
+    """
+    number, at = place.row, place.at
+    with _opened(file) as lines:
+        lines.seek(at)
+        while line := lines.readline(LARGEST + 1):
+            number, at = number + 1, at + len(line)
+            where = f"{file}, line {number}"
+            if not line.strip():
+                continue
+            if len(line) > LARGEST:
+                raise refuse(f"{where} has more than {LARGEST} bytes", rule="a row is held in memory", fix="cut it")
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                at_end = not line.endswith(b"\n")
+                raise refuse(
+                    f"{where} is broken: {error}" + ", and the file ends within it" * at_end,
+                    rule="each line of JSONL is an object of JSON in utf-8",
+                    fix=f"sed -n {number}p {file.name}, and mend or delete it",
+                ) from error
+            if not isinstance(row, dict):
+                raise refuse(f"{where} is {_shown(row)}", rule="each line of JSONL is an object", fix='{"text": ...}')
+            if column not in row:
+                raise _no_column(where, column, row)
+            yield row[column], len(line), Place(place.file, at, number), where
+
+
+def read_parquet(file: Path, column: str, place: Place) -> Iterator[Row]:
+    """Yields a column of the rows of a file of Parquet, of one group of rows after the other.
+
+    Raises:
+      JaxparError: If pyarrow is missing, the file is no Parquet, or has no such column.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise refuse(
+            f"{file} without the package pyarrow",
+            rule="Parquet is read by pyarrow",
+            fix="pip install 'jaxpar[parquet]', or JSONL",
+        ) from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            if column not in table.schema_arrow.names:
+                raise _no_column(str(file), column, table.schema_arrow.names)
+            rows, size = table.metadata.num_rows, file.stat().st_size
+            each, number = size / max(rows, 1), sum(table.metadata.row_group(i).num_rows for i in range(place.at))
+            for group in range(place.at, table.num_row_groups):
+                for batch in table.iter_batches(256, row_groups=[group], columns=[column]):
+                    if number + len(batch) <= place.row:
+                        number += len(batch)
+                        continue
+                    for value in batch.column(0).to_pylist():
+                        number += 1
+                        if number > place.row:
+                            then = Place(place.file, group, number)
+                            yield (
+                                value,
+                                round(each * number) - round(each * (number - 1)),
+                                then,
+                                f"{file}, row {number}",
+                            )
+    except (pyarrow.ArrowException, OSError) as error:
+        raise refuse(
+            f"{file}: {str(error).splitlines()[0]}", rule="a .parquet is Parquet", fix="write it anew"
+        ) from error
+
+
+def _opened(file: Path):
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise refuse(
+            f"{file}: {error.strerror}", rule="files of rows are readable", fix="check its permissions"
+        ) from error
+
+
+def _no_column(where: str, column: str, there: Any) -> Exception:
+    return refuse(
+        f"{where} has no column {column!r}",
+        rule="every row has the column that data.column or data.messages names",
+        fix=f"its columns: {', '.join(map(str, there))}" if there else "another file",
+    )
+
+
+def _check_messages(value: Any, column: str, where: str) -> None:
+    good = isinstance(value, list) and all(
+        isinstance(each, Mapping) and isinstance(each.get("role"), str) and "content" in each for each in value
+    )
+    if not good or not value:
+        raise refuse(
+            f"{where}: {column} is {_shown(value)}",
+            rule="messages are a list of at least one {role, content}",
+            fix=f"data.column = {column!r}" if isinstance(value, str) else 'data.messages = "messages"',
+        )
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.60}" if value is not None else "null"

@@ -1,0 +1,257 @@
+"""A tokenizer of Hugging Face's makes the tokens that it makes elsewhere, of documents of any length, once."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import tokenizing
+
+import jaxpar as jp
+from jaxpar.data import corpus, journal
+from jaxpar.data.corpus import Corpus
+from jaxpar.data.documents.piece import START, Piece
+from jaxpar.data.encode import encoded
+from jaxpar.data.tokenizers import encoders, marks
+from jaxpar.data.tokenizers.chat import chat
+from jaxpar.data.tokenizers.encoders import HuggingFace
+from jaxpar.data.tokenizers.saved import saved
+from jaxpar.data.tokens import Text
+from jaxpar.errors import JaxparError
+
+KINDS = ("llama3", "llama2", "gpt2", "t5")
+WORDS = [
+    "a", "cat", "don't", "12", "3456", "...", "ü", "e\u0301", "。", "日本語", "\u3000", "\xa0", " ", "  ", "\n", "\n\n",
+    "\t", "\r\n", "!", "?\n", "🙂", "ﬁ", "def f(x):", "</s>", "<|eot|>", "<|endoftext|>", "Hello", " world", "▁", "\x00",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {kind: getattr(tokenizing, kind)(tmp_path_factory.mktemp("t") / kind) for kind in KINDS}
+
+
+def text(rng, most=40):
+    return "".join(rng.choice(WORDS) + rng.choice(["", " "]) for _ in range(rng.randint(0, most)))
+
+
+def ids(encoder, *pieces):
+    return [marks.ids(each).tolist() for each in encoder.encode(pieces)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_tokenizers_and_transformers(folders, kind):
+    rng, found = random.Random(0), saved(folders[kind])
+    encoder, texts = HuggingFace(found), [text(rng) for _ in range(1000)]
+    end, made = found.id_of("eos_token"), ids(HuggingFace(found), *(Piece(each, 0, START) for each in texts))
+    bare = [each.ids for each in encoders.load(found).encode_batch(texts, add_special_tokens=False)]
+    around = (len(encoder.before), len(encoder.after))
+    for ours, theirs in zip(made, bare, strict=True):
+        assert ours[around[0] :][: len(theirs)] == theirs
+        assert ours[-1] == end
+        assert len(ours) <= len(theirs) + sum(around) + 1
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folders[kind])
+    for ours, wanted in zip(made, theirs(texts)["input_ids"], strict=True):
+        assert ours == (wanted if wanted[-1:] == [end] else [*wanted, end])
+    assert found.size == len(theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_a_long_document_are_those_of_its_pieces(folders, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 2**10)
+    monkeypatch.setattr(corpus, "BLOCK", 2**12 + 1)  # also within a character
+    rng, encoder = random.Random(1), HuggingFace(saved(folders[kind]))
+    whole = "".join(text(rng) + "\n" for _ in range(300))
+    (tmp_path / "a.txt").write_text(whole, newline="")
+    documents = Corpus((tmp_path / "a.txt",))
+    pieces = list(documents.pieces(START, encoder.seam))
+    assert len(pieces) > 15
+    made = np.concatenate([tokens for tokens, _ in encoded(documents, encoder, lambda _: None)])
+    assert [marks.ids(made).tolist()] == ids(encoder, Piece(whole, 0, START))
+    assert marks.begins(made).nonzero()[0].tolist() == [0]
+    for index in (1, 7, -1):  # from any place on the pieces are the same
+        assert list(documents.pieces(pieces[index - 1].next, encoder.seam)) == pieces[index:] or index == 0
+
+
+def test_templates_render_as_those_of_transformers_and_answers_are_what_is_learned(folders, tmp_path):
+    rng, found = random.Random(2), saved(folders["llama3"])
+    marked = tokenizing.CHAT.replace(
+        "{{ message['content'] | trim }}<|eot|>",
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] | trim }}<|eot|>"
+        "{% endgeneration %}{% else %}{{ message['content'] | trim }}<|eot|>{% endif %}",
+    )
+    by_marks = chat(saved(tokenizing.write(tmp_path, encoders.load(found), **found.config | {"chat_template": marked})))
+    ours, encoder = chat(found), HuggingFace(found)
+    talks = [
+        [{"role": ("user", "assistant")[i % 2], "content": text(rng)} for i in range(rng.randint(1, 6))]
+        for _ in range(1000)
+    ]
+    rendered = [ours.text(talk, "row 1") for talk in talks]
+    for talk, (whole, answers) in zip(talks, rendered, strict=True):
+        assert (whole, answers) == by_marks.text(talk, "row 1")
+        said = [each["content"].strip() + "<|eot|>" for each in talk if each["role"] == "assistant"]
+        assert [whole[begin:end] for begin, end in answers] == said
+    made = encoder.encode([Piece(whole, 0, START, answers=answers, rendered=True) for whole, answers in rendered])
+    (eot,) = (found.ids[name] for name in ("<|eot|>",))
+    for tokens, talk in zip(made, talks, strict=True):
+        learned = marks.ids(tokens)[~marks.unlearned(tokens)]
+        assert (learned == eot).sum() >= len(talk) // 2
+        assert not len(talk) == 1 or not len(learned)
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folders["llama3"])
+    for tokens, talk in zip(made, talks, strict=True):
+        assert marks.ids(tokens).tolist() == theirs.apply_chat_template(talk)
+
+
+def job(folder, tokenizer, **keys):
+    return jp.Data(source="text", path=str(folder / "*.txt"), tokenizer=str(tokenizer), seq=16, **keys)
+
+
+def write_text(folder, lines=4000):
+    rng = random.Random(3)
+    (folder / "a.txt").write_text("".join(f"{i} squared is {i * i}, or {text(rng, 6)}\n" for i in range(lines)))
+    (folder / "b.txt").write_text("a second document. " * 50)
+
+
+def tokens_of(folder):
+    (file,) = folder.glob("tokens-*.bin")
+    return file.read_bytes()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("after", [1, 5, 20])
+def test_what_was_killed_goes_on_at_the_exact_token(folders, tmp_path, monkeypatch, capsys, after):
+    write_text(tmp_path)
+    monkeypatch.setattr("jaxpar.data.encode.AT_ONCE", 2**11)
+    monkeypatch.setattr(corpus, "PIECE", 2**11)
+    asked = job(tmp_path, folders["llama3"])
+    jp.open_data(asked, tmp_path / "whole")
+    monkeypatch.setattr(journal, "EVERY", 0.0)
+    encode, seen = HuggingFace.encode, []
+
+    def killed(encoder, pieces):
+        if len(seen) == after:
+            raise Killed
+        seen.append(sum(each.size for each in pieces))
+        return encode(encoder, pieces)
+
+    monkeypatch.setattr(HuggingFace, "encode", killed)
+    with pytest.raises(Killed):
+        jp.open_data(asked, tmp_path / "data")
+    (begun,) = (tmp_path / "data").glob("*.begun")
+    with begun.open("ab") as more:
+        more.write(b"what was written after the last note")
+    done, after = sum(seen), -1
+    seen.clear()
+    jp.open_data(asked, tmp_path / "data")
+    assert tokens_of(tmp_path / "data") == tokens_of(tmp_path / "whole")
+    assert sum(seen) == sum(file.stat().st_size for file in tmp_path.glob("*.txt")) - done
+    assert ("goes on after" in capsys.readouterr().err) == (done > 0)
+    assert not list((tmp_path / "data").glob("*.begun")) + list((tmp_path / "data").glob("*.progress"))
+
+
+@pytest.mark.parametrize("damage", ["file", "notes"])
+def test_a_begun_file_that_is_altered_is_begun_anew(folders, tmp_path, monkeypatch, damage):
+    write_text(tmp_path, 400)
+    monkeypatch.setattr(journal, "EVERY", 0.0)
+    monkeypatch.setattr("jaxpar.data.encode.AT_ONCE", 2**9)
+    monkeypatch.setattr(corpus, "PIECE", 2**9)
+    asked, mark = job(tmp_path, folders["llama3"]), marks.mark
+    jp.open_data(asked, tmp_path / "whole")
+    left = iter(range(6))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            encoders, "mark", lambda *args, **kw: mark(*args, **kw) if next(left, None) is not None else 1 / 0
+        )
+        with pytest.raises(ZeroDivisionError):
+            jp.open_data(asked, tmp_path / "data")
+    (altered,) = (tmp_path / "data").glob("*.begun" if damage == "file" else "*.progress")
+    data = bytearray(altered.read_bytes())
+    data[len(data) // 3] ^= 1
+    altered.write_bytes(data)
+    jp.open_data(asked, tmp_path / "data")
+    assert tokens_of(tmp_path / "data") == tokens_of(tmp_path / "whole")
+
+
+PACK = """
+import sys, jaxpar as jp
+from jaxpar.data import journal, corpus
+journal.EVERY = 0.0
+import jaxpar.data.encode as encode
+encode.AT_ONCE = corpus.PIECE = 2**11
+print("begun", flush=True)
+jp.open_data(jp.Data(source="text", path=sys.argv[1], tokenizer=sys.argv[2], seq=16), sys.argv[3])
+"""
+
+
+@pytest.mark.slow
+def test_sigkill_at_any_moment_loses_no_token(folders, tmp_path):
+    write_text(tmp_path, 20_000)
+    jp.open_data(job(tmp_path, folders["llama3"]), tmp_path / "whole")
+    command = [sys.executable, "-c", PACK, str(tmp_path / "*.txt"), str(folders["llama3"]), str(tmp_path / "data")]
+    kills = 0
+    for wait in (0.1, 0.3):
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert child.stdout.readline()
+        time.sleep(wait)
+        child.kill()
+        kills += child.wait() != 0
+        child.stdout.close()
+    assert kills
+    jp.open_data(job(tmp_path, folders["llama3"]), tmp_path / "data")
+    assert tokens_of(tmp_path / "data") == tokens_of(tmp_path / "whole")
+
+
+def test_a_run_keeps_its_tokenizer_and_reads_text_back(folders, tmp_path):
+    write_text(tmp_path, 400)
+    source = jp.open_data(job(tmp_path, folders["llama2"]), tmp_path / "data")
+    kept = Text(tmp_path / "data", str(folders["llama2"]))
+    assert kept.size == saved(folders["llama2"]).size
+    assert kept.encode("the cat")[0] == kept.bpe.token_to_id("<s>")
+    assert kept.decode(kept.encode("the cat sat")) == "the cat sat"
+    assert source.batch(0, 4)["inputs"].max() < kept.size
+    other = jp.open_data(job(tmp_path, folders["gpt2"]), tmp_path / "data")
+    assert other.fingerprint != source.fingerprint
+
+
+@pytest.mark.parametrize("size", [499, 500, 512, 1500, 1524, 1525, 128_256])
+def test_a_vocabulary_is_that_of_the_tokenizer_or_padded(folders, size):
+    found = saved(folders["llama3"])
+    assert found.size == 500
+    if 500 <= size <= 1524:
+        found.check_model(size)
+        return
+    with pytest.raises(JaxparError, match=f"model.vocab = {size}, the tokenizer .* has 500 tokens"):
+        found.check_model(size)
+
+
+def test_large_vocabularies_are_padded_by_a_share(folders):
+    found = saved(folders["llama3"])
+    for tokens, rows in (
+        (151_665, 151_936),
+        (151_665, 152_064),
+        (50_295, 51_200),
+        (100_015, 102_400),
+        (32_000, 32_000),
+    ):
+        type(found)(**{**vars(found), "size": tokens}).check_model(rows)  # Qwen 2, Phi-2, DeepSeek-V2, Llama 2
+    with pytest.raises(JaxparError, match="padding"):
+        type(found)(**{**vars(found), "size": 32_000}).check_model(128_256)
+
+
+def test_special_tokens_are_read_from_the_map_where_the_config_has_none(folders, tmp_path):
+    config = json.loads((folders["llama3"] / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    made = tokenizing.write(tmp_path, encoders.load(saved(folders["llama3"])), **config)
+    with pytest.raises(JaxparError, match="names no eos_token"):
+        HuggingFace(saved(made))
+    assert HuggingFace(saved(made), "<|eot|>").end == 4
+    (made / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|end_of_text|>"}}))
+    assert HuggingFace(saved(made)).end == 1
