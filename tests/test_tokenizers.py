@@ -14,9 +14,9 @@ import jaxpar as jp
 from jaxpar.data import corpus, journal
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.piece import START, Piece
-from jaxpar.data.encode import encoded
 from jaxpar.data.tokenizers import encoders, marks
 from jaxpar.data.tokenizers.chat import chat
+from jaxpar.data.tokenizers.encode import encoded
 from jaxpar.data.tokenizers.encoders import HuggingFace
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.data.tokens import Text
@@ -25,7 +25,7 @@ from jaxpar.errors import JaxparError
 KINDS = ("llama3", "llama2", "gpt2", "t5")
 WORDS = [
     "a", "cat", "don't", "12", "3456", "...", "ü", "e\u0301", "。", "日本語", "\u3000", "\xa0", " ", "  ", "\n", "\n\n",
-    "\t", "\r\n", "!", "?\n", "🙂", "ﬁ", "def f(x):", "</s>", "<|eot|>", "<|endoftext|>", "Hello", " world", "▁", "\x00",
+    "\x00", "\t", "\r\n", "!", "?\n", "🙂", "ﬁ", "def f(x):", "</s>", "<|eot|>", "<|endoftext|>", "Hello", " world", "▁"
 ]  # fmt: skip
 
 
@@ -129,7 +129,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("after", [1, 5, 20])
 def test_what_was_killed_goes_on_at_the_exact_token(folders, tmp_path, monkeypatch, capsys, after):
     write_text(tmp_path)
-    monkeypatch.setattr("jaxpar.data.encode.AT_ONCE", 2**11)
+    monkeypatch.setattr("jaxpar.data.tokenizers.encode.AT_ONCE", 2**11)
     monkeypatch.setattr(corpus, "PIECE", 2**11)
     asked = job(tmp_path, folders["llama3"])
     jp.open_data(asked, tmp_path / "whole")
@@ -161,7 +161,7 @@ def test_what_was_killed_goes_on_at_the_exact_token(folders, tmp_path, monkeypat
 def test_a_begun_file_that_is_altered_is_begun_anew(folders, tmp_path, monkeypatch, damage):
     write_text(tmp_path, 400)
     monkeypatch.setattr(journal, "EVERY", 0.0)
-    monkeypatch.setattr("jaxpar.data.encode.AT_ONCE", 2**9)
+    monkeypatch.setattr("jaxpar.data.tokenizers.encode.AT_ONCE", 2**9)
     monkeypatch.setattr(corpus, "PIECE", 2**9)
     asked, mark = job(tmp_path, folders["llama3"]), marks.mark
     jp.open_data(asked, tmp_path / "whole")
@@ -184,7 +184,7 @@ PACK = """
 import sys, jaxpar as jp
 from jaxpar.data import journal, corpus
 journal.EVERY = 0.0
-import jaxpar.data.encode as encode
+import jaxpar.data.tokenizers.encode as encode
 encode.AT_ONCE = corpus.PIECE = 2**11
 print("begun", flush=True)
 jp.open_data(jp.Data(source="text", path=sys.argv[1], tokenizer=sys.argv[2], seq=16), sys.argv[3])

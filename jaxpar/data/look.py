@@ -1,8 +1,8 @@
 """What can be said about the text of a job before any of it is packed."""
 
-from jaxpar.data.encode import corpus_of
 from jaxpar.data.spec import OURS, Data
 from jaxpar.data.text import check_length, text_files
+from jaxpar.data.tokenizers.encode import corpus_of
 from jaxpar.data.tokenizers.encoders import end_of
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import refuse

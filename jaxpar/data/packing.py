@@ -19,9 +19,9 @@ import numpy as np
 
 from jaxpar.data import journal, packed
 from jaxpar.data.corpus import Corpus
-from jaxpar.data.encode import from_place, settings_of
 from jaxpar.data.packed import Packed
 from jaxpar.data.spec import OURS, Data
+from jaxpar.data.tokenizers.encode import from_place, settings_of
 from jaxpar.data.tokenizers.encoders import Encoder, HuggingFace, Plain
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.data.tokens import KEPT, bpe_file, bpe_tokens, byte_tokens, load_bpe, train_bpe

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.data.arrays import Arrays, load_arrays, load_digits
-from jaxpar.data.encode import corpus_of
 from jaxpar.data.iterables import Own, Stream
 from jaxpar.data.packing import pack
 from jaxpar.data.rows.documents import Documents
 from jaxpar.data.rows.mixture import Mixture
 from jaxpar.data.spec import Data, Source
 from jaxpar.data.text import Tokens, stdlib_files, text_files
+from jaxpar.data.tokenizers.encode import corpus_of
 from jaxpar.errors import refuse, users_code
 
 

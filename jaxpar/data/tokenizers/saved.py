@@ -11,20 +11,16 @@ Only tokenizer.json must be there. Nothing is imported here but the JSON reader:
 import hashlib
 import json
 import shutil
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from jaxpar.data.tokenizers.files import CONFIG, MAP, NAME, TEMPLATE, read_config, read_ids, read_template
 from jaxpar.errors import nearest, refuse
 
-NAME, CONFIG, MAP, TEMPLATE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # classes of transformers 4.57 that put special tokens around a text by their own two keys, whatever tokenizer.json says
 ADDED = {"LlamaTokenizer": True, "CodeLlamaTokenizer": True, "CohereTokenizer": True, "GemmaTokenizer": True,
@@ -144,75 +140,22 @@ def _none(path: str | Path, why: str) -> Exception:
 
 @lru_cache(maxsize=8)
 def _read(file: Path, stamps: tuple[int, ...]) -> Saved:
-    made = _json(file)
-    model = made.get("model")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocab, dict | list) or not vocab:  # of Unigram it is a list of [text, score]
-        raise _damaged(file, "it has no model.vocab")
-    config = {**_config(file.with_name(MAP)), **_config(file.with_name(CONFIG))}
-    added = {each["content"]: each["id"] for each in made.get("added_tokens") or []}
-    for number, each in dict(config.get("added_tokens_decoder") or {}).items():
-        added.setdefault(each["content"], int(number))
-    own = vocab if isinstance(vocab, dict) else {each[0]: index for index, each in enumerate(vocab)}
-    digest = hashlib.sha256(file.read_bytes())
-    template = _template(file, config)
+    config = read_config(file)
+    added, own = read_ids(file, config)
+    template = read_template(file, config)
     said = {key: config.get(key) for key in (*SPECIAL, "tokenizer_class", "add_bos_token", "add_eos_token")}
     said |= {"template": template, "prefix": config.get("add_prefix_space")}
-    digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(file.read_bytes() + json.dumps(said, sort_keys=True, default=str).encode())
     return Saved(
         file=file,
-        size=1 + max(*own.values(), *added.values()) if added else 1 + max(own.values()),
-        ids=_Both(added, own),
+        size=1 + max([*added.values(), max(own.values())]),
+        ids=ChainMap(added, own),
         config=config,
         template=template,
         digest=digest.hexdigest()[:16],
     )
 
 
-class _Both(dict):
-    """Added tokens first, then those of the vocabulary; without a copy of a large one."""
-
-    def __init__(self, added: dict[str, int], own: dict[str, int]):
-        super().__init__(added)
-        self.own = own
-
-    def __missing__(self, text: str) -> int:
-        return self.own[text]
-
-    def __contains__(self, text: object) -> bool:
-        return super().__contains__(text) or text in self.own
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        made = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(file, getattr(error, "strerror", None) or str(error)) from error
-    if not isinstance(made, dict):
-        raise _damaged(file, "it is no object")
-    return made
-
-
-def _config(file: Path) -> dict[str, Any]:
-    return _json(file) if file.is_file() else {}
-
-
-def _damaged(file: Path, why: str) -> Exception:
-    return refuse(
-        f"{file}: {why}", rule="a tokenizer is saved as JSON by Hugging Face's tokenizers", fix="save it anew"
-    )
-
-
 def _text(value: Any) -> str:
     """Returns the text of a special token, which is a string or an object with `content`."""
     return str(value.get("content", "")) if isinstance(value, dict) else value if isinstance(value, str) else ""
-
-
-def _template(file: Path, config: Mapping[str, Any]) -> str:
-    beside = file.with_name(TEMPLATE)
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8")
-    found = config.get("chat_template") or ""
-    if isinstance(found, list):  # several by name, of which one is the usual
-        found = next((each.get("template", "") for each in found if each.get("name") == "default"), "")
-    return str(found)
