@@ -1,6 +1,7 @@
 """Batches from the user's own Python: an iterable, or an object with `batch(step, size)`."""
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,24 @@ class Stream:
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
         if self._iterator is None or step < self._next:
-            self._iterator, self._next = iter(self.iterable), 0
+            self._begin(step)
+        return some(as_batch(self._drawn(step), size, self.fingerprint), rows)
+
+    def _begin(self, step: int) -> None:
+        """Sets out to draw the batch of a step."""
+        self._iterator, self._next = iter(self.iterable), 0
+
+    def _drawn(self, step: int) -> Any:
+        """Returns the batch of a step as the iterable yields it."""
         batch: Any = None
         while self._next <= step:
+            self._note()
             with users_code(
                 f"{self.fingerprint}, batch {self._next}",
                 rule="an iterable has a batch for every step",
                 fix="the line that it names",
             ):
-                batch = next(self._iterator, None)
+                batch = next(self._iterator, None)  # pyright: ignore[reportArgumentType]
             if batch is None:
                 raise refuse(
                     f"{self.fingerprint} ended after {self._next} batches, step {step} needs one more",
@@ -39,8 +49,15 @@ class Stream:
                     if self._next
                     else "yield {'inputs': ..., 'targets': ...} for every step",
                 )
+            self._seen(batch)
             self._next += 1
-        return some(as_batch(batch, size, self.fingerprint), rows)
+        return batch
+
+    def _note(self) -> None:
+        """Is called before a batch is drawn."""
+
+    def _seen(self, batch: Any) -> None:
+        """Is called with a batch that was drawn."""
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
         """Returns nothing: nothing is held out of an iterable."""
@@ -50,23 +67,25 @@ class Stream:
 class Own:
     """The user's own object with `batch(step, size)`, each batch checked.
 
-    It is evaluated if it has `evaluation(index, size)`: the index-th `size` held-out examples, fewer at the end, then
-    None.
+    With a parameter `rows` in `batch` it is asked for the rows of this process alone. It is evaluated if it has
+    `evaluation(index, size)`: the index-th `size` held-out examples, fewer at the end, then None.
     """
 
     def __init__(self, source: Any, name: str):
         self.source, self.name = source, name
+        self.knows_rows = "rows" in parameters(source.batch)
         self.fingerprint = str(getattr(source, "fingerprint", name))
         counted = getattr(source, "examples", None)
         self.examples = counted if isinstance(counted, int) else None
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
         """Returns the training batch of a step."""
+        given = {"rows": rows} if rows is not None and self.knows_rows else {}
         with users_code(
             f"{self.name}.batch({step}, {size})", rule="a source has batch(step, size)", fix="the line that it names"
         ):
-            batch = self.source.batch(step, size)
-        return some(as_batch(batch, size, self.name), rows)
+            batch = self.source.batch(step, size, **given)
+        return as_batch(batch, len(rows), self.name) if given else some(as_batch(batch, size, self.name), rows)  # pyright: ignore
 
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
         """Returns the index-th held-out batch of the user's, which has `size` rows or fewer; none after the last."""
@@ -80,18 +99,26 @@ class Own:
             batch = self.source.evaluation(index, size)
         if batch is None:
             return []
-        count = _count(batch, size)
+        count = count_of(batch, size)
         whole = as_batch(batch, count, self.name)
         return weighted(count, size, rows, lambda at: some(whole, at))
 
 
-def _count(batch: Any, size: int) -> int:
+def parameters(function: Any) -> Collection[str]:
+    """Returns the names of a function's parameters; none where they are not known."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return ()
+
+
+def count_of(batch: Any, size: int) -> int:
     """Returns how many rows all arrays of a user's held-out batch have, if fewer than `size`; else `size`."""
-    counts = {_rows(value) for value in batch.values()} if isinstance(batch, Mapping) else set()
+    counts = {rows_of(value) for value in batch.values()} if isinstance(batch, Mapping) else set()
     return min(counts) if len(counts) == 1 and 0 < min(counts) < size else size
 
 
-def _rows(value: Any) -> int:
+def rows_of(value: Any) -> int:
     if isinstance(value, (list, tuple)):
         return len(value)
     shape = getattr(value, "shape", ())

@@ -6,26 +6,27 @@ jsonl     lines of JSON, each of them a document: a column of text or of message
 parquet   rows of Parquet, likewise
 digits    scikit-learn's handwritten digits
 arrays    .npz, .npy or a folder of .npy
-pkg:name  any Python iterable of batches, or an object with `batch(step, size)`
+pkg:name  an object with `batch(step, size)`, a dataset by number, an iterable of batches, or what makes one
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxpar.data.arrays import Arrays, load_arrays, load_digits
-from jaxpar.data.iterables import Own, Stream
 from jaxpar.data.packing import pack
 from jaxpar.data.rows.documents import Documents
 from jaxpar.data.rows.mixture import Mixture
 from jaxpar.data.spec import Data, Source
+from jaxpar.data.streams.opening import open_own
 from jaxpar.data.text import Tokens, stdlib_files, text_files
 from jaxpar.data.tokenizers.encode import corpus_of
-from jaxpar.errors import refuse, users_code
+from jaxpar.errors import refuse
 
 
-def open_data(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None) -> Source:
+def open_data(
+    spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, named: Any = None, held: Any = None
+) -> Source:
     """Returns the source of a job.
 
     Args:
@@ -33,6 +34,7 @@ def open_data(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, na
       folder: Where packed tokens and the tokenizer are kept.
       seed: Of the order of examples.
       named: The user's object, for `package.module:name`.
+      held: The user's object of held-out examples, if it is another.
 
     Raises:
       JaxparError: If there is nothing to read, or it cannot be read.
@@ -50,7 +52,7 @@ def open_data(spec: Data, folder: str | Path = "runs/data", *, seed: int = 0, na
             rule="a job imports the object that it names; in Python it is given",
             fix="jp.open_data(data, named=my_batches)",
         )
-    return _of_python(spec, named)
+    return open_own(spec, named, folder, seed=seed, held=held)
 
 
 def _of_text(spec: Data, folder: Path, seed: int) -> Source:
@@ -65,31 +67,3 @@ def _rows_of(spec: Data, folder: Path, seed: int) -> Tokens:
     files = stdlib_files() if spec.source == "stdlib" else text_files(spec)
     file, packed = pack(corpus_of(spec, files), spec, folder)
     return (Tokens if spec.documents == "mixed" else Documents)(file, packed, spec, seed)
-
-
-def _of_python(spec: Data, named: Any) -> Source:
-    """Returns the user's own object as a source."""
-    if isinstance(named, Iterator):
-        raise refuse(
-            f"data.source = {spec.source!r} is a {type(named).__name__}, which can be read once",
-            rule="a source is read from its start again: to check it, and to resume",
-            fix="name the function that makes it",
-        )
-    if callable(getattr(named, "batch", None)) and not isinstance(named, type):
-        return Own(named, spec.source)
-    if callable(named):
-        with users_code(
-            f"data.source = {spec.source!r}",
-            rule="a function of no arguments returns an iterable of batches",
-            fix="give its arguments defaults",
-        ):
-            named = named()
-        if callable(getattr(named, "batch", None)):
-            return Own(named, spec.source)
-    if not isinstance(named, Iterable):
-        raise refuse(
-            f"data.source = {spec.source!r} is a {type(named).__name__}",
-            rule="a source is an iterable of batches, a function that returns one, or has batch(step, size)",
-            fix="yield {'inputs': ..., 'targets': ...} from a generator function",
-        )
-    return Stream(named, spec.source)

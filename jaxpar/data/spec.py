@@ -24,6 +24,8 @@ class Data(Keywords):
       source: stdlib, text, jsonl, parquet, digits, arrays, or "package.module:name" of a Python iterable, of a function
         that returns one, or of an object with batch(step, size) and, to be evaluated, evaluation(index, size); its
         `examples`, if it has them, is how many there are.
+      evaluation: "package.module:name" of examples to evaluate it on, if the source has no `evaluation` itself: a
+        dataset by number or an iterable of batches, or what makes one.
       path: File, folder or glob of text, rows or arrays; a list of them for text and rows.
       weights: Shares of the examples that come from each entry of `path`, if they are not to be as many as there are.
       pattern: Which files of a folder of text.
@@ -42,6 +44,7 @@ class Data(Keywords):
     """
 
     source: str = "stdlib"
+    evaluation: str = ""
     path: str | list[str] = field(default_factory=str)
     weights: tuple[float, ...] = ()
     pattern: str = "*"
@@ -128,6 +131,9 @@ def _of_text(spec: Data) -> list[Problem]:
     if spec.end and spec.tokenizer in OURS:
         rule = "bytes and our own bpe end a document by token 0"
         found.append(Problem(f"data.end = {spec.end!r} with {spec.tokenizer}", rule, "leave it out"))
+    if spec.evaluation and ":" not in spec.source:
+        rule = "data.evaluation is for data of one's own; of files a share is held out"
+        found.append(Problem(f"data.evaluation = {spec.evaluation!r}", rule, "data.held_out = 0.02"))
     if not spec.column:
         found.append(Problem("data.column = ''", "data.column names a column", 'column = "text"'))
     entries = len(spec.path) if isinstance(spec.path, list) else 1

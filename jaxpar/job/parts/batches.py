@@ -14,10 +14,11 @@ from jaxpar.job.file.schema import Job
 
 def open_data(job: Job) -> Source:
     """Returns the source of a job's batches."""
-    named = None
-    if ":" in job.data.source:
-        named = import_object(job.data.source, "data.source", allowed=job.allow_import)
-    return data.open_data(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named)
+    named, held = (
+        import_object(name, key, allowed=job.allow_import) if ":" in name else None
+        for name, key in ((job.data.source, "data.source"), (job.data.evaluation, "data.evaluation"))
+    )
+    return data.open_data(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named, held=held)
 
 
 def check_evaluated(job: Job, source: Source | None) -> None:
@@ -27,7 +28,7 @@ def check_evaluated(job: Job, source: Source | None) -> None:
     if not asked or (source is not None and source.evaluation(0, job.train.global_batch)):
         return
     own = ":" in job.data.source
-    fix = "evaluation(index, size) in it, beside batch(step, size)" if own else "data.held_out = 0.1, or more examples"
+    fix = "evaluation(index, size) in it, or data.evaluation" if own else "data.held_out = 0.1, or more examples"
     raise refuse(
         f"{' and '.join(asked)}, and data.source = {job.data.source!r} holds no example out",
         rule="a run is evaluated on examples that are held out",

@@ -1,0 +1,97 @@
+"""The user's own object as a source, by what it can do."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpar.data.iterables import Own, parameters
+from jaxpar.data.spec import Data, Source
+from jaxpar.data.streams.evaluated import Evaluated, held_out
+from jaxpar.data.streams.indexed import GrainMap, Indexed
+from jaxpar.data.streams.stateful import Stateful, check_loader
+from jaxpar.errors import refuse, users_code
+
+
+def open_own(spec: Data, named: Any, folder: Path, *, seed: int = 0, held: Any = None) -> Source:
+    """Returns the user's own object as a source.
+
+    Args:
+      spec: The `[data]` table; its `source` names the object.
+      named: The object.
+      folder: Where states of streams are written.
+      seed: Of the order of examples that are read by number.
+      held: The object that `data.evaluation` names, or None.
+
+    Raises:
+      JaxparError: If it is no source.
+    """
+    name, made, fresh = spec.source, named, False
+    if isinstance(named, Iterator):
+        raise refuse(
+            f"data.source = {name!r} is a {type(named).__name__}, which can be read once",
+            rule="a source is read from its start again: to check it, and to resume",
+            fix="name the function that makes it",
+        )
+    if _is_function(named):
+        with users_code(
+            f"data.source = {name!r}",
+            rule="a function of no arguments returns an iterable of batches; of (shard, shards) one of that shard",
+            fix="give its arguments defaults",
+        ):
+            made, fresh = named(**({"shard": 0, "shards": 1} if _takes_shards(named) else {})), True
+    if held is None and not _has_batch(made) and callable(getattr(made, "evaluation", None)):
+        held = made.evaluation
+    source = _source(spec, named if fresh else None, made, folder, seed)
+    return source if held is None else Evaluated(source, held_out(held, spec.evaluation or f"{name}'s evaluation"))
+
+
+def _source(spec: Data, function: Callable | None, made: Any, folder: Path, seed: int) -> Source:
+    """Returns what a function has made, or an object that was there, as a source."""
+    name = spec.source
+    if _has_batch(made):
+        return Own(made, name)
+    if _is_of_grain(made, "MapDataset"):
+        return GrainMap(made, name)
+    if is_indexed(made):
+        return Indexed(made, name, spec, seed)
+    if not isinstance(made, Iterable):
+        raise refuse(
+            f"data.source = {name!r} is a {type(made).__name__}",
+            rule="a source is an iterable of batches, a function that returns one, or has batch(step, size)",
+            fix="yield {'inputs': ..., 'targets': ...} from a generator function",
+        )
+    check_loader(made, name, fresh=function is not None)
+    return Stateful(function or partial(_same, made), name, folder)
+
+
+def is_indexed(made: Any) -> bool:
+    """Returns whether examples are read by number, as of map-style datasets; a list is an iterable of batches."""
+    return hasattr(made, "__getitem__") and hasattr(made, "__len__") and not isinstance(made, _ITERABLES | type)
+
+
+_ITERABLES = list | tuple | dict | str | bytes | np.ndarray
+
+
+def _same(made: Any) -> Any:
+    return made
+
+
+def _has_batch(made: Any) -> bool:
+    """Returns whether it has a method `batch(step, size)`: grain's datasets have one of that name that is another."""
+    own = callable(getattr(made, "batch", None)) and not isinstance(made, type)
+    return own and not any(_is_of_grain(made, kind) for kind in ("MapDataset", "IterDataset"))
+
+
+def _is_of_grain(made: Any, kind: str) -> bool:
+    return any(each.__name__ == kind and each.__module__.startswith("grain.") for each in type(made).__mro__)
+
+
+def _is_function(named: Any) -> bool:
+    return callable(named) and not _has_batch(named) and not is_indexed(named) and not isinstance(named, Iterable)
+
+
+def _takes_shards(function: Any) -> bool:
+    return {"shard", "shards"} <= set(parameters(function))
