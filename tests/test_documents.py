@@ -170,7 +170,7 @@ def test_the_loss_of_packed_rows_and_its_gradient_are_those_of_each_document_alo
             total, count = next_token(model, batch)["loss"]
             return total / count, count
 
-        return source.examples, *nnx.value_and_grad(mean, has_aux=True)(model)
+        return source.examples, *nnx.jit(nnx.value_and_grad(mean, has_aux=True))(model)
 
     rows, (loss, count), slope = found("apart")
     ones, (alone, counted), slopes = found("alone")

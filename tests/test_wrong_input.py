@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tokenizing
 from careless import BATCH, Lin, Net, X, Y
 from flax import nnx
 
@@ -70,7 +71,16 @@ loss = "classify"
 """
 PIPE = DECODER.replace("data = 2\nfsdp = 2\ntensor = 2", "pipe = 4\ndata = 2").replace("layers = 1", "layers = 4")
 CUT = OWN.replace("data = 8", "pipe = 4\ndata = 2").replace("careless:Net", "careless:Piped")
+CHAT = DECODER.replace(
+    "seq = 64",
+    'seq = 64\nsource = "jsonl"\npath = "HERE/talks.jsonl"\nmessages = "messages"\ntokenizer = "HERE/llama"',
+)
 ARRAYS = OWN.replace('"careless:batches"', '"arrays"').replace("careless:Net", "mlp")
+TEMPLATES = {  # folders of one tokenizer, by what is wrong with their templates
+    "mute": "", "endless": tokenizing.CHAT, "unclosed": "{% for message in messages %}",
+    "first": "{{ messages | length }}{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    "escaping": "{{ messages.append(1) }}",
+}  # fmt: skip
 LEAKS = ("Traceback", "pydantic", "Errno", "tuple[", "list[str]", "null", " a integer", " a array", "allow_pickle")
 
 
@@ -104,11 +114,19 @@ def here(tmp_path_factory):
         "binary.toml": b"\xff\xfe[train]", "windows.toml": b"\xef\xbb\xbf" + DECODER.encode(),
         "ok.toml": DECODER.encode(), "own.toml": OWN.encode(), "pipe.toml": PIPE.encode(), "file": b"",
         "two.csv": to_csv(schedule("1f1b", stages=2, microbatches=4)).encode(), "half.csv": b"1f1b,stages=4",
-        "binary.csv": b"\xff\xfe",
+        "binary.csv": b"\xff\xfe", "broken.parquet": b"PAR1", "ok.jsonl": b'{"text": "all is well"}\n' * 99,
+        "talks.jsonl": b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],'
+        b' "id": 7}',
+        "tools.jsonl": b'{"messages": [{"role": "tool", "content": "a"}]}',
     }  # fmt: skip
     for name, content in files.items():
         (folder / name).write_bytes(content)
     inputs, labels = np.zeros((64, 64), np.float32), np.arange(64) % 10
+    (folder / "older").mkdir()
+    (folder / "older" / "vocab.json").write_text("{}")
+    tokenizing.llama3(folder / "llama")
+    for name, template in TEMPLATES.items():
+        tokenizing.copy(folder / "llama", folder / name, template, end=name != "endless")
     np.savez(folder / "ok.npz", inputs=inputs, labels=labels)
     np.savez(folder / "lengths.npz", inputs=inputs, labels=labels[:60])
     np.savez(folder / "objects.npz", inputs=np.array([object()] * 4), labels=labels)
@@ -337,6 +355,43 @@ JOBS = [
     (DECODER, "data.source=text; data.path=HERE; data.pattern=*.doc", "*.doc", "names no file"),
     (DECODER, "data.source=text; data.path=HERE/short.txt", "6 tokens", "data.seq = 2"),
     (DECODER, "data.source=text; data.path=HERE/empty.txt", "text", "another data.path"),
+    (DECODER, "data.path=HERE/talks.jsonl", "data.path", 'source = "text"'),
+    (DECODER, "data.source=HERE/talks.jsonl", "talks.jsonl", 'source = "jsonl"'),
+    (DECODER, "data.source=jsonl", "'jsonl' without a path", "path ="),
+    (
+        DECODER,
+        "data.source=jsonl; data.path=HERE/talks.jsonl",
+        "line 1 has no column 'text'",
+        "its columns: messages, id",
+    ),
+    (DECODER, "data.source=jsonl; data.path=HERE/talks.jsonl; data.column=id", "line 1: id is 7", "column of text"),
+    (DECODER, "data.source=jsonl; data.path=HERE/ok.txt", "line 1 is broken", "sed -n 1p ok.txt"),
+    (DECODER, "data.source=jsonl; data.path=HERE/empty.txt", "empty.txt has no row", "another data.path"),
+    (DECODER, "data.source=parquet; data.path=HERE/broken.parquet", "broken.parquet", "is Parquet"),
+    (DECODER, "data.source=jsonl; data.path=HERE/talks.jsonl; data.messages=messages", "data.messages", "tokenizer ="),
+    (DECODER, "data.end=</s>", "data.end = '</s>'", "leave it out"),
+    (DECODER, "data.documents=appart", "appart", "apart"),
+    (DECODER, "data.learn=questions", "questions", "answers"),
+    (DECODER, "data.weights=[0.5, 0.5]", "[0.5, 0.5] for 1 of data.path", "weights = [0.7, 0.3]"),
+    (DECODER, "data.source=text; data.path=['HERE/ok.txt', 'HERE/short.txt']; data.weights=[1, -1]", "-1", "positive"),
+    (DECODER, "data.evaluation=careless:batches", "careless:batches", "data.held_out"),
+    (DECODER, "data.tokenizer=HERE/none", "none", "no tokenizer.json"),
+    (DECODER, "data.tokenizer=byte", "'byte'", 'tokenizer = "bytes"'),
+    (DECODER, "data.tokenizer=HERE/ok.toml", "ok.toml", "saved as JSON"),
+    (DECODER, "data.tokenizer=HERE/older", "of an older kind", "save_pretrained"),
+    (DECODER, "data.tokenizer=HERE/llama; model.vocab=128256", "128256", "500 tokens", "padding"),
+    (DECODER, "data.tokenizer=HERE/llama; model.vocab=400", "400", "500 tokens", "a row for every token"),
+    (DECODER, "data.tokenizer=HERE/llama; data.end=<stop>", "data.end = '<stop>'", "is a token of"),
+    (DECODER, "data.tokenizer=HERE/endless", "names no eos_token", "data.end"),
+    (CHAT, "data.messages=talk", "line 1 has no column 'talk'", "its columns: messages, id"),
+    (CHAT, "data.messages=id", "line 1: id is 7", "{role, content}"),
+    (CHAT, "data.path=HERE/tools.jsonl", "line 1: the chat template", "no tools"),
+    (CHAT, "data.tokenizer=HERE/mute", "no chat template", "chat_template.jinja"),
+    (CHAT, "data.tokenizer=HERE/unclosed", "the chat template of", "is jinja"),
+    (CHAT, "data.tokenizer=HERE/first", "message 1 changes how the template renders", 'data.learn = "all"'),
+    (CHAT, "data.tokenizer=HERE/escaping", "line 1: the chat template", "SecurityError"),
+    (OWN, "data.evaluation=careless:number", "is a int", "read again for every evaluation"),
+    (OWN, "data.documents=apart; data.source=jsonl; data.path=HERE/ok.jsonl", "takes no segments", "'alone'"),
     (ARRAYS, "data.path=HERE/none.npz", "none.npz", "No such file"),
     (ARRAYS, "data.path=['HERE/ok.npz']", "ok.npz']", "one .npz"),
     (ARRAYS, "data.path=HERE/empty.npz", "empty.npz", "np.savez"),
@@ -474,7 +529,7 @@ JOBS += [(PIPE, GRID, "of 2 members", "with pipe=4")]
 def test_a_wrong_job_is_one_precise_problem(text, wrong, words, here, monkeypatch):
     monkeypatch.syspath_prepend(here)
     with pytest.raises(JaxparError) as caught:
-        checked(text, *wrong.replace("HERE", str(here)).split("; "))
+        checked(text.replace("HERE", str(here)), *wrong.replace("HERE", str(here)).split("; "))
     said(caught.value, *words)
 
 

@@ -1,6 +1,7 @@
 """Tokenizers as Hugging Face saves them, made in place: what of them can differ, at a hundredth of their size."""
 
 import json
+import shutil
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -100,3 +101,11 @@ def t5(folder):
     return write(
         folder, made, tokenizer_class="T5Tokenizer", eos_token="</s>", pad_token="<pad>", unk_token="<unk>", extra_ids=0
     )
+
+
+def copy(folder, to, template, *, end=True):
+    """Copies a tokenizer with another template, or without the token that ends a text."""
+    shutil.copytree(folder, to)
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    kept = {key: value for key, value in config.items() if end or key != "eos_token"}
+    (to / "tokenizer_config.json").write_text(json.dumps(kept))
