@@ -187,6 +187,18 @@ def test_the_loss_of_packed_rows_and_its_gradient_are_those_of_each_document_alo
     assert len(learned) < (first["inputs"] != 0).sum() - 5
 
 
+def test_rows_without_an_answer_are_left_out(folder, tmp_path):
+    path = write(tmp_path / "a.jsonl", [*talks(10), *[{"messages": talks(1)[0]["messages"][:1]}] * 10])
+    spec = {"source": "jsonl", "path": path, "tokenizer": str(folder), "messages": "messages", "documents": "alone"}
+    source = jp.open_data(jp.Data(**spec, seq=64, held_out=0.0), tmp_path / "data")
+    assert source.examples == 10
+    assert source.batch(0, 10)["mask"].any(axis=1).all()
+    assert jp.open_data(jp.Data(**spec, seq=64, held_out=0.0, learn="all"), tmp_path / "data").examples == 20
+    path = write(tmp_path / "b.jsonl", [{"messages": talks(1)[0]["messages"][:1]}] * 10)
+    with pytest.raises(JaxparError, match="no token that is learned"):
+        jp.open_data(jp.Data(**{**spec, "path": path}, seq=64), tmp_path / "data")
+
+
 def test_a_mixture_draws_by_its_weights_and_evaluates_each_held_out_example_once(tmp_path):
     paths = []
     for name, count in (("a", 30), ("b", 90), ("c", 50)):

@@ -21,6 +21,7 @@ from jaxpar.data.spec import Batch
 from jaxpar.data.text import Tokens
 from jaxpar.data.tokenizers import marks
 from jaxpar.data.tokenizers.encoders import END
+from jaxpar.errors import refuse
 
 BLOCK = 2**21  # tokens that are looked at at once
 FILLED = 0  # what fills a row up: a token that nothing looks at
@@ -31,16 +32,12 @@ class Documents(Tokens):
 
     def _count(self) -> int:
         self.bounds = plan(self._documents(), len(self.tokens), self.spec.seq, apart=self.spec.documents == "apart")
-        return len(self.bounds) - 1
+        self.kept = self._learning()
+        return len(self.kept)
 
     def where(self, step: int, size: int, row: int) -> str:
         """Returns in words where a row of a training batch lies."""
-        return f"from token {self.bounds[self._chosen(step, size)[row]]} of {self.file}"
-
-    @property
-    def filled(self) -> float:
-        """The share of the rows' places that hold tokens."""
-        return len(self.tokens) / (self.spec.seq * (len(self.bounds) - 1))
+        return f"from token {self.bounds[self.kept[self._chosen(step, size)[row]]]} of {self.file}"
 
     def _documents(self) -> Iterator[np.ndarray]:
         """Yields where documents end, block by block."""
@@ -52,11 +49,31 @@ class Documents(Tokens):
             else:
                 yield np.flatnonzero(block == END) + begin + 1
 
+    def _learning(self) -> np.ndarray:
+        """Returns the rows in which something is learned: a batch of others alone would have no loss.
+
+        Raises:
+          JaxparError: If there are none.
+        """
+        learned = np.zeros(len(self.bounds) - 1, np.int64)
+        for begin in range(0, len(self.tokens), BLOCK):
+            _, first, good = self._parted(self._read(begin, min(BLOCK, len(self.tokens) - begin)))
+            targets = np.flatnonzero(good & ~first) + begin
+            rows = np.searchsorted(self.bounds, targets, side="left") - 1  # of the token before it, which predicts it
+            learned += np.bincount(rows[rows >= 0], minlength=len(learned))
+        if not learned.any():
+            raise refuse(
+                f"{self.file} has no token that is learned",
+                rule="conversations have answers, and documents more than one token",
+                fix='data.learn = "all", or other data',
+            )
+        return np.flatnonzero(learned)
+
     def _rows(self, chosen: np.ndarray) -> Batch:
         shape = len(chosen), self.spec.seq
         made = {name: np.zeros(shape, np.int32) for name in ("inputs", "targets", "mask")}
         segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        for row, index in enumerate(chosen):
+        for row, index in enumerate(self.kept[chosen]):
             begin, end = (int(each) for each in self.bounds[index : index + 2])
             count = end - begin
             tokens = self._read(begin, min(count + 1, len(self.tokens) - begin))
