@@ -87,7 +87,7 @@ def test_outside_evaluation_gathers_them_once_in_bf16():
     step = jp.train_step(layout, jp.next_token, optax.adamw(1e-3), precision="bf16")
     state, shape = step.abstract(), jax.ShapeDtypeStruct((32, SEQ), jnp.int32)
     batch = {name: step.shaped(name, shape) for name in ("inputs", "targets")}
-    with step._traced():
+    with step.traced():
         found = jp.inspect(step._eval, state.params, state.model_state, batch, mesh=layout.mesh)
     count = sum(place.leaf.size for place in layout.placements.values())
     assert moved(found)["all-gather"] == ({"bf16"}, pytest.approx(BF16 * count, **EXACT))

@@ -177,7 +177,7 @@ class Step:
         if key not in self._compiled:
             self._check_state(state)
             with self.compiling():
-                with self._users_code(batch), self._traced():
+                with self._users_code(batch), self.traced():
                     lowered = program.lower(state.params, state.model_state, batch)
                 asked.check(self.layout, self._used, lowered)
                 self._compiled[key] = self._compile(key, lowered)
@@ -195,7 +195,7 @@ class Step:
         For who applies gradients elsewhere, or later, than a step does: the parameters need not be the newest.
         """
         batch = self.put(batch)
-        with self._users_code(batch), self._traced():
+        with self._users_code(batch), self.traced():
             return self._differentiated(params, model_state, batch)
 
     def _compile(self, key: Any, lowered):
@@ -249,7 +249,7 @@ class Step:
           exchanges: Which meeting of replicas it ends with, from 1; 0 for none, where they do not meet in every step.
         """
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
-        with self._users_code(batch), self._traced():
+        with self._users_code(batch), self.traced():
             always = self.gradients.meeting(1) if self.gradients.every == 1 else 0
             train = self._train(exchanges or always)
             traced = train.trace(state, batch, *((np.float32(math.inf),) if self.guard else ()))
@@ -286,7 +286,8 @@ class Step:
         return self._placing.shaped(name, value)
 
     @contextmanager
-    def _traced(self):
+    def traced(self):
+        """Yields while a function of the step's own arrays is traced: on its mesh, with the names of its dims."""
         with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used):
             yield
 

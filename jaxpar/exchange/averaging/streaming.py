@@ -5,7 +5,8 @@
     applies       0   1   2   0      so that what is sent in a step is of one fragment
 
 What is sent is the way that a replica has gone since the fragment's last meeting: whole, or as a code of fewer bits.
-One program makes one step, so that here the delay is in what is computed, not in time: a step waits for what it sends.
+Where one program makes one step, the delay is in what is computed, not in time: a step waits for what it sends. By
+`depart` and `arrive` the steps between them are one program, in which nothing waits (`step.apart.rounds`).
 """
 
 from collections.abc import Mapping
@@ -113,6 +114,26 @@ class Streaming(Outer):
             params, own = self._apply(each[number], params, own, between)
         return replace(replicas, params=structure.unflatten(params.values()), own=own)
 
+    def depart(self, replicas: Replicas, between: "Between") -> Tree:
+        """Returns the fragment that is sent at a meeting, on its way: see `in_flight`. Only in fp32."""
+        from jaxpar.exchange.averaging import in_flight
+
+        flat, fragment, between = self._sent(replicas, between, between.meeting)
+        return in_flight.depart(take(flat, fragment, dim=1), _only(between, fragment))
+
+    def arrive(self, vectors: Tree, replicas: Replicas, between: "Between") -> Replicas:
+        """Returns the replicas after a fragment that has departed was applied, at the meeting `delay` steps later."""
+        from jaxpar.exchange.averaging import in_flight
+
+        flat, fragment, between = self._sent(replicas, between, between.meeting - self.delay)
+        largest = max(flat, key=lambda path: flat[path].size)  # of after the steps that do not wait
+        only = _only(between, fragment)
+        mean = in_flight.arrive(vectors, only.parts, only, flat[largest])
+        own = {**replicas.own, "sent": put(replicas.own["sent"], fragment, mean)}
+        flat, own = self._apply(fragment, flat, own, between)
+        _, structure = by_path(replicas.params)
+        return replace(replicas, params=structure.unflatten(flat.values()), own=own)
+
     def sends(self, shards: Mapping[str, Any], replicas: int) -> tuple[Sent, ...]:
         """Returns the all-reduce of each fragment, or what its code sends."""
         from jaxpar.exchange.between import averaged
@@ -125,6 +146,16 @@ class Streaming(Outer):
             own = {path: share(shards[path], layers) for path, layers in fragment.items()}
             found += [replace(sent, meeting=number + 1, every=self.every) for sent in sent_by(own, replicas)]
         return tuple(found)
+
+    def _sent(self, replicas: Replicas, between: "Between", meeting: int) -> tuple[Tree, Fragment, "Between"]:
+        """Returns parameters by path, the fragment that is sent at a meeting, and where parameters by path are."""
+        flat, structure = by_path(replicas.params)
+        between = between.of(dict(zip(flat, structure.flatten_up_to(between.specs), strict=True)))
+        number = self._at((meeting - 1) % self.every)
+        if number is None:
+            rule = "a fragment departs where it is sent"
+            raise refuse(f"meeting {meeting} of {self}", rule=rule, fix="a meeting that sends one")
+        return flat, fragments(between.parts, self.fragments, self.order)[number], between
 
     def _mean(self, fragment: Fragment, params: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
         """Returns the replicas' mean of a fragment as it comes off the wire, and the state of its code."""

@@ -99,13 +99,20 @@ class Apart(Gradients):
 
     def agree(self, state: State, found: dict[str, Any], meeting: int) -> tuple[State, dict[str, Any]]:
         """Returns the state after the replicas met."""
+        return self.met(state, self.exchange.agree(*self.meet(state, meeting))), found
+
+    def meet(self, state: State, meeting: int) -> tuple[Replicas, Between]:
+        """Returns the replicas of a state as an exchange sees them, and where they are."""
         held = self.layout.optimizer_specs(of_one_replica(state.optimizer) if self.exchange.differ else state.optimizer)
         between = dataclasses.replace(self._between(self.layout.stored), optimizer=held, meeting=meeting)
         trained = self._trained(state.params)
         given = Replicas(params=trained, optimizer=state.optimizer, own=state.exchange, model_state=state.model_state)
-        met = self.exchange.agree(given, between)
-        params = joined(met.params, state.params)
-        return State(state.step, params, met.optimizer, met.model_state, met.own), found
+        return given, between
+
+    def met(self, state: State, replicas: Replicas) -> State:
+        """Returns a state with the replicas as an exchange made them."""
+        params = joined(replicas.params, state.params)
+        return State(state.step, params, replicas.optimizer, replicas.model_state, replicas.own)
 
     def silent(self, *, exchanges: int) -> tuple[str, ...]:
         """Returns `data`, but for steps in which replicas meet."""
