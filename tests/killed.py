@@ -1,6 +1,6 @@
 """A small run that is killed at any moment: what `test_kills.py` starts, again and again.
 
-It trains through the real loop, with a checkpoint at every step, on two simulated devices.
+It trains through the real loop, with a checkpoint at every step, on two simulated devices; or by DiLoCo, on eight.
 """
 
 import os
@@ -56,13 +56,18 @@ class Told:
         self.step, self.say = lambda row: send.send(row["step"]), print
 
 
-def train(folder, steps, send, point=None, after=0):
+WHOLE = jp.Parallel(fsdp=2, zero=3)
+NAMES = {"a/kernel": (None, "mlp"), "b/kernel": ("mlp", None)}
+DILOCO = jp.Parallel(data=2, fsdp=2, tensor=2, exchange=jp.Exchange("diloco", every=4), paths=NAMES)
+
+
+def train(folder, steps, send, point=None, after=0, parallel=WHOLE):
     """Trains from the newest checkpoint to the last step; kills itself at the `after`th pass of a point."""
-    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_num_cpu_devices", parallel.data * parallel.fsdp * parallel.tensor)
     if point:
         _kill_at(*POINTS[point], after)
     folder = Path(folder)
-    layout, optimizer = jp.compose(Net, jp.Parallel(fsdp=2, zero=3)), optax.adam(1e-2)
+    layout, optimizer = jp.compose(Net, parallel), optax.adam(1e-2)
     step, store = jp.train_step(layout, jp.classify, optimizer), Store(folder / "checkpoints", Checkpoints(every=1))
     if store.steps():
         start, at = store.restore(step.abstract())

@@ -53,11 +53,11 @@ def test_a_code_has_the_bytes_that_are_said(name):
 
 @pytest.mark.parametrize("name", ["int8", "int4", "ternary"])
 def test_codes_that_are_drawn_are_right_on_average(name):
-    code, draws, given = CODES[name], 2_000, rows(shape=(1, 64))
+    code, draws, given = CODES[name], 100_000, rows(shape=(1, 64))
     one = lambda key: code.decode(code.encode(given, key))  # noqa: E731
     found = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), draws)), np.float64)
     error = found.std(0) / np.sqrt(draws)
-    assert (np.abs(found.mean(0) - given) <= 4.5 * error + 1e-6).all()  # 64 elements: one in 10^5 is farther
+    assert (np.abs(found.mean(0) - given) <= 4 * error + 1e-6).all()
     assert found.std(0).max() > 0
 
 
@@ -157,7 +157,7 @@ def test_all_that_was_sent_and_all_that_is_remembered_is_all_there_was(sizes):
         lost, piece = (np.asarray(sent.exchange[key][f"{path}/kernel"], np.float64) for key in ("lost", "pieces"))
         got, want = (np.asarray(state.optimizer[path]["kernel"], np.float64) for state in (sent, true))
         assert np.abs(got - want).max() > 0.01 * np.abs(want).max()
-        np.testing.assert_allclose(got + lost.mean(0) + piece, want, atol=1e-6 * np.abs(want).max() * 5)
+        np.testing.assert_allclose(got + lost.mean(0) + piece, want, atol=1e-6 * np.abs(want).max())
 
 
 @pytest.mark.slow
@@ -235,6 +235,58 @@ def test_a_model_of_usual_size_sends_a_share_of_its_gradients(name, most):
     assert (coded - small) / whole <= most
     assert "norm" in layout.explain().split("whole: ")[1].splitlines()[0]
     assert small < 0.01 * whole
+
+
+def between_nodes(exchange, meeting=0):
+    """What a decoder's step sends over data, as compiled for two nodes of H100s, and elements that a device holds."""
+    settings = jp.DecoderSettings(vocab=1024, seq=32, layers=2, dim=256, heads=4, hidden=1024)
+    parallel = jp.Parallel(data=8, fsdp=2, exchange=exchange)
+    layout = jp.compose(partial(jp.Decoder, settings), parallel, jp.target_devices("h100:2x8"))
+    ids = jax.ShapeDtypeStruct((16, 32), jnp.int32)
+    step = jp.train_step(layout, jp.next_token, CHAIN)
+    found = over_data(jp.inspect(step, {"inputs": ids, "targets": ids}, exchanges=meeting))
+    return found, [part.size for part in layout.parts.values() if part.whole >= 4096]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("exchange", "sent"),
+    [
+        (jp.Exchange("sign"), {"u8": 1 / 8, "f32": 4 / 1024}),
+        pytest.param(jp.Exchange("qsgd"), {"u8": 1, "f32": 4 / 1024}, marks=pytest.mark.full),
+        pytest.param(jp.Exchange("qsgd", bits=4), {"u8": 1 / 2, "f32": 4 / 1024}, marks=pytest.mark.full),
+        pytest.param(
+            jp.Exchange("topk", share=0.01), {"f32": 4 * 10 / 1024, "u16": 2 * 10 / 1024}, marks=pytest.mark.full
+        ),
+    ],
+    ids=str,
+)
+def test_bytes_between_nodes_are_the_closed_form_by_dtype(exchange, sent):
+    """Bytes of an element, in each of two phases, beside 4 of float32; norms are summed whole."""
+    found, elements = between_nodes(exchange)
+    bytes_of = {}
+    for each in found:
+        if each.kind in ("all-to-all", "all-gather"):
+            bytes_of[each.dtype] = bytes_of.get(each.dtype, 0) + each.step_payload
+    assert bytes_of == pytest.approx({dtype: 2 * size * sum(elements) for dtype, size in sent.items()}, rel=0.01)
+    share = sum(bytes_of.values()) / (2 * 4 * sum(elements))
+    assert share <= {"sign": 1 / 30, "topk": 0.0147}.get(exchange.name, 1.01 * sum(sent.values()) / 4)
+    whole = sum(each.step_payload for each in found if each.kind == "all-reduce")
+    assert whole < 0.01 * 4 * sum(elements)
+
+
+@pytest.mark.full
+def test_diloco_sends_all_at_once_and_streaming_a_fragment_at_a_time():
+    """As compiled for two nodes: float32 of all parameters every 20 steps, or of a quarter every 5."""
+    found, elements = between_nodes(jp.Exchange("diloco", every=20), 1)
+    whole = sum(each.step_payload for each in found)
+    assert {each.dtype for each in found} == {"f32"}
+    assert whole == pytest.approx(4 * sum(elements), rel=0.01)
+    streaming = jp.Exchange("streaming", every=20, fragments=2)
+    each = [sum(e.step_payload for e in between_nodes(streaming, at)[0]) for at in (10, 20)]
+    assert sum(each) == pytest.approx(whole, rel=0.01)
+    assert max(each) == pytest.approx(whole / 2, rel=0.05)
+    assert between_nodes(jp.Exchange("local", every=20))[0] == []
 
 
 # what is refused

@@ -81,3 +81,18 @@ def test_sigkills_lose_nothing_beyond_the_last_interval(kills, steps, processes,
     assert (code, began >= last - 2) == (0, True)
     assert losses(folder) == losses(tmp_path / "whole")
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [f"{steps - 1:06d}", f"{steps:06d}"]
+
+
+@pytest.mark.slow
+def test_replicas_that_differ_are_killed_and_go_on_to_the_bit(processes, tmp_path):
+    """DiLoCo of two replicas, each over fsdp 2 x tensor 2, killed between two meetings and while it saves."""
+    from killed import DILOCO
+
+    steps = 40
+    assert killed(processes, tmp_path / "whole", steps, parallel=DILOCO)[0] == 0
+    for how in ({"seconds": 0.1}, {"point": POINTS[2], "after": 2}, {"seconds": 0.2}):
+        code, _, reached = killed(processes, tmp_path / "run", steps, parallel=DILOCO, **how)
+        assert (code, reached < steps) == (-signal.SIGKILL, True)
+    code, began, _ = killed(processes, tmp_path / "run", steps, parallel=DILOCO)
+    assert (code, 0 < began < steps) == (0, True)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")

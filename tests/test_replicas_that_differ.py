@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import traverse_util
+from flax import nnx, traverse_util
 from test_seams_exchange import CHAIN, alone, batch, born, composed, loss, over_data, rows_of, sums_of
 from tiny import assert_same_arrays
 
@@ -73,6 +73,42 @@ def test_gossip_of_all_with_all_is_local():
     local, expected = trained(jp.Exchange("local", every=2))
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     assert_same_arrays(gossip.params, local.params, 1e-6)
+
+
+class Weighed(nnx.Module):
+    """Its loss is linear, so that the gradient of an example is the example."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.zeros(8))
+
+    def __call__(self, x):
+        return x @ self.w[...]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("exchange", "same"),
+    [
+        (jp.Exchange("local", every=1), jp.Exchange("all_reduce")),
+        (jp.Exchange("gossip", every=2, graph=np.full((4, 4), 1 / 4)), jp.Exchange("local", every=2)),
+    ],
+    ids=["local every step is sync", "gossip of all is local"],
+)
+def test_where_nothing_is_rounded_identities_hold_to_the_bit(exchange, same):
+    """Of whole numbers, and powers of two that divide them: float32 adds these exactly, in any order."""
+    found = []
+    for each in (exchange, same):
+        layout = jp.compose(Weighed, jp.Parallel(data=4, exchange=each), jax.devices()[:4])
+        sgd = optax.sgd(2**-3)
+        step = jp.train_step(layout, lambda model, batch: (jnp.sum(model(batch["x"])), len(batch["x"])), sgd)
+        state = jp.init_state(layout, sgd)
+        for i in range(4):
+            x = np.random.default_rng(i).integers(-64, 64, (16, 8)).astype(np.float32)
+            state, _ = step(state, {"x": x})
+        (w,) = jax.tree.leaves(jax.device_get(state.params))
+        found.append(np.broadcast_to(w, (4, 8)))
+    assert np.abs(found[0]).max() > 1
+    np.testing.assert_array_equal(*found)
 
 
 # each beside its equations in plain JAX, replica by replica
@@ -397,3 +433,4 @@ def test_an_exchange_is_a_value():
     assert diloco == dataclasses.replace(jp.Exchange("diloco"), every=7)
     assert hash(diloco) == hash(jp.Exchange(name="diloco", every=7))
     assert str(diloco) == "diloco every 7 steps"
+    assert jp.Parallel(data=2, exchange=None) == jp.Parallel(data=2)

@@ -41,7 +41,7 @@ class Parallel(Keywords):
         (Korthikanti et al. 2022, arXiv:2205.05198).
       pipeline: How the stages take turns.
       how: Axis to the way in which its technique runs, where it has several: {"context": "gather"}.
-      exchange: How the replicas over `data` agree.
+      exchange: How the replicas over `data` agree; None is by all-reduces in every step.
       axes: Sizes of further axes, of techniques that are added to jaxpar's own: {"toy": 2}.
       rules: Name of a dim, of parameters or activations, to mesh axis (or axes, or None), before jaxpar's own names. A
         name that the model does not use is refused once its step is traced.
@@ -66,6 +66,10 @@ class Parallel(Keywords):
     rules: Mapping[str, Axes] = field(default_factory=dict)
     paths: Mapping[str, Sequence[str]] = field(default_factory=dict)
     replicate_above: int = 4 * 2**20
+
+    def __post_init__(self):
+        if self.exchange is None:
+            object.__setattr__(self, "exchange", AllReduce())
 
     @property
     def sizes(self) -> dict[str, int]:
