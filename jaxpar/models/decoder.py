@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.cache import Cache
+from jaxpar.models.documents import Documents
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
 from jaxpar.models.own_backward import logits
@@ -52,16 +53,24 @@ class Decoder(nnx.Module):
         self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
 
-    def __call__(self, tokens_bs: jax.Array) -> jax.Array:
-        """Returns logits [batch, seq, vocab] for tokens [batch, seq], int32."""
+    def __call__(
+        self, tokens_bs: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns logits [batch, seq, vocab].
+
+        Args:
+          tokens_bs: Tokens. Shape [batch, seq], int32.
+          segments: Where several documents share a row, the number of each token's, ascending. Shape [batch, seq].
+          positions: Position of each token in its document. Shape [batch, seq].
+        """
         s = self.settings
         table = self.embed[...]
-        x = self._looked_up(table, tokens_bs)
+        x = self._looked_up(table, tokens_bs, positions)
         keys = None
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, first), keys[1:]
-        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan)
+        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, documents=Documents(segments, positions))
         return self._read_out(x, table)
 
     def cache(self, rows: int, positions: int, dtype=jnp.float32) -> Cache:

@@ -5,7 +5,8 @@
 
 As with `jp.constrain`, the model knows no mesh, and outside of a step an island is a plain function. An implementation
 has the island's own arguments, as arrays of global shape that are cut as the model named their dims: it may constrain
-them whole, or enter `jax.shard_map` over the axes that cut them.
+them whole, or enter `jax.shard_map` over the axes that cut them. Masks besides `causal` it is given only where the
+model has them.
 
 To add an island: a function here that checks what it is given and calls what runs under its name. To add an
 implementation: a row of the table `how` of a technique (`jaxpar.parallel.techniques`). A model's or a user's own needs
@@ -14,6 +15,7 @@ no technique: `with implemented({"attention": mine}):` around the call of the mo
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, k head_dim.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,9 +25,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse
+from jaxpar.models.blocks.attention import blockwise
+from jaxpar.models.blocks.chosen import LONG, fits_cudnn, in_blocks
+from jaxpar.models.blocks.masks import check_masks
+from jaxpar.models.blocks.pairs import BLOCK
+from jaxpar.models.blocks.rule import Rule
 from jaxpar.models.own_backward import attended
 
-Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal) -> bshk
+Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal, window, segments) -> bshk
+BY_BLOCKS = f"attention runs in blocks of at most {BLOCK} keys and keeps no scores: rows of more than {LONG} keys"
 # the names of dims of what attention is given, for models that name them and implementations that ask how they are cut
 QUERIES = ("batch", "seq", "heads", "head_dim")
 KEYS = ("batch", "seq", "kv_heads", "head_dim")
@@ -37,26 +45,48 @@ _called: ContextVar[set[str] | None] = ContextVar("called", default=None)
 _kernel: ContextVar[Attention | None] = ContextVar("kernel", default=None)
 
 
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = False) -> jax.Array:
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
     """Returns softmax(q k / sqrt(head_dim)) v, as the step that is traced runs it.
 
     Name the dims of the model's stream, `jp.constrain(x, "batch", "seq", "embed")`, and context parallelism cuts the
-    sequence: where one query meets all keys is then this function's business.
+    sequence: where one query meets all keys is then this function's business. Masks are functions of positions and
+    segments, never arrays of a row of keys for each query. Of more than 8,192 keys it runs block by block where cuDNN's
+    kernel does not run (`models/blocks/chosen.py`), and `jp.inspect` says so: no scores are kept then.
 
     Args:
       q: Queries. Shape [batch, queries, heads, head_dim].
       k: Keys. Shape [batch, keys, kv_heads, head_dim]; kv_heads divides heads (grouped-query attention).
       v: Values. Shape of `k`.
       causal: Whether query i sees only the keys 0..i; there are as many of both then.
+      window: Whether query i sees only keys less than so many tokens away: i - window + 1 to i where causal.
+      segments: Numbers of the documents in a row: a query sees only keys of its own. Shape [batch, seq], ascending.
 
     Returns:
       Shape and dtype of `q`.
 
     Raises:
-      JaxparError: If the shapes or dtypes do not belong together.
+      JaxparError: If the shapes or dtypes do not belong together; if what runs it here takes no window or segments.
     """
     _check(q, k, v, causal)
-    return _run("attention", whole)(q, k, v, causal=causal)
+    check_masks(q, k, window, segments)
+    given = {"window": window, "segments": segments}
+    masks = {name: value for name, value in given.items() if value is not None}
+    run = _run("attention", on_one_device)
+    if taken := set(masks) - _keywords(run):
+        raise refuse(
+            f"jp.attention({', '.join(sorted(taken))}=...), run by {getattr(run, '__name__', run)!s:.60}",
+            rule="an implementation of the island takes the masks that the model gives it",
+            fix="a parameter of each of those names in it, or attention without them",
+        )
+    return run(q, k, v, causal=causal, **masks)
 
 
 def whole(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
@@ -68,6 +98,30 @@ def whole(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bo
         return kernel(q_bshk, k_btgk, v_btgk, causal=causal)
     fused = "cudnn" if low and jax.default_backend() == "gpu" else None
     return jax.nn.dot_product_attention(q_bshk, k_btgk, v_btgk, is_causal=causal, implementation=fused)
+
+
+def on_one_device(
+    q_bshk: jax.Array,
+    k_btgk: jax.Array,
+    v_btgk: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """Returns attention over whole sequences, under any mask, and block by block over long ones."""
+    fused = fits_cudnn(q_bshk, causal=causal, window=window, segments=segments)
+    if in_blocks(k_btgk, fused=fused):
+        note(BY_BLOCKS)
+        return blockwise(q_bshk, k_btgk, v_btgk, rule=Rule(causal, window), segments_bs=segments)
+    if window is None and segments is None:
+        return whole(q_bshk, k_btgk, v_btgk, causal=causal)
+    reach = None if window is None else (window - 1, 0 if causal else window - 1)
+    mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
+    kernel = "cudnn" if fused else None
+    return jax.nn.dot_product_attention(
+        q_bshk, k_btgk, v_btgk, mask=mask, is_causal=causal, local_window_size=reach, implementation=kernel
+    )
 
 
 @contextmanager
@@ -87,7 +141,8 @@ def implemented(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
     """Runs these islands, by their names, as the given functions, while the context lasts. The innermost context wins.
 
     Yields:
-      The names of the islands that were called, complete when the context ends; also within contexts inside of it.
+      The names of the islands that were called, and the forms that were noted, complete when the context ends; also
+      within contexts inside of it.
     """
     around = _called.get()
     called: set[str] = set() if around is None else around
@@ -97,6 +152,20 @@ def implemented(islands: Mapping[str, Callable]) -> Iterator[set[str]]:
             yield called
     finally:
         _called.reset(token)
+
+
+def note(form: str) -> None:
+    """Notes in which form an island runs, for the reader of a report: a sentence without its full stop."""
+    called = _called.get()
+    if called is not None:
+        called.add(form)
+
+
+def _keywords(run: Callable) -> set[str]:
+    """Returns the names of what a function takes; those of masks too where it takes any."""
+    parameters = inspect.signature(run).parameters.values()
+    more = {"window", "segments"} if any(each.kind is each.VAR_KEYWORD for each in parameters) else set()
+    return {each.name for each in parameters} | more
 
 
 def _run(island: str, plain: Callable) -> Callable:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.cache import Layer
+from jaxpar.models.documents import ONE, Documents
 from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.named import constrain
 from jaxpar.models.own_backward import swiglu
@@ -102,9 +103,10 @@ class Attention(nnx.Module):
         self.value_bias = bias(s.use_bias, (s.kv_heads, head_dim), ("kv_heads", "head_dim"))
         self.out_bias = bias(s.use_bias, (s.dim,), ("embed",))
 
-    def __call__(self, x_bsd: jax.Array) -> jax.Array:
-        """Returns [batch, seq, dim]."""
-        y = attention(*self._projected(x_bsd), causal=self.settings.causal)
+    def __call__(self, x_bsd: jax.Array, documents: Documents = ONE) -> jax.Array:
+        """Returns [batch, seq, dim]; a token sees only those of its own document."""
+        projected = self._projected(x_bsd, documents.positions)
+        y = attention(*projected, causal=self.settings.causal, segments=documents.segments)
         return self._written(y)
 
     def cached(self, x_bsd: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
@@ -162,10 +164,10 @@ class Block(nnx.Module):
         self.norm_mlp = Norm(s.dim, kind=s.norm, eps=s.norm_eps)
         self.mlp = FeedForward(s, rngs=rngs)
 
-    def __call__(self, x_bsd: jax.Array, key: jax.Array | None) -> jax.Array:
+    def __call__(self, x_bsd: jax.Array, key: jax.Array | None, documents: Documents = ONE) -> jax.Array:
         """Returns [batch, seq, dim]; without a key nothing is dropped."""
         keys = (None, None) if key is None else jax.random.split(key)
-        return self._added(x_bsd, self.attention(self.norm_attention(x_bsd)), keys)
+        return self._added(x_bsd, self.attention(self.norm_attention(x_bsd), documents), keys)
 
     def cached(self, x_bsd: jax.Array, layer: Layer) -> tuple[jax.Array, Layer]:
         """Returns [batch, seq, dim], where tokens see those that the layer knows, and what it knows then."""

@@ -34,7 +34,7 @@ class Rope:
         return found * (kept + (1 - kept) / factor)
 
 
-def rotate(x_bshk: jax.Array, rope: Rope, positions: jax.Array | None = None) -> jax.Array:
+def rotate(x_bshk: jax.Array, rope: Rope, positions_bs: jax.Array | None = None) -> jax.Array:
     """Returns queries or keys turned by their position.
 
     Pairs are (i, i + head_dim / 2), as in the released Llama weights.
@@ -42,10 +42,10 @@ def rotate(x_bshk: jax.Array, rope: Rope, positions: jax.Array | None = None) ->
     Args:
       x_bshk: Queries or keys.
       rope: How fast pairs turn.
-      positions: Of the tokens, [batch, seq]; 0, 1, ... by default.
+      positions_bs: Of the tokens; 0, 1, 2, ... along a row by default.
     """
     frequency = rope.frequencies(x_bshk.shape[-1] // 2)
-    at = jnp.arange(x_bshk.shape[1], dtype=jnp.float32) if positions is None else positions.astype(jnp.float32)
+    at = jnp.arange(x_bshk.shape[1], dtype=jnp.float32) if positions_bs is None else positions_bs.astype(jnp.float32)
     angle = at[..., None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     a, b = jnp.split(x_bshk.astype(jnp.float32), 2, axis=-1)

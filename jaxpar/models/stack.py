@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.cache import Cache, Layer
+from jaxpar.models.documents import ONE, Documents, stream_of, through
 from jaxpar.models.remat import remat
 
 Layers = Callable[..., Any]  # (x, *per_layer) to what has the structure and shapes of x
@@ -123,7 +124,15 @@ def run_cached(blocks: nnx.Module, x: jax.Array, cache: Cache, positions: jax.Ar
     return x, Cache(keys, values, cache.length)
 
 
-def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, policy: str, scan: bool) -> jax.Array:
+def run_stack(
+    blocks: nnx.Module,
+    x: jax.Array,
+    keys: jax.Array | None,
+    *,
+    policy: str,
+    scan: bool,
+    documents: Documents = ONE,
+) -> jax.Array:
     """Returns `x` after all blocks of a stack.
 
     Args:
@@ -133,12 +142,13 @@ def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, polic
       policy: What the backward pass keeps of each block.
       scan: One compiled body for all blocks; or one copy per block, which compiles longer and
         lets XLA fuse across them.
+      documents: Those that share a row.
     """
     graph, params = nnx.split(blocks)
 
     def layer(x, params_and_key):
         params, key = params_and_key
-        return nnx.merge(graph, params)(x, key), None
+        return through(lambda x, documents: nnx.merge(graph, params)(x, key, documents), x), None
 
     # around a layer, inside of the scan: around the scan, the backward pass would hold all layers' activations at once
     layer = remat(layer, policy, prevent_cse=not scan)
@@ -150,4 +160,4 @@ def run_stack(blocks: nnx.Module, x: jax.Array, keys: jax.Array | None, *, polic
             x, _ = layer(x, jax.tree.map(lambda leaf, i=i: leaf[i], (params, keys)))
         return x
 
-    return pipelined(layers, x, keys)
+    return stream_of(pipelined(layers, documents.beside(x), keys))

@@ -44,6 +44,11 @@ class Inspectable(Protocol):
         """What XLA is told besides the program."""
         ...
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The form of each island that was chosen by shapes."""
+        ...
+
     def abstract(self) -> State:
         """Returns the state as shapes, dtypes and shardings."""
         ...
@@ -69,7 +74,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
     batch = {name: step.shaped(name, value) for name, value in batch.items()}
     lowered = step.lower(state, batch, exchanges=exchanges)
     platform = layout.on.devices.flat[0].platform
-    notes = []
+    notes = [*step.forms]
     if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.dtype:
         notes.append(
             "attention is XLA's own: cuDNN's fused kernel does not take pieces of a sequence, so scores are kept"

@@ -240,6 +240,11 @@ class Step:
             fix="the line of the model or the loss that this names",
         )
 
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The form of each island that was chosen by the shapes of what was lowered so far: sentences."""
+        return tuple(sorted(self._used.forms))
+
     def lower(self, state: State, batch: Batch, *, exchanges: int = 0):
         """Returns the step lowered for these shapes, as `jax.jit(...).lower` does, and checks its precision.
 

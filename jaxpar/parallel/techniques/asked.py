@@ -79,10 +79,12 @@ class Used:
     Attributes:
       names: Names of dims of activations, in the model's words and in jaxpar's.
       islands: Names of islands that were called.
+      forms: In which form they ran, where that was chosen as the step was traced: sentences.
     """
 
     names: set[str] = field(default_factory=set)
     islands: set[str] = field(default_factory=set)
+    forms: set[str] = field(default_factory=set)
 
 
 @contextmanager
@@ -92,7 +94,8 @@ def traced(layout: Layout, used: Used) -> Iterator[None]:
     with names as named, implemented(islands(layout.parallel)) as called, understood(), split_convolutions():
         yield
     used.names |= meant(named)
-    used.islands |= called
+    used.forms |= {each for each in called if " " in each}
+    used.islands |= called - used.forms
 
 
 def check(layout: Layout, used: Used, lowered: Any) -> None:

@@ -5,7 +5,7 @@
                                ◄─reduce-scatter─  gradients
 
 It asks how its arguments are cut by the names of their dims, whichever axes cut them: `context`, or `tensor` where
-sequence parallelism finds fewer heads of keys than devices. Where nothing cuts a sequence it is `islands.whole`.
+sequence parallelism finds fewer heads of keys than devices. Where nothing cuts a sequence it is that of one device.
 
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, r heads that share one of those,
 k head_dim.
@@ -13,26 +13,28 @@ k head_dim.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.models.islands import KEYS, QUERIES, whole
+from jaxpar.models.blocks.rule import Rule
+from jaxpar.models.islands import KEYS, QUERIES, on_one_device
 from jaxpar.models.named import spec_of
 
 _WHOLE = ("batch", "keys", "kv_heads", "head_dim")
 
 
-def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
+def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool, **masks: Any) -> jax.Array:
     """Returns attention of the queries that a device has to the keys of whole sequences.
 
     cuDNN's fused kernel cannot run on split sequences: in 16 bits the scores are materialised then, in float32.
     """
     k_btgk, v_btgk = _gathered(k_btgk), _gathered(v_btgk)
     low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
-    attend = in_16_bits if low and _splits() else whole
-    return attend(q_bshk, k_btgk, v_btgk, causal=causal)
+    attend = in_16_bits if low and _splits() else on_one_device
+    return attend(q_bshk, k_btgk, v_btgk, causal=causal, **masks)
 
 
 def _gathered(x_btgk: jax.Array) -> jax.Array:
@@ -58,13 +60,21 @@ _moved.defvjp(
 )
 
 
-def in_16_bits(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:
+def in_16_bits(
+    q_bshk: jax.Array,
+    k_btgk: jax.Array,
+    v_btgk: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
     """Returns attention whose scores are float32 and whose matmuls all run in the dtype of `q`, backward too."""
     b, s, heads, head_dim = q_bshk.shape
     t, groups = k_btgk.shape[1:3]
     scores = _scores(q_bshk.reshape(b, s, groups, heads // groups, head_dim), k_btgk) / math.sqrt(head_dim)
-    if causal:
-        seen = jnp.arange(s)[:, None] >= jnp.arange(t)
+    if causal or window is not None or segments is not None:
+        seen = Rule(causal, window).seen(jnp.arange(s), jnp.arange(t), segments, segments)
         scores = jnp.where(seen, scores, -0.5 * jnp.finfo(jnp.float32).max)
     shares = jax.nn.softmax(scores, axis=-1).astype(q_bshk.dtype)
     return jnp.einsum("bgrst,btgk->bsgrk", shares, v_btgk).reshape(q_bshk.shape)

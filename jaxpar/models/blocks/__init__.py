@@ -1,0 +1,13 @@
+"""Attention block by block: no array with a row of scores for every query and key, forward or backward.
+
+    pairs     which blocks of queries meet which blocks of keys, as a table
+    rule      which keys a query sees: a function of positions and segments
+    cutting   sequences cut in chunks and blocks, and joined again
+    kernel    one walk over a table of pairs, forward and backward
+    attention attention on one device, with a backward pass of its own
+
+A ring over devices (`parallel/techniques/attention_ring.py`) walks the same tables, with keys that come and go.
+
+Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, r heads that share one of those,
+k head_dim; n blocks, q queries of a block, c keys of a block.
+"""

@@ -1,0 +1,51 @@
+"""Checks which keys a query may be told to see: a window, and the segments of a row's tokens."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jaxpar.errors import refuse
+
+
+def check_masks(q: Any, k: Any, window: Any, segments: Any) -> None:
+    """Checks the masks of `jp.attention` besides `causal`.
+
+    Raises:
+      JaxparError: If the window is no whole number from 1 on, or of more queries than keys; if segments are not whole
+        numbers of [batch, seq]; or if they descend along a row, where their values are known (not inside of `jax.jit`).
+    """
+    if window is not None and (type(window) is not int or window < 1):
+        raise refuse(
+            f"jp.attention(window={window!r})",
+            rule="a window is a whole number of tokens, at least 1: a query and the window - 1 before it",
+            fix="window=1024, or window=None for all",
+        )
+    if (window is not None or segments is not None) and q.shape[1] != k.shape[1]:
+        raise refuse(
+            f"jp.attention of {q.shape[1]} queries and {k.shape[1]} keys with a window or segments",
+            rule="both compare the positions of queries with those of keys: there are as many of each",
+            fix="q, k and v of one sequence, or neither window nor segments",
+        )
+    if segments is None:
+        return
+    shape, dtype = getattr(segments, "shape", None), getattr(segments, "dtype", None)
+    if shape != q.shape[:2] or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        got = f"{dtype}{list(shape)}" if shape is not None else type(segments).__name__
+        raise refuse(
+            f"jp.attention(segments={got}) for q of {list(q.shape)}",
+            rule="segments are whole numbers, one for every token",
+            fix=f"segments int32{list(q.shape[:2])}",
+        )
+    if isinstance(segments, Tracer):
+        return
+    values = np.asarray(segments)
+    descends = np.argwhere(values[:, 1:] < values[:, :-1])
+    if descends.size:
+        row, token = descends[0]
+        raise refuse(
+            f"jp.attention(segments=...) whose row {row} goes from {values[row, token]} to {values[row, token + 1]}",
+            rule="segments ascend along a row: the tokens of a document stand together",
+            fix="number the documents of a row 0, 1, 2, ... in their order",
+        )
