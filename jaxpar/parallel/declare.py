@@ -28,8 +28,12 @@ class Parallel(Keywords):
       pipe: Stages of a pipeline, each with consecutive layers of the model's stack.
       data: Replicas of the training state, each with other examples (DDP; with `fsdp`, HSDP).
       fsdp: Devices that share one training state, each with other examples.
-      context: Devices that share every sequence, each with a piece of its tokens: keys and values are gathered in
-        attention (context parallelism, as of Llama 3: arXiv:2407.21783, section 3.3.2).
+      context: Devices that share every sequence, each with a piece of its tokens (context parallelism).
+      context_by: How attention brings queries and keys of all pieces together. gather: every device gathers all keys
+        and values (Llama 3, arXiv:2407.21783, section 3.3.2), the least that is sent at once, and in 16 bits scores
+        [pieces, seq] that are kept: for short rows. ring: keys and values go around (arXiv:2310.01889), no scores are
+        kept. ulysses: devices exchange heads for tokens (arXiv:2309.14509). auto: gather up to 8,192 tokens, else ring.
+      ulysses: Of the devices of a ring, those that exchange heads; the rest rotate keys (arXiv:2405.07719).
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
       zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
         (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. With 1 and 2 parameters are
@@ -57,6 +61,8 @@ class Parallel(Keywords):
     fsdp: int = 1
     context: int = 1
     tensor: int = 1
+    context_by: str = "gather"
+    ulysses: int = 1
     zero: int | None = None
     sequence: bool = False
     pipeline: Pipeline = field(default_factory=Pipeline)
@@ -81,6 +87,11 @@ class Parallel(Keywords):
         """Returns the declaration with these sizes."""
         own = {axis: size for axis, size in sizes.items() if axis in DECLARED}
         return replace(self, **own, axes={axis: size for axis, size in sizes.items() if axis not in DECLARED})
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """Axis to the way in which its technique runs, of those that were chosen."""
+        return ({"context": self.context_by} if self.context_by != "gather" else {}) | dict(self.how)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -277,7 +277,8 @@ class Layout:
         total = sum(leaf.bytes for leaf in leaves)
         count = sum(leaf.size for leaf in leaves)
         updates = f", {self.updates_per_step} updates a step" if self.updates_per_step > 1 else ""
-        how = "".join(f", {axis} by {way}" for axis, way in self.parallel.how.items())
+        how = "".join(f", {axis} by {way}" for axis, way in self.parallel.ways.items())
+        how += f" x ulysses {self.parallel.ulysses}" if self.parallel.ulysses > 1 else ""
         apart = f", {self.parallel.exchange}" if self.parallel.exchange.apart else ""
         sequence = ", sequence" if self.parallel.sequence else ""
         whole = sum(place.leaf.bytes for place in self.other_arrays.values())

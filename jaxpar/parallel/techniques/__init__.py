@@ -8,6 +8,6 @@
 Nouns: a `Technique` and the axis that it communicates over, a way (`how`) of running it, what a model has `Used`.
 
 To add a technique: its axis in `jaxpar.mesh.axes`, a file beside `tensor.py` with a `Technique`, a row of
-`table.TECHNIQUES`, and its price in `jaxpar.plan.techniques`. To add a way, such as ring attention: a file beside
-`attention_gather.py` and a row of `context.HOW`. A test or a script adds either with `table.added`.
+`table.TECHNIQUES`, and its price in `jaxpar.plan.techniques`. To add a way of bringing pieces of sequences together: a
+file beside `attention_gather.py` and a row of `context.HOW`. A test or a script adds either with `table.added`.
 """

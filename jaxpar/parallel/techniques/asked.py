@@ -66,7 +66,7 @@ def islands(parallel: Parallel) -> dict[str, Callable]:
     found: dict[str, Callable] = {}
     for axis, each in TECHNIQUES.items():
         if each.how:
-            own = each.how[parallel.how.get(axis, next(iter(each.how)))]
+            own = each.bind(parallel, each.how[parallel.ways.get(axis, next(iter(each.how)))])
             # an axis that is there decides; one that is not only fills in what no other runs
             found = {**found, **own} if parallel.sizes.get(axis, 1) > 1 else {**own, **found}
     return found
@@ -108,7 +108,7 @@ def check(layout: Layout, used: Used, lowered: Any) -> None:
     for axis, technique in TECHNIQUES.items():
         if layout.sizes.get(axis, 1) > 1:
             technique.check(layout, used.names, lowered)
-    for axis, way in layout.parallel.how.items():
+    for axis, way in layout.parallel.ways.items():
         if not used.islands & (calls := TECHNIQUES[axis].how[way].keys()):
             raise refuse(
                 f"how={{{axis!r}: {way!r}}}, but {layout.blueprint.name} never calls {_functions(calls)}",

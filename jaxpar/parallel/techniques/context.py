@@ -1,24 +1,92 @@
 """Context parallelism: devices share every sequence, and attention brings its queries and keys together.
 
+    gather     all keys and values on every device     attention_gather.py     short rows, any number of tokens
+    ring       keys and values go around               exchanged/              long rows, memory as one piece needs
+    ulysses    heads for tokens                        exchanged/              long rows, as many devices as heads
+    auto       gather up to LONG tokens, else a ring
+
 To add a way of doing that: a file beside `attention_gather.py` with a function of the arguments of `jp.attention`, and
-a row of `HOW`. It is chosen by `Parallel(how={"context": name})`.
+a row of `HOW`. It is chosen by `Parallel(context_by=name)`, one that a user adds by `Parallel(how={"context": name})`.
 """
 
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from jaxpar.errors import refuse
+import jax
+
+from jaxpar.errors import Problem, nearest, nearest_divisor, refuse
+from jaxpar.models.blocks.chosen import LONG
+from jaxpar.models.islands import note
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_gather import gather
-from jaxpar.parallel.techniques.base import Technique
+from jaxpar.parallel.techniques.base import Compose, Technique
+from jaxpar.parallel.techniques.exchanged.attention import exchange
 
-HOW = {"gather": {"attention": gather}}
+
+def auto(q: jax.Array, k: jax.Array, v: jax.Array, **masks: Any) -> jax.Array:
+    """Returns attention by keys that are gathered, or that go around, by how many tokens there are."""
+    way, run = ("gather", gather) if k.shape[1] <= LONG else ("ring", exchange)
+    note(f"context_by='auto': rows of {k.shape[1]} tokens, so attention runs by {way}; ring from {LONG + 1} on")
+    return run(q, k, v, **masks)
+
+
+HOW: dict[str, Mapping[str, Callable]] = {
+    "gather": {"attention": gather},
+    "ring": {"attention": exchange},
+    "ulysses": {"attention": partial(exchange, ulysses=0)},
+    "auto": {"attention": auto},
+}
+WHY = {
+    "gather": "every device gathers all keys and values, which is least to wait for while rows are short",
+    "ring": "keys and values go around while those that have come are met, and no scores are kept",
+    "ulysses": "devices exchange heads for tokens, and each meets all keys with its own heads",
+    "auto": f"a ring for rows of more than {LONG} tokens, whose scores would fill memory; else keys are gathered",
+}
 _PICKS = "operand_batching_dims"  # a lookup of its own in every row, as in take_along_axis
 
 
 def names(parallel: Parallel) -> dict[str, Axes]:
     """Returns the axes of a sequence: `tensor` too with sequence parallelism, where no name before it took the axis."""
     return {"seq": ("context", *["tensor"] * parallel.sequence)}
+
+
+def problems(parallel: Parallel) -> list[Problem]:
+    """Returns what is wrong with how attention is declared to bring pieces together."""
+    by, devices, ulysses = parallel.context_by, parallel.context, parallel.ulysses
+    if by not in HOW:
+        rule = f"context_by is one of {', '.join(HOW)}"
+        return [Problem(f"context_by={by!r}", rule, nearest(str(by), HOW))]
+    found = []
+    if by != "gather" and devices == 1:
+        fix = "context=2 or more, or leave context_by out"
+        found.append(Problem(f"context_by={by!r} with context=1 does nothing", "it says how pieces meet", fix))
+    if by != "gather" and "context" in parallel.how:
+        got = f"context_by={by!r} and how={{'context': {parallel.how['context']!r}}}"
+        found.append(Problem(got, "attention runs in one way", "one of the two"))
+    if type(ulysses) is not int or ulysses < 1 or (devices > 0 and devices % ulysses):
+        fix = f"ulysses={nearest_divisor(devices, ulysses) or 1}" if type(ulysses) is int else "ulysses=2"
+        rule = "the devices of the context axis that exchange heads are equal groups of it"
+        found.append(Problem(f"ulysses={ulysses!r} of context={devices}", rule, fix))
+    elif ulysses > 1 and by != "ring":
+        rule = "ulysses says how many devices of a ring exchange heads; context_by='ulysses' is all of them"
+        found.append(Problem(f"ulysses={ulysses} with context_by={by!r}", rule, "context_by='ring'"))
+    return found
+
+
+def bind(parallel: Parallel, own: Mapping[str, Callable]) -> Mapping[str, Callable]:
+    """Returns a ring of groups, where the devices of a group exchange heads."""
+    mixed = parallel.ulysses > 1 and own is HOW["ring"]
+    return {"attention": partial(exchange, ulysses=parallel.ulysses)} if mixed else own
+
+
+def settle(layout: Layout, compose: Compose) -> Layout:
+    """Returns the layout with a sentence on how attention brings pieces together, and why so."""
+    by, u = layout.parallel.ways.get("context", "gather"), layout.parallel.ulysses
+    mixed = f"; {u} devices at a time exchange heads, {layout.sizes['context'] // u} such groups rotate"
+    said = WHY.get(by, "as it was added to jaxpar")
+    return layout.noted(f"context by {by}: {said}{mixed if u > 1 else ''}")
 
 
 def tables_in_pieces(layout: Layout) -> bool:
@@ -56,4 +124,4 @@ def check(layout: Layout, named: set[str], lowered: Any) -> None:
         )
 
 
-CONTEXT = Technique(axis="context", names=names, check=check, how=HOW)
+CONTEXT = Technique(axis="context", problems=problems, names=names, settle=settle, check=check, how=HOW, bind=bind)
