@@ -111,7 +111,8 @@ def on_one_device(
 ) -> jax.Array:
     """Returns attention over whole sequences, under any mask, and block by block over long ones."""
     fused = fits_cudnn(q_bshk, causal=causal, window=window, segments=segments)
-    if in_blocks(k_btgk, fused=fused):
+    stands_in = _kernel.get() is not None and q_bshk.dtype != jnp.float32 and window is None and segments is None
+    if in_blocks(k_btgk, fused=fused or stands_in):
         note(BY_BLOCKS)
         return blockwise(q_bshk, k_btgk, v_btgk, rule=Rule(causal, window), segments_bs=segments)
     if window is None and segments is None:
