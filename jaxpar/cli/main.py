@@ -19,6 +19,7 @@ from jaxpar.cli import (
     new,
     partition,
     plan,
+    report,
     sample,
     schedule,
 )
@@ -29,8 +30,8 @@ from jaxpar.leaving import leave
 from jaxpar.mesh.plugin import hush_plugin
 
 VERBS = (
-    new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, checkpoint, bench, doctor,
-    completion,
+    new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, report, checkpoint,
+    bench, doctor, completion,
 )  # fmt: skip
 LASTING = ("train", "sweep", "launch")  # their output outlasts its reader
 

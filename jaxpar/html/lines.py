@@ -45,7 +45,7 @@ def chart(lines: Sequence[Line], *, x: str, y: str, show_x) -> Markup:
     )
     heights = np.concatenate([line.y[mask] for line, mask in zip(lines, finite, strict=True)])
     low, high = (float(heights.min()), float(heights.max())) if heights.size else (0.0, 1.0)
-    pad = 0.05 * (high - low) or 0.5
+    pad = 0.05 * (high - low or abs(high)) or 0.5
     low, high, right = low - pad, high + pad, right or 1.0
     up = lambda value: HEIGHT * (1 - (value - low) / (high - low))  # noqa: E731
     rows, columns = ticks(low, high), [each for each in ticks(0, right) if each <= 0.97 * right]

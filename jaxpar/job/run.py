@@ -4,6 +4,7 @@ RUN/job.toml        the resolved job, earlier ones beside it as job.0001.toml
 RUN/metrics.jsonl   a line per step
 RUN/run.json        versions, commit, devices  RUN/checkpoints/    the state
 RUN/data/           packed tokens, tokenizer   RUN/tensorboard/    if asked for
+RUN/events.jsonl    what was said of the run, and when: starts, faults, changes
 RUN/output.log      what was said after the reader of the output went away
 RUN/huggingface/    the tokenizer and config of the model it began with, where that was one of Hugging Face's
 RUN/lock            who is at work in it         RUN/lineage.jsonl   who copied whom, in a sweep by pbt
@@ -145,7 +146,7 @@ def _train(
     progress = Progress(
         job.train.steps, every=job.metrics.show_every, unit=COUNTED.get(job.train.loss, "loss terms"),
         flops=step_flop(built), batch=job.train.global_batch, peak=_peak(devices),
-        stream=stream if first else io.StringIO(),
+        stream=stream if first else io.StringIO(), events=_events(folder, steps) if first else None,
     )  # fmt: skip
     store.say = progress.say
     watchdog.at(0, "restoring" if steps else "starting")
@@ -173,6 +174,8 @@ def _train(
             log.close()
         if job.sweep.over and first:
             progress.say("\n".join(sweep.ended(folder, job.sweep)))
+        for note in built.step.layout.notes[len(built.layout.notes) :]:  # what was known when the step was traced
+            progress.say(note)
         if built.step.products is not None:
             progress.say("\n".join([str(built.step.products), *built.step.products.notes]))
         if outcome.stopped_by:
@@ -197,6 +200,14 @@ def _unmeasured(built: Built) -> str:
         return ""
     named = built.job.data.source
     return f"noise_temperature is not written: data.source = {named!r} has no `examples`, the number to train on"
+
+
+def _events(folder: Path, steps: list[int]) -> Path:
+    """Returns the file of what is said of a run; that of one which starts anew is empty."""
+    file = folder / "events.jsonl"
+    if not steps:
+        file.unlink(missing_ok=True)
+    return file
 
 
 def _begin(built: Built, progress: Progress) -> state.State:
@@ -229,6 +240,8 @@ def record(built: Built) -> dict[str, Any]:
         "parameters": sum(place.leaf.size for place in built.layout.placements.values()),
         "schedule": _schedule(built),
         "chosen": [*built.layout.notes],
+        "summary": built.layout.summary(),
+        "placed": {path: built.layout.describe(path) for path in built.layout.placements},
     }
 
 

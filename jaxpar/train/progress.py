@@ -1,6 +1,10 @@
 """One live line on a terminal; a plain line per interval where the output is no terminal."""
 
+import json
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -18,6 +22,7 @@ class Progress:
       batch: Examples per step of the first phase.
       peak: FLOP per second of all devices, or 0 where they are simulated or unknown: no MFU then.
       stream: Where to.
+      events: A file that keeps what is said, a line of JSON each, with the time and the last step; None keeps nothing.
     """
 
     def __init__(
@@ -30,10 +35,12 @@ class Progress:
         batch: int = 1,
         peak: float = 0.0,
         stream=None,
+        events: Path | None = None,
     ):
         self.total, self.every, self.unit, self.flops, self.peak = total, every, unit, flops, peak
         self.batch = batch
         self.stream = stream or sys.stdout
+        self._events, self._last = events, 0
         self._live: Any = None
         self._eval = ""
         self._recent: list[float] = []
@@ -55,7 +62,12 @@ class Progress:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """Prints a line that stays."""
+        """Prints a line that stays, and keeps it among the events of the run."""
+        if self._events:
+            with suppress(OSError):  # training is worth more than what is said of it
+                line = json.dumps({"time": time.time(), "step": self._last, "said": text})
+                with self._events.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
         if self._live:
             self._live.console.print(text, highlight=False, markup=False)
         else:
@@ -63,6 +75,7 @@ class Progress:
 
     def step(self, row: dict[str, Any]) -> None:
         """Shows one finished step."""
+        self._last = row["step"]
         if "eval_loss" in row:
             accuracy = f" ({row['eval_accuracy']:.2%})" if "eval_accuracy" in row else ""
             self._eval = f"eval {row['eval_loss']:.4f}{accuracy}"

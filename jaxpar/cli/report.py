@@ -1,0 +1,44 @@
+"""`jaxpar report RUN`: a run as one HTML page."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from jaxpar.cli.options import add_json, check_file
+
+EXAMPLE = """\
+  $ jaxpar report runs/quickstart
+  step 200, loss 1.7990, best eval loss 1.8011 at step 200, 2 checkpoints, 3 events, 0 changes
+  page: runs/quickstart/report.html
+"""
+
+
+def add(verbs) -> None:
+    """Adds the verb."""
+    meaning = "show a run on one page: curves, checkpoints, events, configuration, layout"
+    verb = verbs.add_parser(
+        "report",
+        help=meaning,
+        description=meaning + ". The page is one file, without scripts; of simulated devices it shows no speed.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument("--html", metavar="FILE", help="the page (default: RUN/report.html)")
+    add_json(verb)
+    verb.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> tuple[Any, int]:
+    """Writes the page and prints where it is."""
+    from jaxpar.files import write_text
+    from jaxpar.job.report import page
+    from jaxpar.job.report.read import read
+
+    if args.html:
+        check_file("--html", args.html, "report.html")
+    told = read(Path(args.folder))
+    file = Path(args.html) if args.html else told.folder / "report.html"
+    write_text(file, page.write(told))
+    print(page.text(told), f"page: {file}", sep="\n")
+    return {"page": str(file), "rows": len(told.rows), "events": [vars(each) for each in told.events]}, 0

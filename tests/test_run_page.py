@@ -1,0 +1,119 @@
+"""A run's page: all that its folder says of it, on any screen, from nowhere else; and no speed of simulated devices."""
+
+import itertools
+import json
+
+import pytest
+from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
+
+import jaxpar as jp
+from jaxpar.cli.main import main
+from jaxpar.job.report.page import write
+from jaxpar.job.report.read import kind_of, read
+from jaxpar.train.progress import Progress
+
+HOSTILE = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onload='alert(3)' &amp; </style></title>"""
+FACTS = {
+    "devices": "8 x cpu (simulated)",
+    "machine": "x86_64, 2 cores, Linux",
+    "versions": {"jaxpar": "0.1.0", "jax": "0.12.0"},
+    "commit": "abc1234",
+    "mesh": {"pipe": 1, "data": 2, "fsdp": 4},
+    "parameters": 918656,
+    "chosen": ["head: on the last stage"],
+    "summary": "Decoder on data 2 x fsdp 4, ZeRO-3",
+    "placed": {"embed": "f32[vocab, embed/fsdp]"},
+}
+
+
+def run_folder(path, steps=40, **facts):
+    path.mkdir()
+    rows = [
+        {"step": i, "loss": 5 / i, "grad_norm": 1.0, "tokens": 1000.0, "seconds": 0.5, "tokens_per_second": 2000.0,
+         "learning_rate": 1e-3}
+        for i in range(1, steps + 1)
+    ]  # fmt: skip
+    rows[19] |= {"eval_loss": 0.31}
+    rows[29] |= {"skipped": True, "loss": None}
+    path.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 41, "lo')
+    path.joinpath("run.json").write_text(json.dumps(FACTS | facts))
+    for name, rate in (("job.0001.toml", 0.001), ("job.toml", 0.002)):
+        path.joinpath(name).write_text(f"[train]\nsteps = 50\n[optimizer]\nlearning_rate = {rate}\n")
+    said = Progress(50, every=10, events=path / "events.jsonl")
+    for step, text in ((0, "Decoder on data 2: 919 k parameters, 3 MiB"), (20, f"stopped by SIGTERM {HOSTILE}")):
+        said._last = step
+        said.say(text)
+    return path
+
+
+def test_a_page_says_what_the_folder_says(tmp_path, capsys):
+    folder = run_folder(tmp_path / "mine")
+    assert main(["report", str(folder)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-2:] == [
+        "step 40, loss 0.1250, best eval loss 0.3100 at step 20, 0 checkpoints, 3 events, 1 changes",
+        f"page: {folder / 'report.html'}",
+    ]
+    page = Reader((folder / "report.html").read_text())
+    assert page.wrong == []
+    assert not {"script", "img"}.intersection(page.tags)
+    for words in ("0.1250", "0.3100", "919 k", "step 30 skipped", "stopped by SIGTERM", "optimizer.learning_rate",
+                  "0.001", "0.002", "Decoder on data 2 x fsdp 4", "f32[vocab, embed/fsdp]", "of 50"):  # fmt: skip
+        assert words in page.said, words
+    assert [event.kind for event in read(folder).events] == ["start", "fault", "fault"]
+
+
+def test_speed_is_shown_of_real_devices_alone(tmp_path):
+    simulated, real = (
+        Reader(write(read(run_folder(tmp_path / name, devices=devices))))
+        for name, devices in (("simulated", "8 x cpu (simulated)"), ("real", "8 x NVIDIA H100"))
+    )
+    assert "500 ms" in real.said
+    assert "2 k per second" in real.said
+    assert not any(word in simulated.said for word in ("500 ms", "per second", "tokens_per_second"))
+    assert "Not shown: devices were simulated" in simulated.said
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [("step 3 skipped: loss nan", "fault"), ("changed since step 4: a = 1, it was 2", "changed"),
+     ("on from step 3: what was saved after it", "start"), ("checkpoint 000200 is saved", "checkpoint"),
+     ("noise", "said")],
+)  # fmt: skip
+def test_events_have_a_kind(said, kind):
+    assert kind_of(said) == kind
+
+
+WRONG = {
+    "no run": (lambda folder: (folder / "metrics.jsonl").unlink(), "has no metrics.jsonl"),
+    "no step": (lambda folder: (folder / "metrics.jsonl").write_text(""), "is empty"),
+    "a broken line": (
+        lambda folder: (folder / "metrics.jsonl").write_text('{"step": 1}\n{\n{}\n'),
+        "line 2 is no JSON",
+    ),
+    "a broken job": (lambda folder: (folder / "job.toml").write_text("[train"), "it is no TOML"),
+    "broken facts": (lambda folder: (folder / "run.json").write_text("{"), "run.json"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_run_is_refused(tmp_path, case):
+    folder = run_folder(tmp_path / "mine", steps=30)
+    spoil, said = WRONG[case]
+    spoil(folder)
+    with pytest.raises(jp.JaxparError, match=said):
+        read(folder)
+
+
+def test_in_a_browser_nothing_of_a_run_is_cut_off_pale_or_run(browser, tmp_path):
+    file = tmp_path / "run.html"
+    file.write_text(write(read(run_folder(tmp_path / "mine", commit=HOSTILE))))
+    for width, theme in itertools.product(WIDTHS.values(), ("light", "dark")):
+        browser.show(file, width=width, theme=theme)
+        browser.ask(OPEN)
+        browser.picture(file.with_suffix(".png"))
+        assert shades(file.with_suffix(".png")) > 16
+        assert browser.ask("document.documentElement.scrollWidth") <= width
+        assert browser.ask(CUT) == []
+        assert browser.ask(PALE) == []
+        assert browser.complaints(file) == []
