@@ -53,6 +53,11 @@ class Decoder(nnx.Module):
         self.head = None if s.tied else weight(rngs, (s.dim, s.vocab), ("embed", "vocab"), s.dim**-0.5)
         self.rngs = nnx.Rngs(dropout=rngs.dropout()) if s.dropout else None
 
+    @property
+    def head_name(self) -> str:
+        """The parameter that makes logits of the hidden state: see `jaxpar.step.head.offered`."""
+        return "embed" if self.head is None else "head"
+
     def __call__(
         self, tokens_bs: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
@@ -63,15 +68,24 @@ class Decoder(nnx.Module):
           segments: Where several documents share a row, the number of each token's, ascending. Shape [batch, seq].
           positions: Position of each token in its document. Shape [batch, seq].
         """
-        s = self.settings
         table = self.embed[...]
-        x = self._looked_up(table, tokens_bs, positions)
+        return self._read_out(self._hidden(tokens_bs, table, Documents(segments, positions)), table)
+
+    def hidden(
+        self, tokens_bs: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns what the head makes logits of [batch, seq, dim], for a loss that never has all of them."""
+        return self._hidden(tokens_bs, self.embed[...], Documents(segments, positions))
+
+    def _hidden(self, tokens_bs: jax.Array, table: jax.Array, documents: Documents) -> jax.Array:
+        s = self.settings
+        x = self._looked_up(table, tokens_bs, documents.positions)
         keys = None
         if self.rngs is not None and not self.deterministic:
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, first), keys[1:]
-        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, documents=Documents(segments, positions))
-        return self._read_out(x, table)
+        x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, documents=documents)
+        return self.norm(x)
 
     def cache(self, rows: int, positions: int, dtype=jnp.float32) -> Cache:
         """Returns an empty cache for so many rows of at most so many tokens."""
@@ -93,7 +107,7 @@ class Decoder(nnx.Module):
         x, cache = run_cached(self.blocks, self._looked_up(table, tokens_bs, positions), cache, positions)
         ends = cache.length + 1 if lengths is None else lengths
         last = jnp.take_along_axis(x, (ends - 1)[:, None, None], axis=1) if count > 1 else x
-        return self._read_out(last, table)[:, 0], Cache(cache.keys, cache.values, ends)
+        return self._read_out(self.norm(last), table)[:, 0], Cache(cache.keys, cache.values, ends)
 
     def _looked_up(self, table: jax.Array, tokens_bs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Returns the stream before the first layer."""
@@ -105,8 +119,7 @@ class Decoder(nnx.Module):
         return constrain(constrain(x, "batch", None, "embed"), "batch", "seq", "embed")
 
     def _read_out(self, x: jax.Array, table: jax.Array) -> jax.Array:
-        """Returns the logits of what comes after the last layer."""
-        x = self.norm(x)
+        """Returns the logits of the hidden state."""
         made = jnp.einsum("bsd,dv->bsv", x, table.T) if self.head is None else logits(x, self.head[...])
         # logits stay split over the vocabulary: the loss sums over it, and never needs all of a token's
         return constrain(made, "batch", "seq", "vocab")

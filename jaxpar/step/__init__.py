@@ -7,6 +7,7 @@
     pipelined/   gradients of a step whose layers are spread over `pipe`
     frozen       parameters that have no gradients, because nobody reads them
     sampling/    tokens after prompts, with a cache of keys and values
+    head/        the loss of the next token without all logits at once
     checks/      what a step looks at before it runs
     keyed/       gradients of a loss that wants a random key
     guard        a step that changes nothing where its numbers are not finite

@@ -82,6 +82,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
             else "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
             "which keeps no [seq, seq] scores and is faster"
         )
+    notes += [note for note in step.layout.notes if note not in layout.notes]  # what was known once it was traced
     if step.numerics.offload:
         notes.append("optimizer state in host memory is counted apart from the device's")
     code = _code(step.loss)

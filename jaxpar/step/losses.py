@@ -13,12 +13,21 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse
+from jaxpar.models.settings.logits import LARGEST, Logits, note
+from jaxpar.step.head.chunks import Chunks, sum_of_losses
+from jaxpar.step.head.cut import Cut, cut_of
+from jaxpar.step.head.offered import Head, offered, offers, vocab_of
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
 
-def next_token(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
+def next_token(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LARGEST) -> Sums:
     """Cross entropy of the next token, in nats.
+
+    A model that offers its hidden state and its head (`jaxpar.step.head.offered`), as `jp.Decoder` does, never makes
+    all logits where those of a device would be large: they are made, and their gradients, a chunk of tokens at a time.
+    The sums and counts are the same; the loss has a gradient then, but no second derivative and no forward mode.
+    `explain` of the layout of a step that was traced says which form runs, as do `jaxpar check` and `inspect`.
 
     Args:
       model: Tokens [batch, seq] to logits [batch, seq, vocab]; of rows that hold several documents also of keywords
@@ -26,9 +35,27 @@ def next_token(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
       batch: `inputs` and `targets` [batch, seq], int32; optionally `mask` [batch, seq], 1 where
         the target counts; and `segments` (which document of its row a token is of) with `positions` (its
         place in it) [batch, seq], int32.
+      largest: Bytes of logits in float32 that a device makes whole, where a model leaves the choice.
     """
+    tokens, targets = batch["inputs"], batch["targets"]
     apart = {name: batch[name] for name in ("segments", "positions") if name in batch}
-    return {"loss": _counted(cross_entropy(model(batch["inputs"], **apart), batch["targets"]), batch)}
+    if offers(model) and (cut := cut_of(*tokens.shape)) is not None:
+        logits = cut.logits(tokens.size, vocab_of(model), largest=largest)
+        note(logits)
+        if logits.in_chunks:
+            return {"loss": _in_chunks(offered(model, tokens, **apart), cut, logits, batch)}
+    return {"loss": _counted(cross_entropy(model(tokens, **apart), targets), batch)}
+
+
+def _in_chunks(head: Head, cut: Cut, logits: Logits, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the sum of the losses that count, and how many they are, as `_counted` does of losses."""
+    labels = batch["targets"]
+    _check_labels(labels, (*head.hidden.shape[:2], head.vocab))
+    how = Chunks(cut, logits.chunks, head.table)
+    weights = _weights(batch, labels.shape)
+    count = jnp.float32(labels.size) if weights is None else jnp.sum(weights)
+    ones = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+    return sum_of_losses(how, head.hidden, head.weight, labels, ones), count
 
 
 def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
@@ -46,17 +73,22 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
 
 def _counted(values: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the values that count, and how many they are."""
-    mask = batch.get("mask")
+    mask = _weights(batch, values.shape)
     if mask is None:
         return jnp.sum(values), jnp.float32(values.size)
-    if mask.shape != values.shape:
-        raise refuse(
-            f"mask of shape {list(mask.shape)}, losses of shape {list(values.shape)}",
-            rule="the mask has an entry for every loss",
-            fix=f"mask of shape {list(values.shape)}",
-        )
-    mask = mask.astype(values.dtype)
     return jnp.sum(jnp.where(mask == 0, 0.0, values * mask)), jnp.sum(mask)  # a label that does not count may be none
+
+
+def _weights(batch: Mapping[str, jax.Array], shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns the mask in float32, or None where all losses count."""
+    mask = batch.get("mask")
+    if mask is not None and mask.shape != shape:
+        raise refuse(
+            f"mask of shape {list(mask.shape)}, losses of shape {list(shape)}",
+            rule="the mask has an entry for every loss",
+            fix=f"mask of shape {list(shape)}",
+        )
+    return None if mask is None else mask.astype(jnp.float32)
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -74,13 +106,17 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     Raises:
       JaxparError: If the shapes do not belong together.
     """
-    if labels.shape != logits.shape[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise refuse(
-            f"labels {labels.dtype}{list(labels.shape)} for logits {list(logits.shape)}",
-            rule="labels are whole numbers, one for every row of logits",
-            fix=f"labels int32{list(logits.shape[:-1])}: labels.squeeze(-1), or labels.argmax(-1) of one-hot rows",
-        )
+    _check_labels(labels, logits.shape)
     return _cross_entropy(logits, labels)
+
+
+def _check_labels(labels: jax.Array, logits: tuple[int, ...]) -> None:
+    if labels.shape != logits[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise refuse(
+            f"labels {labels.dtype}{list(labels.shape)} for logits {list(logits)}",
+            rule="labels are whole numbers, one for every row of logits",
+            fix=f"labels int32{list(logits[:-1])}: labels.squeeze(-1), or labels.argmax(-1) of one-hot rows",
+        )
 
 
 @jax.custom_jvp

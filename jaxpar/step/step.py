@@ -25,6 +25,7 @@ from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.own_share import FIX, OwnShare, find_excess, own_share
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
+from jaxpar.models.settings import logits
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
@@ -57,7 +58,7 @@ class Step:
     Compiled once per shape of batch, at the first call. The state that goes in is given up.
 
     Attributes:
-      layout: Where arrays live.
+      layout: Where arrays live. Its notes say, from the first call on, in which form the loss has its logits.
       gradients: What differentiates the model and makes its updates.
       products: After the first call with bf16, what the matrix products really run in.
       share: Of the program that was lowered last, the matmuls that each device should make of it; None where loops turn
@@ -254,11 +255,14 @@ class Step:
           exchanges: Which meeting of replicas it ends with, from 1; 0 for none, where they do not meet in every step.
         """
         batch = {name: self.shaped(name, value) for name, value in batch.items()}
-        with self._users_code(batch), self.traced():
+        with self._users_code(batch), self.traced(), logits.noted() as made:
             always = self.gradients.meeting(1) if self.gradients.every == 1 else 0
             train = self._train(exchanges or always)
             traced = train.trace(state, batch, *((np.float32(math.inf),) if self.guard else ()))
             lowered = traced.lower()
+        for each in map(str, made):
+            if each not in self.layout.notes:
+                self.layout = self.layout.noted(each)
         check_rules(self.layout.parallel, self.layout.blueprint, self._used.names)
         asked.check(self.layout, self._used, lowered)
         check_dims(self.layout, lambda model: shaped(self.loss)(model, jax.tree.map(zeros, batch)))
