@@ -27,6 +27,7 @@ from jaxpar.mesh.devices import Simulated, is_simulated, visible
 from jaxpar.mesh.memory_pool import taken
 from jaxpar.mesh.target import parse_target
 from jaxpar.models.huggingface.folder import is_folder
+from jaxpar.models.settings.computing import by_model
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
@@ -36,6 +37,7 @@ from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
 from jaxpar.step.apart.parts import check_parts, parts_of
+from jaxpar.step.block_inputs import offloading
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import check_offload, gradients_of
 from jaxpar.step.numerics import Numerics
@@ -237,16 +239,20 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     blueprint = layout.blueprint
     batch = abstract_batch(job)
 
-    def forward(key, batch):
+    def forward(key, batch, given=None):
         params, model_state = blueprint.init(key)
-        model = blueprint.bind(params, model_state, lambda path, value: value, Compute(remat=job.train.remat))
+        params = params if given is None else given
+        model = blueprint.bind(params, model_state, lambda path, value: value, Compute(remat=by_model(job.train.remat)))
         most = job.train.accumulate * job.train.growth.factors[-1]
         return losses.as_sums(shaped(loss)(model, batch), accumulate=most)
+
+    def layers(key, batch):
+        return offloading(lambda params: forward(key, batch, params), blueprint.name)(blueprint.init(key)[0])
 
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
         with traced(layout, used):
-            found = jax.eval_shape(forward, jax.random.key(0), batch)
+            found = jax.eval_shape(layers if job.train.remat == "offload" else forward, jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
             _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, batch)
     check_rules(layout.parallel, blueprint, used.names)

@@ -27,6 +27,12 @@ def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callabl
         raise refuse(f"remat={name!r}", rule="a remat policy has a name", fix=nearest(name, POLICIES))
     if name == "none":
         return function
+    if name == "offload":
+        raise refuse(
+            'remat="offload" around a function',
+            rule="a step offloads the inputs of layers where they are scanned over: see jaxpar.step.block_inputs",
+            fix='jp.train_step(..., remat="offload"), or remat="full"',
+        )
     policy = {
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         "all_dots": jax.checkpoint_policies.dots_saveable,

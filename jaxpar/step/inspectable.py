@@ -83,6 +83,8 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
             "which keeps no [seq, seq] scores and is faster"
         )
     notes += [note for note in step.layout.notes if note not in layout.notes]  # what was known once it was traced
+    if step.numerics.remat == "offload" and platform == "cpu":
+        notes.append("XLA for processors has one memory: inputs of layers stay where they are, and nothing is freed")
     if step.numerics.offload:
         notes.append("optimizer state in host memory is counted apart from the device's")
     code = _code(step.loss)

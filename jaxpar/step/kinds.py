@@ -59,6 +59,12 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
         return kind(layout, Whole(one, loss, numerics, frozen), Whole(one, seen, numerics, frozen))
     if layout.sizes["pipe"] == 1:
         return Whole(layout, loss, numerics, frozen)
+    if numerics.remat == "offload":
+        raise refuse(
+            f"remat=offload with pipe={layout.sizes['pipe']}",
+            rule="a stage of a pipeline holds the inputs of its layers in the slots of its table, on the device",
+            fix='jp.Pipeline(keep="inputs"), which keeps one input a stage and microbatch; or pipe=1',
+        )
     if numerics.accumulate > 1:
         raise refuse(
             f"accumulate={numerics.accumulate} with pipe={layout.sizes['pipe']}",

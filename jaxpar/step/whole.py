@@ -17,11 +17,13 @@ import optax
 
 from jaxpar.errors import refuse
 from jaxpar.models.remat import remat
+from jaxpar.models.settings.computing import by_model
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.beside import beside
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.sharding.names import Compute, Tree
+from jaxpar.step.block_inputs import offloading
 from jaxpar.step.checks.given_state import check_kept
 from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gathering import gathered
@@ -106,7 +108,7 @@ class Whole(Gradients):
         return gathered(self.layout, params, forward, model_state, batch, dtype=self.numerics.dtype)
 
     def _forward(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> tuple[Sums, Tree]:
-        compute = Compute(train=train, dtype=self.numerics.dtype, remat=self.numerics.remat)
+        compute = Compute(train=train, dtype=self.numerics.dtype, remat=by_model(self.numerics.remat))
         blueprint = self.layout.blueprint
         read: set[str] = set()
 
@@ -121,6 +123,8 @@ class Whole(Gradients):
 
         computed = beside(run) if blueprint.adapters else run
         computed = in_bfloat16(computed) if compute.dtype else computed
+        if train and self.numerics.remat == "offload":
+            computed = offloading(computed, blueprint.name)
         if isinstance(self.loss, Drawing):
             computed = split_over_examples(computed, self.layout)
         sums, after = computed(params, model_state, batch)
@@ -143,7 +147,7 @@ class Whole(Gradients):
             return (total / jax.lax.stop_gradient(count) if mean else total), (sums, after)
 
         if not self.layout.blueprint.takes_remat:
-            objective = remat(objective, self.numerics.remat)
+            objective = remat(objective, by_model(self.numerics.remat))
         gradients, (sums, after) = jax.grad(objective, has_aux=True)(without(self.frozen, params))
         stored = without(self.frozen, self.layout.params)
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)

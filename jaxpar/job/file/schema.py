@@ -123,7 +123,7 @@ class TrainTable:
     freeze: tuple[str, ...] = ()
     adapters: Adapters = field(default_factory=Adapters)
     precision: Precision = field(default_factory=Precision)
-    remat: Literal["none", "dots", "all_dots", "full"] = "none"
+    remat: Literal["none", "dots", "all_dots", "full", "offload"] = "none"
     offload: bool = False
     collectives: Preset = "overlapped"
     eval_every: int = 0

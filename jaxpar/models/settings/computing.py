@@ -14,7 +14,13 @@ POLICIES = {
     "dots": "keeps the results of matmuls with a weight (no batch dims), recomputes the rest",
     "all_dots": "keeps the results of all matmuls, attention scores too",
     "full": "keeps the input of each layer, recomputes everything inside it",
+    "offload": "as full, with the inputs of layers in host memory; for layers in a scan",
 }
+
+
+def by_model(remat: str) -> str:
+    """Returns the policy that a model places itself: of `offload` none, for a step does that to any model."""
+    return "none" if remat == "offload" else remat
 
 
 @dataclass(frozen=True)

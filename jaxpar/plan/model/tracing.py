@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 
 from jaxpar.errors import refuse
-from jaxpar.models.settings.computing import POLICIES
+from jaxpar.models.settings.computing import POLICIES, by_model
 
 ROWS = 2, 4  # rows that a model is traced with: a single one could be broadcast
 
@@ -62,7 +62,7 @@ def trace(
     """
     few, more = (known(rows) for rows in ROWS)
     kept = {}
-    for policy in POLICIES if takes_remat else ("none",):
+    for policy in [name for name in POLICIES if by_model(name) == name] if takes_remat else ["none"]:
         function = forward(policy)
         kept[policy] = (_left(function, params, more) - _left(function, params, few)) / (ROWS[1] - ROWS[0])
     if kept["none"] <= 0:
