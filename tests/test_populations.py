@@ -23,7 +23,7 @@ from jaxpar.exchange.population.population import Population
 from jaxpar.exchange.population.sweep import Sweep
 from jaxpar.job.file import parse
 from jaxpar.job.run import train
-from jaxpar.job.sample import sample
+from jaxpar.job.sample import Asked, sample
 from jaxpar.job.sweep import lineage
 from jaxpar.optim import chain
 from jaxpar.optim.injected import settings
@@ -216,7 +216,7 @@ def test_a_population_that_is_resumed_goes_on_to_the_bit(tmp_path, capsys):
 def test_a_population_is_no_model_that_writes_text(tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     with pytest.raises(JaxparError, match="8 members of a sweep"):
-        sample(tmp_path, "a", tokens=1, temperature=1.0, seed=0)
+        sample(tmp_path, ["a"], Asked(tokens=1))
 
 
 def test_lineage_has_who_copied_whom_with_settings_before_and_after():

@@ -33,7 +33,7 @@ from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_loss
-from jaxpar.job.sample import sample
+from jaxpar.job.sample import Asked, sample
 from jaxpar.models.huggingface.load import load as load_pretrained
 from jaxpar.pipeline.draw.schedule import svg
 from jaxpar.pipeline.tables.library import schedule
@@ -158,7 +158,7 @@ def test_a_run_folder_of_others_is_not_trusted_either(home):
     (home / "run").mkdir()
     (home / "run" / "job.toml").write_text('[train]\nloss = "subprocess:run"\n[data]\nsource = "stdlib"\n')
     with pytest.raises(JaxparError, match="--allow-import"):
-        sample("run", "a", tokens=1, temperature=0.0, seed=0)
+        sample("run", ["a"], Asked(tokens=1))
 
 
 class Bomb:

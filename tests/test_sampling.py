@@ -19,8 +19,8 @@ from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.file.parse import loads
 from jaxpar.models.decoder import Decoder
-from jaxpar.models.sampling import Sampling
 from jaxpar.models.settings.decoder import DecoderSettings
+from jaxpar.step.sampling.draws import Sampling
 from jaxpar.step.sampling.generator import Generator
 
 LLAMA = DecoderSettings(vocab=40, seq=16, layers=2, dim=16, heads=4, kv_heads=2, hidden=24)

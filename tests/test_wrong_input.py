@@ -31,11 +31,12 @@ from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import load, loads
-from jaxpar.job.sample import sample
+from jaxpar.job.sample import Asked, sample
 from jaxpar.models.settings.decoder import DecoderSettings
 from jaxpar.pipeline.tables.csv import to_csv
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.step.losses import cross_entropy
+from jaxpar.step.sampling.draws import Sampling
 
 jp.simulate(8)
 
@@ -935,21 +936,22 @@ def test_a_run_folder_that_cannot_be_made_is_refused(place, here):
     [
         ({}, ["trained on arrays", "data.source = 'text'"]),
         ({"tokens": 0}, ["tokens 0", "--tokens"]),
-        ({"temperature": float("nan")}, ["temperature nan", "--temperature"]),
+        ({"temperature": float("nan")}, ["temperature = nan", "temperature = 0.8"]),
         ({"seed": 2**70}, ["seed", "1180591620717411303424"]),
     ],
     ids=["no text", "no tokens", "nan", "seed"],
 )
 def test_a_sample_that_makes_no_sense_is_refused(settings, words, trained):
+    drawn = {key: value for key, value in settings.items() if key != "tokens"}
     with pytest.raises(JaxparError) as caught:
-        sample(trained, "a", **{"tokens": 3, "temperature": 0.8, "seed": 0, **settings})
+        sample(trained, ["a"], Asked(tokens=settings.get("tokens", 3), sampling=Sampling(**drawn)))
     said(caught.value, *words)
 
 
 # What is typed (HERE is the folder), the status, and words on stderr.
 COMMANDS = [
     ("", 2, "VERB"),
-    ("trian HERE/ok.toml", 2, "invalid choice", "train"),
+    ("trian HERE/ok.toml", 2, "no verb 'trian'", "train"),
     ("train", 1, "without a job", "jaxpar train configs/quickstart.toml"),
     ("check HERE/ok.toml --steps=5", 2, "--steps"),
     ("check HERE/none.toml", 1, "none.toml", "No such file"),

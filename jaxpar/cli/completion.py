@@ -1,7 +1,6 @@
 """`jaxpar completion bash|zsh|tcsh`: what a shell needs to complete verbs, options and files."""
 
 import argparse
-from collections.abc import Callable
 from typing import Any
 
 EXAMPLE = """\
@@ -26,19 +25,17 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the script of a shell."""
-    from jaxpar.cli.main import parser
-
-    text = script(args.shell, parser)
+    text = script(args.shell, args.command)
     print(text)
     return {"script": text}, 0
 
 
-def script(shell: str, parser: Callable[[], argparse.ArgumentParser]) -> str:
+def script(shell: str, command: argparse.ArgumentParser) -> str:
     """Returns the script of a shell.
 
     Args:
       shell: One of `SHELLS`.
-      parser: Makes the parser of the command.
+      command: The parser of the command, with all verbs.
 
     Raises:
       JaxparError: If the package shtab is missing.
@@ -53,12 +50,11 @@ def script(shell: str, parser: Callable[[], argparse.ArgumentParser]) -> str:
             rule="the scripts of shells are written by the package shtab",
             fix="pip install 'jaxpar[completion]'",
         ) from error
-    made = parser()
-    for each in _all(made):
+    for each in _all(command):
         for action in each._actions:
             if action.metavar in FILES:
                 action.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
-    return shtab.complete(made, shell=shell)
+    return shtab.complete(command, shell=shell)
 
 
 def _all(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:

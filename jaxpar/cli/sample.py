@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the texts."""
     check_file("--out", args.out, "answers.jsonl")
     from jaxpar.job.sample import Asked, read_prompts, sample, write_answers
-    from jaxpar.models.sampling import Sampling
+    from jaxpar.step.sampling.draws import Sampling
 
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     asked = Asked(tokens=args.tokens, sampling=sampling, stop=tuple(args.stop), overrides=tuple(args.overrides))

@@ -22,13 +22,13 @@ from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.pretrained import KEPT
 from jaxpar.mesh.devices import is_simulated, simulate, visible
 from jaxpar.models.huggingface.folder import special_ids
-from jaxpar.models.sampling import Sampling
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import merged, without_adapters
 from jaxpar.sharding.names import Tree
 from jaxpar.step import state
+from jaxpar.step.sampling.draws import Sampling
 from jaxpar.step.sampling.generator import Generator
 
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.models.cache import Cache
-from jaxpar.models.sampling import Sampling
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques import asked
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.sharding.tracing import uncollected
+from jaxpar.step.sampling.draws import Sampling
 
 Stops = Callable[[int, list[int]], bool]  # (row, the tokens it has drawn) to whether it is at its end
 
