@@ -19,11 +19,10 @@ from jaxpar.cli import (
     new,
     partition,
     plan,
-    report,
     sample,
     schedule,
 )
-from jaxpar.cli.training import launch, sweep, train
+from jaxpar.cli.training import launch, report, sweep, train
 from jaxpar.errors import STOPPED, JaxparError, nearest, refuse
 from jaxpar.launch.lifeline import follow
 from jaxpar.leaving import leave

@@ -21,7 +21,7 @@ from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.loggers import check_loggers
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import best_of, resolve_optimizer
-from jaxpar.job.start import check_start
+from jaxpar.job.parts.start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible
 from jaxpar.mesh.memory_pool import taken

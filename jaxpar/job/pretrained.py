@@ -9,7 +9,7 @@ from jaxpar.checkpoint import listing, reading
 from jaxpar.job.build import Built
 from jaxpar.job.file.parse import load
 from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.job.start import check_start, decoder_of
+from jaxpar.job.parts.start import check_start, decoder_of
 from jaxpar.models.huggingface.export import export
 from jaxpar.models.huggingface.folder import ALONG, CONFIG, is_folder, take_along
 from jaxpar.parallel.compose import as_blueprint

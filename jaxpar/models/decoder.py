@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.blocks.documents import Documents
 from jaxpar.models.cache import Cache
-from jaxpar.models.documents import Documents
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
 from jaxpar.models.own_backward import logits

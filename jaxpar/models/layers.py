@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.blocks.documents import ONE, Documents
 from jaxpar.models.cache import Layer
-from jaxpar.models.documents import ONE, Documents
 from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.named import constrain
 from jaxpar.models.own_backward import swiglu

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpar.models.blocks.documents import ONE, Documents, stream_of, through
 from jaxpar.models.cache import Cache, Layer
-from jaxpar.models.documents import ONE, Documents, stream_of, through
 from jaxpar.models.remat import remat
 
 Layers = Callable[..., Any]  # (x, *per_layer) to what has the structure and shapes of x

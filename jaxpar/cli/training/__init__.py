@@ -1,1 +1,1 @@
-"""Verbs that train a job: alone, by several processes, or as many members of a population."""
+"""Verbs that train a job, alone, by several processes, or as many members of a population, and show the run."""
