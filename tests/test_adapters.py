@@ -128,6 +128,7 @@ def traffic(layout, model, chain):
 
 
 @absent
+@pytest.mark.slow
 def test_on_gpus_only_the_gradients_of_adapters_travel():
     def model(rngs):
         return Staged(rngs, layers=2, dim=256, hidden=512, vocab=256, tied=False)

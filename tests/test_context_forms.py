@@ -116,7 +116,7 @@ OFTEN = [
     ("ring x ulysses", "vit", "full", "context 4, data 2", "none"),
 ]
 SLOW = [
-    *PAIRS[:5],
+    *PAIRS[:3],
     ("ulysses", "gpt", "causal", "context 2, fsdp 2, tensor 2", "none"),
     ("ring", "llama", "window", "context 4, tensor 2, sequence", "none"),
 ]

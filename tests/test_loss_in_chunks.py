@@ -107,6 +107,7 @@ def test_every_layout_trains_as_one_device_does_on_whole_logits(case):
     assert any("chunks of" in note for note in step.layout.notes)
 
 
+@pytest.mark.slow
 def test_few_logits_are_made_by_the_program_that_knows_no_chunks():
     def plain(model, batch):
         return jnp.sum(cross_entropy(model(batch["inputs"]), batch["targets"])), jnp.float32(batch["targets"].size)
@@ -192,6 +193,7 @@ def test_what_is_no_head_is_refused(case):
         jp.next_token(model(rngs=nnx.Rngs(0)), next(batches()), largest=0)
 
 
+@pytest.mark.slow
 def test_the_size_of_logits_decides_and_check_says_so(capsys):
     assert not Logits(2**13, 2**17).in_chunks  # 4 GiB to the byte
     long = Logits(131072, 128256)
