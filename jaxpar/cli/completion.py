@@ -25,7 +25,7 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the script of a shell."""
-    text = script(args.shell, args.command)
+    text = script(args.shell, args.parser)
     print(text)
     return {"script": text}, 0
 

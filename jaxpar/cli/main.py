@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     made = parser()
     _check_verb(made, sys.argv[1:] if argv is None else argv)
     args, more = made.parse_known_args(argv)
-    args.command = made
+    args.parser = made
     if wrong := [word for word in more if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]:
         made.error(f"unrecognized arguments: {' '.join(wrong)}")
     if more:  # overrides after an option: argparse has closed their list by then
