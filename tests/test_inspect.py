@@ -209,7 +209,7 @@ def test_a_pipeline_is_told_without_a_false_flag():
     step = step_on("h100:1x8", PIPES, precision="bf16")
     report = jp.inspect(step, BATCH)
     assert kinds(report) == []
-    assert report.schedule is step.layout.schedule
+    assert report.schedule == step.layout.schedule
     found = json.loads(json.dumps(report.to_dict()))["pipeline"]
     assert (found["stages"], found["microbatches"], found["messages"]) == (2, 4, 8)
     assert found["permutes"] == found["ticks"] == 10  # stages that mix nothing send one way in a tick
