@@ -88,13 +88,14 @@ def test_outside_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_micro
         key: replace(link, latency=2 * link.latency)
         for key, link in (("inside", H100.inside), ("between", H100.between))
     }
+    curve = H100.gemm
     changed = {
         "twice the latencies": replace(question, hardware=replace(H100, launch=2 * H100.launch, **later)),
         "twice the traffic that nothing hides": replace(
             question, software=replace(JAXPAR, overlap=0.0, tensor_overlap=0.0, context_overlap=0.6)
         ),
         "twice the fixed cost of a matmul": replace(
-            question, hardware=replace(H100, gemm=replace(H100.gemm, half=2 * H100.gemm.half))
+            question, hardware=replace(H100, gemm=replace(curve, half=2 * curve.half, wave=2 * curve.wave))
         ),
     }
     for what, other in changed.items():

@@ -81,13 +81,19 @@ def test_outside_zero_2_with_a_spread_head_is_refused_once():
 
 
 def test_outside_the_planner_counts_shards_and_what_they_cost_to_make():
-    """Shards of fewer bytes, and those of a tick whole; a scatter in each of the M + P - 1 ticks that make them."""
+    """Shards of fewer bytes; a scatter in each of the M + P - 1 ticks that make them.
+
+    Where ticks mix ops, the gradients of a tick are whole until they are scattered; else they are a layer at a time, as
+    they are in stage 1 too.
+    """
     shape = Shape(layers=32, dim=4096, heads=32, kv_heads=8, hidden=14336, gated=True, vocab=128256, seq=8192)
     one = Candidate(pipe=4, fsdp=8, zero=1, schedule="1f1b_phased", microbatches=8, remat="full")
     two = replace(one, zero=2)
     count = stage_parameters(shape, one, "last", everywhere=True)
     before, after = memory(shape, one, JAXPAR), memory(shape, two, JAXPAR)
     assert before.gradients - after.gradients == pytest.approx(BYTES.gradients * count * 7 / 8)
-    assert after.working - before.working == pytest.approx(BYTES.gradients * 8 * shape.cut_layer(1))
+    assert after.working == before.working
+    mixed = [memory(shape, replace(each, schedule="1f1b"), JAXPAR).working for each in (one, two)]
+    assert mixed[1] - mixed[0] == pytest.approx(BYTES.gradients * 8 * shape.cut_layer(1))
     (_, once), (each, after) = (sharding.gradients(count, c, HARDWARE["h100"], JAXPAR, layers=8) for c in (one, two))
     assert 8 * each == pytest.approx((8 + 4 - 1) * (once - after))
