@@ -205,7 +205,7 @@ def test_the_verb_writes_a_profile_that_the_partitioner_reads(tmp_path, monkeypa
     [
         (["layers"], "the following arguments are required: JOB"),
         (["planner", "job.toml"], "unrecognized arguments: job.toml"),
-        (["planner", "--write", "f"], "unrecognized arguments: --write f"),
+        (["planner", "--rounds", "3"], "unrecognized arguments: --rounds 3"),
     ],
 )
 def test_each_bench_takes_what_is_its_own(words, said, capsys):
