@@ -55,6 +55,8 @@ def names(parallel: Parallel) -> dict[str, Axes]:
 def problems(parallel: Parallel) -> list[Problem]:
     """Returns what is wrong with how attention is declared to bring pieces together."""
     by, devices, ulysses = parallel.context_by, parallel.context, parallel.ulysses
+    if type(devices) is not int:
+        return []  # refused where sizes are
     if by not in HOW:
         rule = f"context_by is one of {', '.join(HOW)}"
         return [Problem(f"context_by={by!r}", rule, nearest(str(by), HOW))]
