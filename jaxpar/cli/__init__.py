@@ -7,7 +7,8 @@ Who only waits for text does not wait for JAX. It is imported by
     checkpoint diff, export         where arrays are compared, or written anew
     bench, but for `planner`        to measure, and to compile
     plan                            with --verify; for a model without formulas, or an optimizer whose state depends on
-                                    shapes (adafactor, muon), which are traced; for a loss of the user's own
+                                    shapes (adafactor, muon) or is not known before it is traced (others of optax, or
+                                    arguments); for a loss of the user's own
 
 and by nothing else: no --help, no --print-defaults, no refusal of a job's file, `schedule`, `partition`, `plan` of a
 decoder, `checkpoint ls`, `show` and `verify`.

@@ -16,7 +16,7 @@ from jaxpar.job.check import check
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import check_evaluated, open_data
 from jaxpar.job.parts.models import resolve_loss, resolve_model
-from jaxpar.job.parts.optimizers import resolve_optimizer
+from jaxpar.job.parts.optimizers import own_functions, resolve_optimizer
 from jaxpar.mesh.devices import simulate, visible
 from jaxpar.optim import chain
 from jaxpar.parallel.compose import compose
@@ -76,20 +76,21 @@ def build(job: Job, *, processes: int = 1) -> Built:
     step = assemble(job, devices[: job.mesh.devices or None])
     source = open_data(job)
     check_evaluated(job, source)
+    spec = job.optimizer.at(job.train.global_batch)
     return Built(
         job=job,
         layout=step.layout,
         step=step,
         optimizer=step.optimizer,
         source=source,
-        learning_rate=None if job.sweep.over else rates(job.optimizer.at(job.train.global_batch), job.train.steps),
+        learning_rate=None if job.sweep.over else rates(spec, job.train.steps, own=own_functions(job)),
         larger={times: _step(job, step.layout, step.optimizer, times) for times in job.train.growth.factors[1:]},
     )
 
 
-def rates(spec: chain.Optimizer, steps: int) -> Callable[[int], float]:
+def rates(spec: chain.Optimizer, steps: int, *, own: chain.Own = chain.NONE) -> Callable[[int], float]:
     """Returns the learning rate of a step, from 0: computed for some thousands of steps at once, and then kept."""
-    schedule = jax.vmap(chain.schedule(spec, steps))
+    schedule = jax.vmap(chain.schedule(spec, steps, own=own))
 
     @lru_cache(maxsize=2)
     def block(number: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.loggers import check_loggers
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
-from jaxpar.job.parts.optimizers import best_of, resolve_optimizer
+from jaxpar.job.parts.optimizers import best_of, check_optimizer, resolve_optimizer
 from jaxpar.job.parts.start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible
@@ -65,6 +65,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     attempt(_check_data, job)
     attempt(_check_faults, job)
     attempt(check_loggers, job)
+    attempt(check_optimizer, job)
     if whole:
         attempt(_check_path, job)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
@@ -84,7 +85,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
         attempt(check_start, job, layout)
     attempt(_check_origin, job, parallel.exchange)
     if layout:
-        attempt(state.abstract, layout, resolve_optimizer(job)) if job.train.frozen[0] else None
+        attempt(lambda: state.abstract(layout, resolve_optimizer(job))) if job.train.frozen[0] else None
+        attempt(check_optimizer, job, layout.params) if ":" in job.optimizer.name else None
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)

@@ -2,6 +2,8 @@
 
 `freeze` leaves some parameters alone, by `patterns` of their paths.
 
+Those of optax that have no settings here are found by `named`, and tried on shapes by `probe`.
+
 Nouns: `Optimizer` (settings, of which `chain` makes optax's), `pace` (schedules count steps), `Growth` (batches that
 grow), `noise` (temperature of the updates, noise scale of the gradients).
 """

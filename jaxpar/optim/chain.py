@@ -1,30 +1,42 @@
 """The optimizer of a job: an optax chain and its learning rate, from a handful of settings."""
 
 from collections.abc import Callable, Collection
+from inspect import signature
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.optim.optimizer import SWEPT, Optimizer
+from jaxpar.errors import refuse
+from jaxpar.optim.named import Own, call, find_optimizer, find_schedule
+from jaxpar.optim.optimizer import SETTINGS, SWEPT, Optimizer
+from jaxpar.optim.schedule import Schedule
+
+NONE = Own()
+MASKS = {"adamw": "mask", "lion": "mask", "lamb": "mask", "lars": "weight_decay_mask"}  # which weights are decayed
+OR_NONE = {"sgd": "momentum", "adafactor": "weight_decay_rate"}  # None, and not 0, leaves these out
 
 
-def schedule(spec: Optimizer, steps: int, **given: Any) -> Callable:
+def schedule(spec: Optimizer, steps: int, *, own: Own = NONE, **given: Any) -> Callable:
     """Returns the learning rate as a function of the step, over a run of `steps`.
 
     Args:
       spec: The settings.
       steps: Of the run.
+      own: The user's own functions that the settings name.
       **given: `learning_rate` and `final`, where they are arrays.
     """
     rest = max(1, steps - spec.warmup)
     highest, final = given.get("learning_rate", spec.learning_rate), given.get("final", spec.final)
-    falling = {
-        "constant": lambda: optax.constant_schedule(highest),
-        "cosine": lambda: optax.cosine_decay_schedule(highest, rest, alpha=final),
-        "linear": lambda: optax.linear_schedule(highest, final * highest, rest),
-    }[spec.decay]()
+    if spec.schedule.name:
+        falling = _named(spec.schedule, highest, rest, own)
+    else:
+        falling = {
+            "constant": lambda: optax.constant_schedule(highest),
+            "cosine": lambda: optax.cosine_decay_schedule(highest, rest, alpha=final),
+            "linear": lambda: optax.linear_schedule(highest, final * highest, rest),
+        }[spec.decay]()
     rising = optax.linear_schedule(0.0, highest, spec.warmup)
     whole = optax.join_schedules([rising, falling], [spec.warmup]) if spec.warmup else falling
     if not spec.drops:
@@ -33,48 +45,60 @@ def schedule(spec: Optimizer, steps: int, **given: Any) -> Callable:
     return lambda count: whole(count) * dropped(count)
 
 
-def build(spec: Optimizer, steps: int, swept: Collection[str] = ()) -> optax.GradientTransformation:
+def _named(spec: Schedule, highest: Any, rest: int, own: Own) -> Callable:
+    """Returns the schedule that the settings name, from its first step."""
+    function, rate = find_schedule(spec.name, own.schedule)
+    given = {rate: highest}
+    if own.schedule and "steps" in signature(own.schedule).parameters:
+        given["steps"] = rest
+    return call(spec.name, function, spec.arguments, given, key="optimizer.schedule.arguments")
+
+
+def build(spec: Optimizer, steps: int, swept: Collection[str] = (), *, own: Own = NONE) -> optax.GradientTransformation:
     """Returns the optax chain: clipping by global norm, then the optimizer with its schedule.
 
     Args:
       spec: The settings.
       steps: Of the run.
       swept: Those of `SWEPT` that are arrays in its state, and constants of the program otherwise.
+      own: The user's own functions that the settings name.
+
+    Raises:
+      JaxparError: If there is no optimizer or schedule of such a name, or with such arguments.
     """
     if not swept:
-        return _made(spec, steps)
+        return _made(spec, steps, own)
 
     # optax reads the names of settings off the signature
     def made(learning_rate=None, final=None, weight_decay=None, beta1=None, beta2=None, clip=None):
         each = dict(zip(SWEPT, (learning_rate, final, weight_decay, beta1, beta2, clip), strict=True))
-        return _made(spec, steps, **{name: value for name, value in each.items() if value is not None})
+        return _made(spec, steps, own, **{name: value for name, value in each.items() if value is not None})
 
     return optax.inject_hyperparams(made)(**{name: float(getattr(spec, name)) for name in swept})
 
 
-def _made(spec: Optimizer, steps: int, **given: Any) -> optax.GradientTransformation:
+def _made(spec: Optimizer, steps: int, own: Own, **given: Any) -> optax.GradientTransformation:
     """Returns the chain, with arrays for some settings: an array is always there, whatever its value."""
-    rate = schedule(spec, steps, **given)
-    at = lambda name: given.get(name, getattr(spec, name))  # noqa: E731
-    beta1, beta2, decay = at("beta1"), at("beta2"), at("weight_decay")
-    made = {
-        "adamw": lambda: optax.adamw(rate, beta1, beta2, weight_decay=decay, mask=_matrices),
-        "adam": lambda: optax.adam(rate, beta1, beta2),
-        "sgd": lambda: optax.sgd(rate, _or_none(beta1)),
-        "lion": lambda: optax.lion(rate, beta1, beta2, weight_decay=decay, mask=_matrices),
-        "lamb": lambda: optax.lamb(rate, beta1, beta2, weight_decay=decay, mask=_matrices),
-        "lars": lambda: optax.lars(rate, decay, weight_decay_mask=_matrices, momentum=beta1),
-        "adafactor": lambda: optax.adafactor(rate, weight_decay_rate=_or_none(decay)),
-        "muon": lambda: optax.contrib.muon(rate, weight_decay=decay),
-    }[spec.name]()
+    rate: Any = schedule(spec, steps, own=own, **given)
+    if spec.name not in SETTINGS and not own.optimizer and spec.is_constant:  # some of optax's take a number alone
+        rate = given.get("learning_rate", spec.learning_rate)
+    settings = {name: given.get(key, getattr(spec, key)) for name, key in SETTINGS.get(spec.name, {}).items()}
+    if (name := OR_NONE.get(spec.name)) and not isinstance(settings[name], jax.Array):
+        settings[name] = settings[name] or None
+    if mask := MASKS.get(spec.name):
+        settings[mask] = _matrices
+    function = find_optimizer(spec.name, own.optimizer)
+    made = call(spec.name, function, spec.arguments, {"learning_rate": rate, **settings}, key="optimizer.arguments")
+    if not isinstance(made, optax.GradientTransformation):
+        raise refuse(
+            f'optimizer.name = "{spec.name}" makes a {type(made).__name__}',
+            rule="an optimizer is an optax chain",
+            fix="return optax.chain(...); of optax.MultiSteps, its gradient_transformation()",
+        )
     if "clip" in given:  # 0 does not clip
         largest = jnp.where(given["clip"] > 0, given["clip"], jnp.inf)
         return optax.chain(optax.clip_by_global_norm(largest), made)
     return optax.chain(optax.clip_by_global_norm(spec.clip), made) if spec.clip else made
-
-
-def _or_none(value: Any) -> Any:
-    return value if isinstance(value, jax.Array) else value or None
 
 
 def _matrices(params):

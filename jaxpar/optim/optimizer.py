@@ -1,13 +1,25 @@
 """The settings of a job's optimizer; `chain` makes an optax chain of them."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.optim.growth import check_phases
+from jaxpar.optim.schedule import Schedule
 
 SWEPT = ("learning_rate", "final", "weight_decay", "beta1", "beta2", "clip")  # settings that may be arrays
+# argument of an optimizer to the setting that says it; those that are not here are given their `arguments` alone
+SETTINGS: dict[str, dict[str, str]] = {
+    "adamw": {"b1": "beta1", "b2": "beta2", "weight_decay": "weight_decay"},
+    "adam": {"b1": "beta1", "b2": "beta2"},
+    "sgd": {"momentum": "beta1"},
+    "lion": {"b1": "beta1", "b2": "beta2", "weight_decay": "weight_decay"},
+    "lamb": {"b1": "beta1", "b2": "beta2", "weight_decay": "weight_decay"},
+    "lars": {"momentum": "beta1", "weight_decay": "weight_decay"},
+    "adafactor": {"weight_decay_rate": "weight_decay"},
+    "muon": {"weight_decay": "weight_decay"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +27,11 @@ class Optimizer:
     """The optimizer, and its settings.
 
     Attributes:
-      name: adamw, adam, sgd, lion, lamb, lars, adafactor or muon, from optax.
+      name: adamw, adam, sgd, lion, lamb, lars, adafactor, muon, or any other optimizer of optax or optax.contrib that
+        takes a learning rate, such as adagrad; or "package.module:function" of learning_rate, a schedule, that returns
+        an optax chain.
+      arguments: Its further arguments, as optax has them: { eps = 1e-6 }. weight_decay, beta1 and beta2 are of the
+        eight that are named first; others have all of theirs here.
       learning_rate: The highest.
       warmup: Steps over which the learning rate rises from 0 to the highest.
       decay: How it falls after that: constant, cosine or linear.
@@ -31,9 +47,11 @@ class Optimizer:
         A batch that grows by train.grow leaves the rate of its first phase.
       scaling: How the rate follows the global batch, given reference_batch: linear (Goyal et al. 2017), or sqrt (You et
         al. 2019, with lamb).
+      schedule: Another schedule after the warm-up than decay and final.
     """
 
-    name: Literal["adamw", "adam", "sgd", "lion", "lamb", "lars", "adafactor", "muon"] = "adamw"
+    name: str = "adamw"
+    arguments: dict[str, Any] = field(default_factory=dict)
     learning_rate: float = 1e-3
     warmup: int = 0
     decay: Literal["constant", "cosine", "linear"] = "cosine"
@@ -45,6 +63,7 @@ class Optimizer:
     clip: float = 1.0
     reference_batch: int = 0
     scaling: Literal["linear", "sqrt"] = "linear"
+    schedule: Schedule = field(default_factory=Schedule)
 
     def __post_init__(self):
         most = 3.4e38  # float32
@@ -70,6 +89,34 @@ class Optimizer:
                 rule=f"{self.name} does not decay weights",
                 fix='name = "adamw", or leave weight_decay out',
             )
+        self._check_named()
+
+    def _check_named(self) -> None:
+        """Refuses settings that say nothing of another optimizer or schedule than those that have them."""
+        usual = type(self).__dataclass_fields__
+        said = lambda names: [name for name in names if getattr(self, name) != usual[name].default]  # noqa: E731
+        if self.name not in SETTINGS and (wrong := said(("weight_decay", "beta1", "beta2"))):
+            raise refuse(
+                f"optimizer.{wrong[0]} = {getattr(self, wrong[0])} with {self.name}",
+                rule=f"{', '.join(SETTINGS)} have weight_decay, beta1 and beta2; another has arguments of its own",
+                fix="[optimizer.arguments]",
+            )
+        if self.schedule.name and (wrong := said(("decay", "final"))):
+            raise refuse(
+                f"optimizer.{wrong[0]} = {getattr(self, wrong[0])} with optimizer.schedule = {self.schedule.name}",
+                rule="the rate follows decay and final, or a schedule with arguments of its own",
+                fix="leave one of the two out",
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one of jaxpar's own with its usual arguments and decay: no more than settings to be checked."""
+        return self.name in SETTINGS and not self.arguments and not self.schedule.name
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the rate is one number."""
+        return not (self.schedule.name or self.warmup or self.drops) and self.decay == "constant"
 
     @property
     def momentum(self) -> float:

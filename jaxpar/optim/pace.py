@@ -44,6 +44,12 @@ def advanced(state: Any) -> Any:
     return _mapped(one, state)
 
 
+def counts_steps(state: Any) -> bool:
+    """Returns whether schedules are in the state of a chain that can stand still; its shapes will do."""
+    known = lambda node: isinstance(node, _COUNTS)  # noqa: E731
+    return any(map(known, jax.tree.leaves(state, is_leaf=known)))
+
+
 def _mapped(change: Callable, *states: Any) -> Any:
     """Returns the first of these states with what its schedules count changed; the others are given to `change` too."""
 

@@ -1,19 +1,81 @@
 """The optimizer of a job, and by what its evaluations are compared."""
 
+from typing import Any
+
 import optax
 
+from jaxpar.errors import refuse
+from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.optim import chain
 from jaxpar.optim.freeze import freeze
+from jaxpar.optim.named import Own
+from jaxpar.optim.optimizer import SETTINGS
+from jaxpar.optim.pace import counts_steps
+from jaxpar.optim.probe import SMALL, check_chain, check_rate
 from jaxpar.train.best import Best
 
 
+def own_functions(job: Job) -> Own:
+    """Returns the user's own optimizer and schedule that a job names by import path.
+
+    Raises:
+      JaxparError: If there is no such object.
+    """
+    names = {"optimizer.name": job.optimizer.name, "optimizer.schedule.name": job.optimizer.schedule.name}
+    found = [import_object(name, key, allowed=job.allow_import) if ":" in name else None for key, name in names.items()]
+    return Own(optimizer=found[0], schedule=found[1])
+
+
 def resolve_optimizer(job: Job) -> optax.GradientTransformation:
-    """Returns the optax chain of a job, at its global batch; what its sweep is over is in the chain's state."""
-    swept = job.sweep.values if job.sweep.over else ()
-    made = chain.build(job.optimizer.at(job.train.global_batch), job.train.steps, swept)
+    """Returns the optax chain of a job, at its global batch; what its sweep is over is in the chain's state.
+
+    Raises:
+      JaxparError: If its optimizer or schedule is not there, or has other arguments.
+    """
+    made = _whole(job)
     frozen, but = job.train.frozen
     return freeze(made, frozen, but=but) if frozen else made
+
+
+def check_optimizer(job: Job, params: Any = None) -> None:
+    """Refuses an optimizer that a job cannot have; it is tried on shapes, unless it and its schedule are jaxpar's own.
+
+    Args:
+      job: The job.
+      params: The parameters of its model, as shapes, if they are known: a user's own optimizer, which may tell them
+        apart by their paths, is tried on no others.
+
+    Raises:
+      JaxparError: If it is not there, has other arguments, or cannot be used in a step.
+    """
+    made, spec = _whole(job), job.optimizer
+    if spec.is_plain:
+        return
+    if spec.schedule.name:
+        rate = chain.schedule(spec.at(job.train.global_batch), job.train.steps, own=own_functions(job))
+        check_rate(rate, name=spec.schedule.name)
+    if job.metrics.noise_every and spec.name not in SETTINGS:
+        raise refuse(
+            f"metrics.noise_every = {job.metrics.noise_every} with {spec.name}",
+            rule=f"the temperature of updates is known of {', '.join(SETTINGS)}",
+            fix="noise_every = 0",
+        )
+    if ":" in spec.name and params is None:
+        return
+    state = check_chain(made, spec, SMALL) if params is None else check_chain(resolve_optimizer(job), spec, params)
+    if job.parallel.pipeline.weights != "flush" and not spec.is_constant and not counts_steps(state):
+        raise refuse(
+            f"parallel.pipeline.weights = {job.parallel.pipeline.weights!r} with {spec.name}",
+            rule="a step without a flush makes many updates, which an optimizer that counts its own takes for steps",
+            fix='weights = "flush", or decay = "constant", warmup = 0',
+        )
+
+
+def _whole(job: Job) -> optax.GradientTransformation:
+    """Returns the optax chain of a job, of all parameters."""
+    swept = job.sweep.values if job.sweep.over else ()
+    return chain.build(job.optimizer.at(job.train.global_batch), job.train.steps, swept, own=own_functions(job))
 
 
 def best_of(job: Job) -> Best:

@@ -1,7 +1,8 @@
 """The model of a job as a plan sees it: a decoder by formulas, any other, or another optimizer's state, traced.
 
 decoder, adamw, adam, lamb, sgd, lion or lars    arithmetic: JAX is not imported
-decoder, adafactor or muon, or a part is frozen  the state depends on the shapes of matrices: they are traced
+decoder, another optimizer, one with arguments, or a part is frozen
+                                                 the state depends on the shapes of matrices: they are traced
 any other model                                  nothing is known of it but what tracing shows
 """
 
@@ -17,8 +18,7 @@ from jaxpar.plan.planned import Model, Transformer
 
 def needs_jax(job: Job) -> bool:
     """Returns whether planning a job imports JAX: to trace its model or its state, or with the user's own loss."""
-    counted = job.optimizer.name not in MOMENTS or bool(job.train.frozen[0])
-    return not _has_formulas(job) or counted or ":" in job.train.loss
+    return not _has_formulas(job) or not _is_counted(job) or ":" in job.train.loss
 
 
 def subject(job: Job, devices: int) -> Model:
@@ -46,8 +46,13 @@ def _has_formulas(job: Job) -> bool:
     return named(job)[0] == "decoder"
 
 
+def _is_counted(job: Job) -> bool:
+    """Whether the state of a job's optimizer is so many bytes per parameter; further arguments may change its dtype."""
+    return job.optimizer.name in MOMENTS and not job.optimizer.arguments and not job.train.frozen[0]
+
+
 def _recipe(job: Job) -> Recipe:
-    if job.optimizer.name in MOMENTS and not job.train.frozen[0]:
+    if _is_counted(job):
         return recipe(job.optimizer.name, momentum=job.optimizer.beta1 > 0)
     from jaxpar.job.parts.plan_traced import counted
 

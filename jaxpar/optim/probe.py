@@ -1,0 +1,51 @@
+"""Tries an optimizer or a schedule that is not jaxpar's own, on shapes: what a step cannot use is refused before it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.errors import refuse, users_code
+from jaxpar.optim.named import ALONE, TYPES
+from jaxpar.optim.optimizer import Optimizer
+
+SMALL = {"matrix": jax.ShapeDtypeStruct((3, 4), jnp.float32), "vector": jax.ShapeDtypeStruct((4,), jnp.float32)}
+
+
+def check_chain(made: optax.GradientTransformation, spec: Optimizer, params: Any) -> Any:
+    """Returns the state, as shapes, of a chain that needs no more than gradients and parameters.
+
+    Args:
+      made: The chain.
+      spec: The settings that it is made of.
+      params: A tree of parameters as shapes, on which it is traced, such as `SMALL`.
+
+    Raises:
+      JaxparError: If its update cannot be traced, or it steps from other parameters than those that it trains.
+    """
+    said = f'optimizer.name = "{spec.name}"'
+    with_them = f" with {spec.arguments!r:.200}" if spec.arguments else ""
+    with users_code(f"{said}{with_them}: its update", rule=ALONE, fix=TYPES):
+        state = jax.eval_shape(made.init, params)
+        updates, _ = jax.eval_shape(made.update, params, state, params)
+    of_free = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)  # noqa: E731
+    if any(map(of_free, jax.tree.leaves(state, is_leaf=of_free))):
+        raise refuse(f"{said} is schedule-free", rule=ALONE, fix="an optimizer with a schedule")
+    if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
+        raise refuse(f"{said}: updates of other shapes", rule="one update per parameter", fix="optax.apply_updates")
+    return state
+
+
+def check_rate(schedule: Callable, *, name: str) -> None:
+    """Refuses a schedule that is no function of the step, or whose rate is no number.
+
+    Raises:
+      JaxparError: If it cannot be traced, or says something else.
+    """
+    said, rule = f'optimizer.schedule.name = "{name}"', "a schedule is a function of the step to a rate, as optax's are"
+    with users_code(said, rule=rule, fix="jnp.where in the place of if"):
+        shape = jax.eval_shape(lambda count: jnp.asarray(schedule(count), jnp.float32), jnp.int32(0)).shape
+    if shape:
+        raise refuse(f"{said}: rates of shape {list(shape)}", rule=rule, fix="one number")

@@ -1,0 +1,241 @@
+"""Optimizers and schedules of optax by any name, and the user's own: optax's programs, tried on shapes before a run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny import assert_same_arrays, models, train
+
+import jaxpar as jp
+from jaxpar.errors import JaxparError
+from jaxpar.job.build import rates
+from jaxpar.job.check import check
+from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.optimizers import check_optimizer, own_functions, resolve_optimizer
+from jaxpar.job.parts.plan_model import needs_jax, subject
+from jaxpar.optim import chain
+from jaxpar.optim.named import optimizers, schedules
+from jaxpar.optim.optimizer import SETTINGS, Optimizer
+from jaxpar.optim.schedule import Schedule
+
+SHAPES = {"matrix": (3, 4), "vector": (4,)}
+PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+MATRICES = {"matrix": True, "vector": False}
+STEPS = 10
+NUMBERS = {"optimistic_adam", "rprop", "sm3"}  # take a learning rate that is a number, and no schedule
+NEEDED = {"noisy_sgd": {"key": 0}}
+DECODER = "mesh.simulate = 1\n[model]\nname = 'decoder'\nlayers = 1\ndim = 16\nheads = 2\n"
+
+
+def program(optimizer):
+    """Returns what an update computes, as text."""
+    return str(jax.make_jaxpr(optimizer.update)(PARAMS, jax.eval_shape(optimizer.init, PARAMS), PARAMS))
+
+
+def job(text):
+    return loads(f"{DECODER}\n[train]\nsteps = {STEPS}\n[optimizer]\n{text}")
+
+
+def message(text):
+    with pytest.raises(JaxparError) as refused:
+        check_optimizer(job(text), PARAMS)
+    return str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
+def test_an_optimizer_of_optax_is_optaxs_own_program_at_the_jobs_rate():
+    rate = optax.cosine_decay_schedule(1e-3, STEPS, alpha=0.1)
+    for name in optimizers().keys() - SETTINGS.keys() - NUMBERS:
+        more = NEEDED.get(name, {})
+        wanted = optax.chain(optax.clip_by_global_norm(1.0), optimizers()[name](rate, **more))
+        assert program(chain.build(Optimizer(name=name, arguments=more), STEPS)) == program(wanted), name
+    for name in NUMBERS:
+        made = Optimizer(name=name, decay="constant", learning_rate=0.5, clip=0)
+        assert program(chain.build(made, STEPS)) == program(optimizers()[name](0.5))
+
+
+OURS = {
+    "adamw": ({"eps": 1e-3}, lambda rate, each: optax.adamw(rate, 0.9, 0.95, weight_decay=0.1, mask=MATRICES, **each)),
+    "adam": ({"nesterov": True}, lambda rate, each: optax.adam(rate, 0.9, 0.95, **each)),
+    "sgd": ({"nesterov": True}, lambda rate, each: optax.sgd(rate, 0.9, **each)),
+    "lion": ({"mu_dtype": "bfloat16"}, lambda rate, each: optax.lion(rate, 0.9, 0.95, weight_decay=0.1, mask=MATRICES,
+                                                                     **each)),
+    "lamb": ({"eps": 1e-3}, lambda rate, each: optax.lamb(rate, 0.9, 0.95, weight_decay=0.1, mask=MATRICES, **each)),
+    "lars": ({"eps": 1e-3}, lambda rate, each: optax.lars(rate, 0.1, weight_decay_mask=MATRICES, momentum=0.9, **each)),
+    "adafactor": ({"min_dim_size_to_factor": 2}, lambda rate, each: optax.adafactor(rate, weight_decay_rate=0.1,
+                                                                                    **each)),
+    "muon": ({"ns_steps": 2}, lambda rate, each: optax.contrib.muon(rate, weight_decay=0.1, **each)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_further_arguments_stand_beside_the_settings(name):
+    arguments, wanted = OURS[name]
+    decay = 0.0 if name in ("adam", "sgd") else 0.1
+    plain, more = (
+        Optimizer(name=name, weight_decay=decay, decay="constant", learning_rate=0.5, clip=0, arguments=each)
+        for each in ({}, arguments)
+    )
+    rate = optax.constant_schedule(0.5)
+    assert program(chain.build(plain, STEPS)) == program(wanted(rate, {}))
+    assert program(chain.build(more, STEPS)) == program(wanted(rate, arguments)) != program(wanted(rate, {}))
+
+
+def test_a_schedule_of_optax_begins_after_the_warm_up_at_the_rate_that_follows_the_batch():
+    text = """
+    learning_rate = 0.01
+    warmup = 4
+    reference_batch = 16
+    drops = [[10, 2]]
+    schedule = { name = "piecewise_constant_schedule", arguments = { boundaries_and_scales = { 2 = 0.5 } } }
+    """
+    made = job(text)
+    assert loads(dumps(made)) == made
+    spec = made.optimizer.at(32)
+    rate = rates(spec, STEPS)
+    assert [rate(step) for step in range(STEPS)] == pytest.approx([0, 0.01, *[0.02] * 2, 0.01, *[0.005] * 5])
+    swept = chain.schedule(spec, STEPS, learning_rate=jnp.float32(0.04))
+    assert float(swept(2)) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "wanted"),
+    [
+        ("exponential_decay", {"transition_steps": 2, "decay_rate": 0.5}, optax.exponential_decay(3e-3, 2, 0.5)),
+        ("cosine_onecycle_schedule", {"transition_steps": 9}, optax.cosine_onecycle_schedule(9, 3e-3)),
+        (
+            "warmup_cosine_decay_schedule", {"init_value": 1e-4, "warmup_steps": 2, "decay_steps": 9},
+            optax.warmup_cosine_decay_schedule(1e-4, 3e-3, 2, 9),
+        ),
+        ("constant_schedule", {}, optax.constant_schedule(3e-3)),
+    ],
+)  # fmt: skip
+def test_the_learning_rate_is_the_highest_value_of_a_schedule(name, arguments, wanted):
+    made = Optimizer(name="sgd", learning_rate=3e-3, schedule=Schedule(name=name, arguments=arguments))
+    text = lambda rate: str(jax.make_jaxpr(lambda count: jnp.asarray(rate(count)))(0))  # noqa: E731
+    assert text(chain.schedule(made, STEPS)) == text(wanted)
+    assert name in schedules()
+
+
+OWN = """
+import jax.numpy as jnp, optax
+
+def nadam(learning_rate, eps=1e-8):
+    return optax.nadam(learning_rate, eps=eps)
+
+def halved(learning_rate, steps, *, after):
+    return lambda count: jnp.where(count < after * steps, learning_rate, learning_rate / 2)
+
+def several(learning_rate): return optax.MultiSteps(optax.sgd(learning_rate), 2)
+def plateau(learning_rate): return optax.chain(optax.sgd(learning_rate), optax.contrib.reduce_on_plateau())
+def free(learning_rate): return optax.contrib.schedule_free(optax.sgd(0.1), learning_rate)
+def branches(learning_rate): return lambda count: learning_rate if count < 3 else 0.0
+def lists(learning_rate): return lambda count: jnp.ones(2)
+def constant(): return optax.sgd(0.1)
+def by_path(learning_rate):
+    def label(keys, leaf): return "embed" if "embed" in str(keys[0]) else "rest"
+    labels = lambda params: __import__("jax").tree_util.tree_map_with_path(label, params)
+    def both(params): assert params["embed"] is not None; return labels(params)
+    return optax.multi_transform({"embed": optax.sgd(learning_rate), "rest": optax.adam(learning_rate)}, both)
+
+def broken(learning_rate): raise ValueError("no such day")
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's, in the working directory."""
+    (tmp_path / "my_optim.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "my_optim", raising=False)
+
+
+def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own):
+    made = job("""
+    name = "my_optim:nadam"
+    arguments = { eps = 1e-3 }
+    warmup = 2
+    learning_rate = 0.1
+    schedule = { name = "my_optim:halved", arguments = { after = 0.5 } }
+    """)
+    assert check(made) == []
+    assert check(job('name = "my_optim:by_path"')) == []  # tried on the parameters of the model, and no others
+    (problem,) = check(job('name = "my_optim:plateau"'))
+    assert "its update" in problem.got
+    rate = rates(made.optimizer, STEPS, own=own_functions(made))
+    assert [rate(step) for step in range(STEPS)] == pytest.approx([0, 0.05, *[0.1] * 4, *[0.05] * 4])
+    halved = lambda count: jnp.where(count < 0.5 * 8, 0.1, 0.1 / 2)  # noqa: E731
+    whole = optax.join_schedules([optax.linear_schedule(0.0, 0.1, 2), halved], [2])
+    wanted = optax.chain(optax.clip_by_global_norm(1.0), optax.nadam(whole, eps=1e-3))
+    assert program(resolve_optimizer(made)) == program(wanted)
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ('name = "adagrd"', ['"adagrd"', "did you mean 'adagrad'?"]),
+        ('name = "reduce_on_plateau"', ["no loss"]),
+        ('name = "momo"', ["no loss"]),
+        ('name = "dpsgd"', ["of each example"]),
+        ('name = "rprop"', ["rprop", 'decay = "constant"']),
+        ('name = "sm3"', ["sm3", 'decay = "constant"']),
+        ('name = "adagrad"\nbeta1 = 0.5', ["optimizer.beta1 = 0.5 with adagrad", "[optimizer.arguments]"]),
+        ('name = "adagrad"\narguments = { epz = 1 }', ["arguments.epz", "adagrad(learning_rate, initial_acc", "'eps'"]),
+        ('name = "adagrad"\narguments = { eps = "x" }', ["adagrad", "eps"]),
+        ('arguments = { b1 = 0.8, eps = 1e-6 }', ["optimizer.arguments.b1", "other keys"]),
+        ('schedule = "exponential_decy"', ['schedule.name = "exponential_decy"', "'exponential_decay'"]),
+        ('schedule = "exponential_decay"', ["without transition_steps", "without decay_rate", "(init_value, tran"]),
+        ('schedule = { name = "constant_schedule", arguments = { value = 1.0 } }', ["arguments.value", "other keys"]),
+        ('schedule = { arguments = { value = 1.0 } }', ["without a name"]),
+        ('decay = "linear"\nschedule = "constant_schedule"', ['optimizer.decay = linear', "leave one of the two out"]),
+        ('name = "my_optim:nadm"', ["no 'nadm'", "did you mean 'nadam'?"]),
+        ('name = "my_optim:number"', ["is a int", "a function of learning_rate"]),
+        ('name = "my_optim:constant"', ["constant()", "def make(learning_rate)"]),
+        ('name = "my_optim:broken"', ["no such day", "line"]),
+        ('name = "my_optim:several"', ["makes a MultiSteps", "gradient_transformation()"]),
+        ('name = "my_optim:plateau"', ["its update", "no loss"]),
+        ('name = "my_optim:free"', ["schedule-free"]),
+        ('schedule = "my_optim:branches"', ["my_optim:branches", "jnp.where"]),
+        ('schedule = "my_optim:lists"', ["shape [2]", "one number"]),
+        ('name = "optax:adagrad"', ["--allow-import"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_name_or_argument_is_refused_with_the_nearest_or_the_signature(own, text, parts):
+    said = message(text)
+    assert all(part in said for part in parts), said
+    assert "\n  fix:  " in said
+
+
+def test_what_is_wrong_with_an_optimizer_is_said_with_the_rest():
+    wrong = loads(f'{DECODER}\n[train]\nfreeze = ["embed"]\nloss = "next"\n[optimizer]\nname = "adagrd"')
+    assert [problem.got for problem in check(wrong)] == ["train.loss = 'next'", 'optimizer.name = "adagrd"']
+
+
+def test_steps_of_many_updates_take_no_optimizer_that_counts_its_own():
+    unflushed = "[parallel]\npipe = 2\n[parallel.pipeline]\nweights = 'stash'\n[optimizer]\nname = "
+    with pytest.raises(JaxparError, match="counts its own"):
+        check_optimizer(loads(f"{unflushed}'madgrad'"))
+    check_optimizer(loads(f"{unflushed}'madgrad'\ndecay = 'constant'"))
+    check_optimizer(loads(f"{unflushed}'adagrad'"))
+
+
+def test_a_plan_counts_the_state_of_an_optimizer_that_has_no_formula():
+    for text, size in (('name = "adagrad"', 4), ('arguments = { mu_dtype = "bfloat16" }', 6)):
+        made = loads(f"train.precision = 'bf16'\n{DECODER}\n[optimizer]\n{text}")
+        assert needs_jax(made)
+        assert subject(made, 8).recipe.optimizer == pytest.approx(size, abs=0.01)
+    assert not needs_jax(loads(DECODER))
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_the_whole_gradient_steps_over_devices_as_on_one():
+    made = chain.build(Optimizer(name="prodigy", learning_rate=1.0, decay="constant"), 3)
+    cube = jp.Parallel(data=2, fsdp=2, tensor=2)
+    losses, state, _ = train(models()["annotated"], cube, chain=made, steps=3)
+    want, expected, _ = train(models()["annotated"], jp.Parallel(), jax.devices()[:1], chain=made, steps=3)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    assert_same_arrays(state.params, expected.params)
