@@ -15,6 +15,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.job.check import check
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import check_evaluated, open_data
+from jaxpar.job.parts.measures import resolve_measures
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import own_functions, resolve_optimizer
 from jaxpar.mesh.devices import simulate, visible
@@ -117,5 +118,5 @@ def _step(job: Job, layout: Layout, optimizer: optax.GradientTransformation, tim
     return train_step(
         layout, resolve_loss(job), optimizer, guard=job.faults.on_bad_step == "skip", seed=train.seed,
         accumulate=train.accumulate * times, precision=train.precision, remat=train.remat, offload=train.offload,
-        collectives=train.collectives,
+        collectives=train.collectives, measures=resolve_measures(job),
     )  # fmt: skip

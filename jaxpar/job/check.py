@@ -19,6 +19,7 @@ from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.loggers import check_loggers
+from jaxpar.job.parts.measures import derived_of, resolve_measures
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import best_of, check_optimizer, resolve_optimizer
 from jaxpar.job.parts.start import check_start
@@ -40,6 +41,7 @@ from jaxpar.step.apart.parts import check_parts, parts_of
 from jaxpar.step.block_inputs import offloading
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import check_offload, gradients_of
+from jaxpar.step.measures.beside import check_measures, check_names, measured
 from jaxpar.step.numerics import Numerics
 from jaxpar.units import show_bytes
 
@@ -66,6 +68,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     attempt(_check_faults, job)
     attempt(check_loggers, job)
     attempt(check_optimizer, job)
+    attempt(resolve_measures, job)
+    attempt(derived_of, job)
     if whole:
         attempt(_check_path, job)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
@@ -241,25 +245,34 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     blueprint = layout.blueprint
     batch = abstract_batch(job)
 
-    def forward(key, batch, given=None):
+    def bound(key, given=None):
         params, model_state = blueprint.init(key)
         params = params if given is None else given
-        model = blueprint.bind(params, model_state, lambda path, value: value, Compute(remat=by_model(job.train.remat)))
+        compute = Compute(remat=by_model(job.train.remat))
+        return blueprint.bind(params, model_state, lambda path, value: value, compute)
+
+    def forward(key, batch, given=None):
+        model = bound(key, given)
         most = job.train.accumulate * job.train.growth.factors[-1]
         return losses.as_sums(shaped(loss)(model, batch), accumulate=most)
 
     def layers(key, batch):
         return offloading(lambda params: forward(key, batch, params), blueprint.name)(blueprint.init(key)[0])
 
+    measures = resolve_measures(job)
+    check_measures(layout, measures)
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
         with traced(layout, used):
             found = jax.eval_shape(layers if job.train.remat == "offload" else forward, jax.random.key(0), batch)
+            beside = jax.eval_shape(lambda key, batch: measured(measures, bound(key), batch), jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
             _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, batch)
+    said = (*beside, *derived_of(job))
+    check_names(found, said)
     check_rules(layout.parallel, blueprint, used.names)
     if not layout.parallel.exchange.apart:  # members of a population say more, each of their own
-        best_of(job).check({f"eval_{name}": 0.0 for name in found})
+        best_of(job).check({f"eval_{name}": 0.0 for name in (*found, *said)})
 
 
 def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:

@@ -36,6 +36,7 @@ from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.loggers import resolve_loggers
+from jaxpar.job.parts.measures import derived_of
 from jaxpar.job.parts.models import sound
 from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.parts.optimizers import best_of
@@ -256,7 +257,7 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: Si
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
         store=store, log=log, progress=progress, learning_rate=built.learning_rate, watchdog=watchdog,
         watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), good=sound(job), skipped=skipped,
-        noise=noise, growth=train.growth, best=best_of(job), larger=built.larger,
+        noise=noise, growth=train.growth, best=best_of(job), derived=derived_of(job), larger=built.larger,
     )  # fmt: skip
 
 

@@ -44,11 +44,11 @@ def next_token(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LAR
         note(logits)
         if logits.in_chunks:
             return {"loss": _in_chunks(offered(model, tokens, **apart), cut, logits, batch)}
-    return {"loss": _counted(cross_entropy(model(tokens, **apart), targets), batch)}
+    return {"loss": counted(cross_entropy(model(tokens, **apart), targets), batch)}
 
 
 def _in_chunks(head: Head, cut: Cut, logits: Logits, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the sum of the losses that count, and how many they are, as `_counted` does of losses."""
+    """Returns the sum of the losses that count, and how many they are, as `counted` does of losses."""
     labels = batch["targets"]
     _check_labels(labels, (*head.hidden.shape[:2], head.vocab))
     how = Chunks(cut, logits.chunks, head.table)
@@ -68,10 +68,10 @@ def classify(model: Any, batch: Mapping[str, jax.Array]) -> Sums:
     logits = model(batch["inputs"])
     losses = cross_entropy(logits, batch["labels"])
     hits = (jnp.argmax(logits, axis=-1) == batch["labels"]).astype(losses.dtype)
-    return {"loss": _counted(losses, batch), "accuracy": _counted(hits, batch)}
+    return {"loss": counted(losses, batch), "accuracy": counted(hits, batch)}
 
 
-def _counted(values: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def counted(values: jax.Array, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the values that count, and how many they are."""
     mask = _weights(batch, values.shape)
     if mask is None:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -43,6 +44,7 @@ from jaxpar.step.inspectable import subject
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import gradients_of
 from jaxpar.step.losses import Sums
+from jaxpar.step.measures.beside import beside, check_measures
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.shard_batch import BatchPlacement
 from jaxpar.step.state import State
@@ -50,6 +52,7 @@ from jaxpar.step.state import State
 Batch = Mapping[str, Any]
 Loss = Callable[..., Any]  # (model, batch), or (model, batch, key), to sums and counts
 READ = ("eval", "parts")  # programs that update nothing
+NONE: Mapping[str, Callable] = MappingProxyType({})
 
 
 class Step:
@@ -76,6 +79,7 @@ class Step:
         *,
         guard: bool = False,
         seed: int = 0,
+        measures: Mapping[str, Callable] = NONE,
     ):
         abstract = states.abstract(layout, optimizer)  # refuses what is no layout, or no optimizer
         layout = self.layout = layout.under(frozen(layout, optimizer), states.sent(layout, abstract))
@@ -86,6 +90,11 @@ class Step:
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self.placed = states.shardings(layout, abstract, offload=numerics.offload)
         self.gradients = gradients_of(layout, loss, numerics, frozen=layout.frozen, seed=seed)
+        check_measures(layout, measures)
+        evaluated = beside(loss, measures)
+        self._evaluated = (
+            gradients_of(layout, evaluated, numerics, frozen=layout.frozen, seed=seed) if measures else self.gradients
+        )
         self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
         self._compiled: dict[Any, Any] = {}
         self._used = asked.Used()
@@ -323,7 +332,7 @@ class Step:
         )
 
     def _measure(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
-        return self.gradients.evaluate(params, model_state, batch)
+        return self._evaluated.evaluate(params, model_state, batch)
 
 
 def _signature(kind: str, batch: Batch):
@@ -342,6 +351,7 @@ def train_step(
     *,
     guard: bool = False,
     seed: int = 0,
+    measures: Mapping[str, Callable] = NONE,
     **numerics: Any,
 ) -> Step:
     """Returns the training step of a layout.
@@ -353,6 +363,7 @@ def train_step(
       optimizer: The optax chain that `init_state` was given.
       guard: Whether a step whose loss or gradients are not finite, or whose loss is above a limit, changes nothing.
       seed: Of the loss's keys.
+      measures: Name to a function of (model, batch) to (sum, count), each of which evaluations say beside the loss.
       **numerics: `accumulate`, `precision`, `remat`, `offload`, `collectives`: see `Numerics`.
 
     Raises:
@@ -370,4 +381,5 @@ def train_step(
             rule="a loss is a function of (model, batch), or of (model, batch, key)",
             fix="jp.next_token, or lambda model, batch: (jnp.sum(losses), losses.size)",
         )
-    return Step(layout, loss, optimizer, Numerics(**numerics), guard=guard, seed=states.checked_seed(seed))
+    seed, made = states.checked_seed(seed), Numerics(**numerics)
+    return Step(layout, loss, optimizer, made, guard=guard, seed=seed, measures=measures)

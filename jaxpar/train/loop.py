@@ -23,6 +23,7 @@ from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.due import Due
 from jaxpar.errors import JaxparError
 from jaxpar.leaving import wishes_to_stop
+from jaxpar.step.measures.functions import derived
 from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
 from jaxpar.train.feed import Feed
@@ -187,7 +188,8 @@ def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) ->
                 totals[name] = (before[0] + each.weight * float(total), before[1] + each.weight * float(count))
         index += 1
     means = {name: total / count for name, (total, count) in totals.items() if count}
-    return {f"eval_{name}": mean for name, mean in job.step.scored(means).items()}
+    scored = job.step.scored(means)
+    return {f"eval_{name}": mean for name, mean in (scored | derived(job.derived, scored)).items()}
 
 
 def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:

@@ -20,6 +20,8 @@ class Metrics:
     """Settings of the metrics: how often they are shown, and where else they are written.
 
     Attributes:
+      evaluate: What evaluations say beside the loss: accuracy, perplexity, bits_per_byte, or "package.module:function"
+        of (model, batch) to (sum, count). accuracy makes all logits, and functions run the model once more.
       show_every: Steps between two lines on the terminal.
       noise_every: Steps between two measurements of the noise of gradients and updates, which end in a suggested
         batch; 0 measures none. Each takes a forward and a backward pass; losses stay the same.
@@ -28,6 +30,7 @@ class Metrics:
         it is to know the end; or a class or function that makes one.
     """
 
+    evaluate: tuple[str, ...] = ()
     show_every: int = 20
     noise_every: int = 0
     tensorboard: bool = False

@@ -41,6 +41,7 @@ class Run:
       skipped: Batches that are passed over, or None where none can be.
       noise: Measures the noise of gradients and updates.
       growth: How the batch grows.
+      derived: What evaluations say that follows from their loss: names of `DERIVED`.
       best: How evaluations are compared, and how long the run waits for a better one.
       larger: The compiled steps of its later phases, by the times that their batches are of the first.
     """
@@ -62,6 +63,7 @@ class Run:
     skipped: SkippedBatches | None = None
     noise: Noise = field(default_factory=Noise)
     growth: Growth = field(default_factory=Growth)
+    derived: tuple[str, ...] = ()
     best: Best = field(default_factory=Best)
     larger: Mapping[int, Step] = field(default_factory=dict)
 

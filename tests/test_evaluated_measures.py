@@ -1,0 +1,118 @@
+"""What evaluations say beside the loss: counted over all examples once, on any layout, and never by a training step."""
+
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+from tiny import Annotated, batches, token_loss
+
+import jaxpar as jp
+from jaxpar.data.arrays import Arrays
+from jaxpar.job.check import check
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.measures import derived_of, resolve_measures
+from jaxpar.sharding.names import Compute
+from jaxpar.step.measures.functions import accuracy, derived
+from jaxpar.train import loop
+from jaxpar.train.feed import Feed
+
+OWN = """
+import jax.numpy as jnp
+
+def surprised(model, batch):
+    logits = model(batch["inputs"])
+    return jnp.sum(jnp.max(logits, axis=-1) < 0.0), batch["inputs"].size
+
+def accuracy(model, batch): return 1.0, 1.0
+def rows(model, batch): return jnp.max(model(batch["inputs"]), axis=-1), 3.0
+def mean(model, batch): return jnp.mean(model(batch["inputs"]))
+def loss(model, batch): return 1.0, 1.0
+def perplexed(model, batch): return {"loss": (jnp.sum(model(batch["inputs"])), 1.0), "perplexity": (1.0, 1.0)}
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module of the user's, in the working directory."""
+    (tmp_path / "my_measures.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(__import__("sys").modules, "my_measures", raising=False)
+
+
+def job(evaluate, more=""):
+    return loads(f"""
+    model = {{ name = "decoder", layers = 2, dim = 16, heads = 2 }}
+    mesh.simulate = 2
+    {"" if "parallel" in more else "parallel.data = 2"}
+    metrics.evaluate = {evaluate}
+    {more}
+    """)
+
+
+def test_what_is_asked_for_is_found_and_may_choose_the_best_checkpoint(own):
+    asked = '["perplexity", "accuracy", "my_measures:surprised", "bits_per_byte"]'
+    made = job(asked, 'checkpoint.best = "eval_surprised"')
+    assert check(made) == []
+    assert resolve_measures(made).keys() == {"accuracy", "surprised"}
+    assert derived_of(made) == ("perplexity", "bits_per_byte")
+    (problem,) = check(job(asked, 'checkpoint.best = "eval_surprise"'))
+    assert "eval_accuracy, eval_surprised, eval_perplexity, eval_bits_per_byte" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("evaluate", "more", "parts"),
+    [
+        ('["acuracy"]', "", ["'acuracy'", "did you mean 'accuracy'?"]),
+        ('["bits_per_byte"]', 'data.tokenizer = "bpe"', ["bits_per_byte", "with bpe"]),
+        ('["my_measures:surprise"]', "", ["no 'surprise'", "did you mean 'surprised'?"]),
+        ('["my_measures:number"]', "", ["is a int", "(model, batch) to (sum, count)"]),
+        ('["accuracy", "my_measures:accuracy"]', "", ["a name of its own"]),
+        ('["json:dumps"]', "", ["--allow-import"]),
+        ('["my_measures:rows"]', "", ["the measure rows returned", "(sum, count), both scalars"]),
+        ('["my_measures:mean"]', "", ["the measure mean returned", "jnp.sum(values), values.size"]),
+        ('["my_measures:loss"]', "", ["a measure loss", "the loss returns an entry of that name"]),
+        ('["perplexity"]', 'train.loss = "my_measures:perplexed"', ["a measure perplexity", "an entry of that name"]),
+        ('["accuracy"]', "parallel = { pipe = 2, pipeline = { microbatches = 2 } }", ["pipe=2"]),
+    ],
+)
+def test_a_wrong_measure_is_refused_before_a_run(own, evaluate, more, parts):
+    wrong = check(job(evaluate, more))
+    said = "\n".join(map(str, wrong))
+    assert all(part in said for part in parts), said
+
+
+def test_perplexity_is_that_of_the_mean_loss():
+    assert derived(("perplexity", "bits_per_byte"), {"loss": math.log(8), "other": 3.0}) == pytest.approx(
+        {"perplexity": 8, "bits_per_byte": 3}
+    )
+    assert derived(("perplexity",), {"loss/1": 1e4, "loss/0": 0.0}) == {"perplexity/1": math.inf, "perplexity/0": 1.0}
+    assert derived(("perplexity",), {}) == {}
+
+
+def steps(parallel, devices, measures):
+    layout = jp.compose(Annotated, parallel, jax.devices()[:devices])
+    step = jp.train_step(layout, token_loss, optax.sgd(0.1), measures=measures)
+    return step, jp.init_state(layout, optax.sgd(0.1), seed=1)
+
+
+def test_measures_are_summed_over_devices_and_batches_as_by_hand_and_training_does_not_make_them():
+    made = list(batches(3))
+    arrays = {name: np.concatenate([batch[name] for batch in made]) for name in made[0]}
+    source = Arrays(arrays, jp.Data(source="arrays", path="x.npz", held_out=0.4), seed=0)
+    step, state = steps(jp.Parallel(data=2, fsdp=2, tensor=2), 8, {"accuracy": accuracy})
+    run = jp.Run(step=step, source=source, steps=1, global_batch=8, derived=("perplexity",))
+    found = loop.evaluate(run, state, Feed(source, step.layout, 8))
+    held = {name: value[source.out] for name, value in arrays.items()}
+    assert len(held["mask"]) % 8
+    one, alone = steps(jp.Parallel(), 1, {})
+    model = lambda params: one.layout.blueprint.bind(params, {}, lambda _, x: x, Compute(train=False))  # noqa: E731
+    logits = np.asarray(jax.jit(lambda params: model(params)(held["inputs"]))(alone.params), np.float64)
+    hits = (logits.argmax(-1) == held["targets"]) * held["mask"]
+    assert found["eval_accuracy"] == pytest.approx(hits.sum() / held["mask"].sum(), rel=1e-6)
+    assert found["eval_perplexity"] == math.exp(found["eval_loss"])
+    plain = jp.train_step(step.layout, token_loss, optax.sgd(0.1))
+    assert plain.lower(state, made[0]).as_text() == step.lower(state, made[0]).as_text()
