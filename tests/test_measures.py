@@ -13,6 +13,7 @@ from jaxpar.job import run
 from jaxpar.job.check import check
 from jaxpar.job.file.parse import loads
 from jaxpar.train.best import Best
+from jaxpar.train.metrics import Log, Metrics
 
 JOB = """
 [run]
@@ -112,6 +113,27 @@ def test_any_object_is_told_every_row(folder):
     assert {"eval_loss", "eval_accuracy"} <= told[4].keys()
     with pytest.raises(JaxparError, match=r"Broken.log\(1, ...\): no such host \(noted_rows.py, line 6\)"):
         trained(folder, "train.steps=4", f"run.dir={folder}/other", metrics='loggers = ["noted_rows:Broken"]')
+
+
+def test_a_logger_is_open_until_the_run_ends_whatever_is_rolled_back(tmp_path):
+    class Once:
+        seen, closed = [], 0
+
+        def log(self, step, values):
+            assert not self.closed
+            self.seen.append(step)
+
+        def close(self):
+            self.closed += 1
+
+    logger = Once()
+    log = Log(tmp_path, Metrics(), start=0, loggers=[logger])
+    for step in (1, 2, 3):
+        log.write({"step": step, "loss": 1.0})
+    log.rewind(1)
+    log.write({"step": 2, "loss": 1.0})
+    log.close()
+    assert (logger.seen, logger.closed) == ([1, 2, 3, 2], 1)
 
 
 WRONG = {

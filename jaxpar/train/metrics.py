@@ -62,8 +62,8 @@ class Log:
         self._open(start)
 
     def rewind(self, step: int) -> None:
-        """Removes the rows after a step."""
-        self.close()
+        """Removes the rows after a step; loggers stay open, and are given the steps after it again."""
+        self._shut()
         self._open(step)
 
     def _open(self, start: int) -> None:
@@ -123,7 +123,13 @@ class Log:
         self._draw(more)
 
     def close(self) -> None:
-        """Flushes and closes the files; warns of rows that a full disk kept from them."""
+        """Flushes and closes the files, and the loggers; warns of rows that a full disk kept from the files."""
+        self._shut()
+        for each in self._loggers:
+            if hasattr(each, "close"):
+                each.close()
+
+    def _shut(self) -> None:
         if self._file is None:
             return
         self._write()
@@ -132,9 +138,6 @@ class Log:
         self._file.close()
         if self._board is not None:
             self._board.close()
-        for each in self._loggers:
-            if hasattr(each, "close"):
-                each.close()
 
     def _write(self) -> None:
         """Writes the rows that wait, all of them or none: half a line would spoil the file for the next start."""
