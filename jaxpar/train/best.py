@@ -31,7 +31,8 @@ class Best:
         Raises:
           JaxparError: With those that it has.
         """
-        if self.metric not in found:
+        # without a loss there is nothing to compare: all members of a population may be lost
+        if self.metric not in found and "eval_loss" in found:
             raise refuse(
                 f"checkpoint.best = {self.metric!r}",
                 rule=f"an evaluation has {', '.join(name for name in found if name.startswith('eval_'))}",
