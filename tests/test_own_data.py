@@ -142,6 +142,19 @@ def test_a_state_of_another_dataset_is_refused(tmp_path, monkeypatch):
             opened(named, tmp_path).batch(3, 8)
 
 
+def test_states_of_a_run_that_was_given_up_are_not_gone_on_from(tmp_path, monkeypatch):
+    """Another dataset of the same name, or another batch, in the same run folder; and states that hold bytes."""
+    monkeypatch.setattr(states, "KEPT", 4)
+    for which, begun in (("old", 0), ("new", 0), ("new", 12)):
+        made = states.States(tmp_path / "stream.jsonl", "mine:data")
+        made.before(begun)
+        for index in range(begun + (6 if which == "old" else 5), begun + 30, 6):
+            assert made.note(index, {"of": which.encode()}, "")
+    found = [states.States(tmp_path / "stream.jsonl", "mine:data").before(step) for step in range(45)]
+    assert {each[1]["of"] for each in found if each} == {b"new"}
+    assert found[44][0] == 41
+
+
 @pytest.mark.slow
 def test_a_loader_of_pytorch_is_read_where_its_order_can_be_repeated(tmp_path):
     torch = pytest.importorskip("torch")

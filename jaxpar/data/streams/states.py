@@ -13,6 +13,7 @@ before it, and no save waits for a stream.
 import base64
 import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,9 +38,14 @@ class States:
 
     def __init__(self, file: Path, of: str):
         self.file, self.of, self._last = file, of, -EVERY
+        self._from: int | None = None  # the step that the stream goes on from, until a state is written
 
     def before(self, step: int) -> tuple[int, Any, str] | None:
-        """Returns the newest state at or before a step: which batch is next, the state, and the hash of that batch."""
+        """Returns the newest state at or before a step: which batch is next, the state, and the hash of that batch.
+
+        States after that step are left out as soon as another is written: they may be of a run that was given up.
+        """
+        self._from = step
         found = [each for each in self._lines() if each["next"] <= step]
         best = max(found, key=lambda each: each["next"], default=None)
         return None if best is None else (best["next"], best["state"], str(best.get("batch", "")))
@@ -51,12 +57,16 @@ class States:
         except (TypeError, ValueError):
             return False
         make_folder(self.file.parent)
-        if len(lines := self._lines()) >= KEPT:
-            half = len(lines) // 2
-            kept = [*lines[:half:2], *lines[half:]]
-            part = self.file.with_suffix(".part")
-            part.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+        lines = self._lines()
+        kept = lines if self._from is None else [each for each in lines if each["next"] <= self._from]
+        if len(kept) >= KEPT:
+            half = len(kept) // 2
+            kept = [*kept[:half:2], *kept[half:]]
+        if len(kept) < len(lines):
+            part = self.file.with_suffix(f".{os.getpid()}.part")
+            part.write_text("".join(json.dumps(each, default=_plain) + "\n" for each in kept), encoding="utf-8")
             part.replace(self.file)
+        self._from = None
         with self.file.open("a", encoding="utf-8") as out:
             out.write(line + "\n")
         self._last = time.monotonic()
