@@ -19,6 +19,7 @@ from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models.own_backward import logits
 from jaxpar.models.settings.logits import LARGEST, Logits
+from jaxpar.sharding.names import Compute
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.cut import Cut
 from jaxpar.step.losses import cross_entropy
@@ -175,6 +176,49 @@ def test_a_model_of_a_user_offers_a_method_and_a_name(model, precision):
     np.testing.assert_allclose(*(numbers for numbers, _ in found), rtol=rtol)
     if precision == "fp32":
         assert_same_arrays(*(params for _, params in found))
+
+
+class Capped(Own):
+    """Inherits what is offered, and makes something else of it."""
+
+    def __call__(self, tokens):
+        return 3 * jnp.tanh(super().__call__(tokens))
+
+
+class Holder(nnx.Module):
+    """Has a model within, whose head is no path of its own."""
+
+    def __init__(self, rngs):
+        self.module = Own(rngs)
+
+    def __call__(self, tokens):
+        return self.module(tokens)
+
+
+@pytest.mark.parametrize("model", [Capped, Holder])
+def test_what_does_not_offer_itself_is_asked_for_its_logits(model):
+    step = jp.train_step(jp.compose(model, jp.Parallel(fsdp=8)), SMALL, optax.sgd(1.0))
+    step.lower(step.abstract(), next(batches()))
+    assert not any("logits" in note for note in step.layout.notes)
+
+
+@pytest.mark.parametrize(
+    "model", ["tied", *(pytest.param(each, marks=pytest.mark.slow) for each in ("linen", "decoder"))]
+)
+def test_a_head_with_an_adapter_is_a_head(model):
+    made = partial(jp.Decoder, TINY) if model == "decoder" else MODELS[model]()
+    layout = jp.compose(jp.adapted(made, rank=2, paths=["*"]), jp.Parallel(), 1)
+    params, rest = layout.blueprint.init(jax.random.key(0))
+    params["adapters"] = jax.tree.map(lambda x: x + 0.1, params["adapters"])
+    batch = {name: jnp.asarray(value) for name, value in next(batches()).items()}
+
+    def mean(params, loss):
+        total, count = loss(layout.blueprint.bind(params, rest, lambda _, x: x, Compute()), batch)["loss"]
+        return total / count
+
+    got, want = (jax.jit(jax.value_and_grad(partial(mean, loss=loss)))(params) for loss in (SMALL, jp.next_token))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 WRONG = {

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+_WRITTEN: dict[type, type] = {}
+
 
 def returned(out: Any) -> Any:
     """Returns what a model returned, as its loss computes with it: floating-point arrays of 16 bits as float32."""
@@ -26,7 +28,21 @@ def called_by_losses(kind: type[nnx.Module]) -> type[nnx.Module]:
             return returned(super().__call__(*args, **kwargs))
 
     Model.__name__ = kind.__name__
+    _WRITTEN[Model] = kind
     return Model
+
+
+def goes_with_call(kind: type, *members: str) -> bool:
+    """Returns whether what a model offers besides its `__call__` goes with that.
+
+    Not in a subclass that inherits these members and has a `__call__` of its own, which may compute something else.
+    """
+    for each in _WRITTEN.get(kind, kind).__mro__:
+        if {*members} & vars(each).keys():
+            return True
+        if "__call__" in vars(each):
+            return False
+    return True
 
 
 def _is_short(value: Any) -> bool:

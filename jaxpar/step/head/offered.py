@@ -21,6 +21,8 @@ import jax
 from flax import nnx
 
 from jaxpar.errors import refuse
+from jaxpar.models.returned import goes_with_call
+from jaxpar.sharding.adapters import Adapted
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,16 @@ class Head:
 
 
 def offers(model: Any) -> bool:
-    """Returns whether a model has a method `hidden` and names its head."""
-    module = getattr(model, "module", model)  # of Linen, what a loss is given holds the module
-    return callable(getattr(module, "hidden", None)) and isinstance(getattr(module, "head_name", None), str)
+    """Returns whether a model has a method `hidden` and names its head, both of its own `__call__`."""
+    module = _module(model)
+    if not callable(getattr(module, "hidden", None)) or not isinstance(getattr(module, "head_name", None), str):
+        return False
+    return goes_with_call(type(module), "hidden", "head_name")
+
+
+def _module(model: Any) -> Any:
+    """Returns the module of what a loss is given: of Linen it holds the module."""
+    return model if isinstance(model, nnx.Module) else getattr(model, "module", model)
 
 
 def vocab_of(model: Any) -> int:
@@ -96,7 +105,7 @@ def _find(model: Any) -> _Found:
     Raises:
       JaxparError: If there is none, it is no matrix, or it has a bias beside it.
     """
-    module = getattr(model, "module", model)
+    module = _module(model)
     said = f'{type(module).__name__}.head_name = "{module.head_name}"'
     holder: Any = model if isinstance(model, nnx.Module) else model.params
     get = getattr if isinstance(model, nnx.Module) else dict.__getitem__
@@ -123,7 +132,9 @@ def _find(model: Any) -> _Found:
 
 
 def _stored(value: Any) -> Any:
-    return value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    """Returns what is stored of a parameter; of one that has an adapter the matrix itself."""
+    raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    return raw.base if isinstance(raw, Adapted) else raw
 
 
 def _names(value: Any) -> tuple:
