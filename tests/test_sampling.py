@@ -207,8 +207,26 @@ def test_what_cannot_be_sampled_is_refused(words, trained, capsys, monkeypatch):
     assert WRONG[words] in capsys.readouterr().err
 
 
-def test_a_model_without_a_cache_is_sampled_without_one():
-    layout = jp.compose(Staged, jp.Parallel(), jax.devices()[:1])
+class Decoding(Staged):
+    """Has a method of that name for something else."""
+
+    def decode(self, x):
+        return x
+
+
+class Doubled(Decoder):
+    """Inherits a cache, whose logits are not its own."""
+
+    def __init__(self, rngs):
+        super().__init__(LLAMA, rngs=rngs)
+
+    def __call__(self, tokens):
+        return 2 * super().__call__(tokens)
+
+
+@pytest.mark.parametrize("model", [Staged, Decoding, pytest.param(Doubled, marks=pytest.mark.slow)])
+def test_a_model_without_a_cache_is_sampled_without_one(model):
+    layout = jp.compose(model, jp.Parallel(), jax.devices()[:1])
     state = jp.init_state(layout, optax.sgd(0.1), seed=1)
     made = Generator(layout, state.params, state.model_state, window=8, known=32)
     assert not made.cached

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpar.errors import refuse
 from jaxpar.models.cache import Cache
+from jaxpar.models.returned import goes_with_call
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques import asked
 from jaxpar.sharding.names import Compute, Tree
@@ -53,7 +54,8 @@ class Generator:
         self.layout, self.window, self.known = layout, window, known
         self._values = (params, model_state)
         bound = layout.blueprint.bind(layout.params, model_state, lambda _, value: value, Compute(train=False))
-        able = hasattr(bound, "decode")
+        able = all(callable(getattr(bound, name, None)) for name in ("cache", "decode"))
+        able = able and goes_with_call(type(bound), "decode")
         if cached and not able:
             raise refuse(
                 f"a cache for {layout.blueprint.name}",
