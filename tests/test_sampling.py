@@ -18,6 +18,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.file.parse import loads
+from jaxpar.job.sample import _of_text
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.settings.decoder import DecoderSettings
 from jaxpar.step.sampling.draws import Sampling
@@ -31,6 +32,12 @@ LAYOUTS = {
     "data": jp.Parallel(data=8), "fsdp": jp.Parallel(fsdp=8), "cube": jp.Parallel(data=2, fsdp=2, tensor=2),
     "ZeRO-1 and tensor": jp.Parallel(fsdp=4, tensor=2, zero=1), "tensor": jp.Parallel(tensor=2),
 }  # fmt: skip
+
+
+def test_a_run_is_sampled_with_the_tokenizer_that_it_keeps(tmp_path):
+    for named, wanted in (("gone", tmp_path / "data" / "tokenizer"), ("bytes", "bytes")):
+        (tmp_path / "job.toml").write_text(f'[data]\nsource = "text"\npath = "x"\ntokenizer = "{named}"\n')
+        assert _of_text(tmp_path, allow_import=False).data.tokenizer == str(wanted)
 
 
 def generator(model, parallel, **how):
