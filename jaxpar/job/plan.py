@@ -40,6 +40,12 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         raise refuse(
             "a job with [sweep]", rule="a plan is of one member: all take the same time", fix="a job without [sweep]"
         )
+    if (way := job.parallel.context_by) != "gather":
+        raise refuse(
+            f"a plan of a job with parallel.context_by = {way!r}",
+            rule="a plan prices context parallelism whose keys are gathered, and no other",
+            fix="parallel.context_by=gather parallel.ulysses=1 after the job",
+        )
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key)) is not None}
     if slow := [key for key, rate in rates.items() if rate < 1]:
         key = slow[0]
