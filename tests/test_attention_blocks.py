@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -151,6 +152,18 @@ def test_long_rows_run_by_blocks_and_it_is_noted(masks, monkeypatch):
     assert called == {"attention", islands.BY_BLOCKS}
     for got, want in zip(long, short, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_queries_that_devices_share_do_not_run_by_blocks(monkeypatch):
+    """A walk takes one pair of blocks after the other: every device would make all of them."""
+    monkeypatch.setattr(chosen, "LONG", 8)
+    shape = jp.DecoderSettings(vocab=16, seq=16, layers=1, dim=8, heads=2, hidden=8)
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    for sizes, forms in (({"data": 8}, (islands.BY_BLOCKS,)), ({"data": 2, "context": 4}, ())):
+        layout = jp.compose(partial(jp.Decoder, shape), jp.Parallel(**sizes))
+        step = jp.train_step(layout, jp.next_token, optax.sgd(0.1))
+        step.lower(step.abstract(), {"inputs": tokens, "targets": tokens})
+        assert step.forms == forms
 
 
 Q = jnp.zeros((2, 8, 4, 4))

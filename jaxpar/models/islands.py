@@ -108,11 +108,12 @@ def on_one_device(
     causal: bool,
     window: int | None = None,
     segments: jax.Array | None = None,
+    blocks: bool = True,
 ) -> jax.Array:
-    """Returns attention over whole sequences, under any mask, and block by block over long ones."""
+    """Returns attention over whole sequences, under any mask, and block by block over long ones if `blocks`."""
     fused = fits_cudnn(q_bshk, causal=causal, window=window, segments=segments)
     stands_in = _kernel.get() is not None and q_bshk.dtype != jnp.float32 and window is None and segments is None
-    if in_blocks(k_btgk, fused=fused or stands_in):
+    if blocks and in_blocks(k_btgk, fused=fused or stands_in):
         note(BY_BLOCKS)
         return blockwise(q_bshk, k_btgk, v_btgk, rule=Rule(causal, window), segments_bs=segments)
     if window is None and segments is None:

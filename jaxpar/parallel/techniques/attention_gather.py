@@ -29,11 +29,12 @@ _WHOLE = ("batch", "keys", "kv_heads", "head_dim")
 def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool, **masks: Any) -> jax.Array:
     """Returns attention of the queries that a device has to the keys of whole sequences.
 
-    cuDNN's fused kernel cannot run on split sequences: in 16 bits the scores are materialised then, in float32.
+    cuDNN's fused kernel cannot run on split sequences: in 16 bits the scores are materialised then, in float32. Nor is
+    there a walk over blocks: it takes one after the other, and every device would make all of them.
     """
     k_btgk, v_btgk = _gathered(k_btgk), _gathered(v_btgk)
-    low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
-    attend = in_16_bits if low and _splits() else on_one_device
+    low, splits = q_bshk.dtype in (jnp.bfloat16, jnp.float16), _splits()
+    attend = in_16_bits if low and splits else partial(on_one_device, blocks=not splits)
     return attend(q_bshk, k_btgk, v_btgk, causal=causal, **masks)
 
 
