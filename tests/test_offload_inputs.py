@@ -13,6 +13,7 @@ from tiny import BATCH, DIM, SEQ, VOCAB, Annotated
 
 import jaxpar as jp
 from jaxpar.mesh.target import find_plugin
+from jaxpar.step.block_inputs import offloading
 
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 TINY = jp.DecoderSettings(vocab=VOCAB, seq=SEQ, layers=2, dim=DIM, heads=2, hidden=32)
@@ -70,6 +71,14 @@ def test_a_model_without_a_scan_is_refused_with_the_way_out():
         step = jp.train_step(layout, jp.next_token, optimizer, remat="offload")
         with pytest.raises(jp.JaxparError, match=r'no scan over stacked layers(?s:.*)remat="full"'):
             step.lower(step.abstract(), batch)
+
+
+def test_a_constant_that_a_model_copies_is_no_stack():
+    def model(layers, x):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, layers)[0] * jnp.array(jnp.float32(3.0))
+
+    layers, x = jnp.ones((2, 2, 2)), jnp.ones((2, 2))
+    np.testing.assert_array_equal(offloading(model, "mine")(layers, x), model(layers, x))
 
 
 def test_a_pipeline_is_refused_with_the_way_out():

@@ -81,7 +81,7 @@ def _walk(jaxpr: Jaxpr, stacks: set) -> Iterable[tuple[JaxprEqn, set]]:
     known = set(stacks)
     for eqn in jaxpr.eqns:
         yield eqn, known
-        if eqn.primitive.name in _SAME and eqn.invars[0] in known:
+        if eqn.primitive.name in _SAME and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in known:
             known |= set(eqn.outvars)
 
 
