@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from test_frozen import ADAM, absent
 from tiny import SEQ, Linen, Staged, assert_same_arrays, batches, models, token_loss, train
 
@@ -76,6 +77,38 @@ def test_what_is_merged_computes_the_same_without_adapters(name):
     assert np.abs(got - logits(plain, untouched, batch)).max() > 0.1
     changed = {path for path, value in bits(made).items() if value != bits(untouched)[path]}
     assert changed == set(layout.blueprint.adapters)
+
+
+class Sliced(nnx.Module):
+    """Reads its stack whole, and scans over what it has read."""
+
+    def __init__(self, rngs):
+        self.w = nnx.Param(jax.random.normal(rngs.params(), (3, 4, 4)))
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, self.w[...])[0]
+
+
+def test_a_stack_that_is_read_whole_has_its_layers_corrections():
+    plain, layout = (jp.compose(each, jp.Parallel(), 1) for each in (Sliced, jp.adapted(Sliced, rank=2, paths=["w"])))
+    params, _ = layout.blueprint.init(jax.random.key(1))
+    params["adapters"] = jax.tree.map(lambda x: x + 0.5, params["adapters"])
+    batch = {"inputs": jnp.ones((2, 4))}
+    got = logits(layout, params, batch)
+    np.testing.assert_allclose(got, logits(plain, jp.merged(layout, params), batch), rtol=1e-5)
+    assert np.abs(got - logits(plain, {"w": params["w"]}, batch)).max() > 0.1
+
+
+def test_corrections_of_several_matrices_at_once_are_added():
+    """Of experts, say: what is multiplied over the outputs is as wide as the rank, so that only the dims tell."""
+    w, a, b, y = (
+        jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(4, 4, 5), (4, 4, 5), (4, 5, 5), (2, 5)])
+    )
+
+    def run(a, b):
+        return jnp.einsum("bo,eio->bei", y, jax.vmap(low_rank_sum)(w, a, b))
+
+    np.testing.assert_allclose(beside(run)(a, b), run(a, b), rtol=1e-5)
 
 
 X, W, A, B = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(5, 6), (6, 2, 4), (6, 3), (3, 2, 4)]))

@@ -11,15 +11,19 @@ import jax.numpy as jnp
 NAME = "low_rank_sum"
 
 
-def low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    """Returns W + A B.
+def low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array, *, lead: int = 0) -> jax.Array:
+    """Returns W + A B; of a stack that is read whole, before it is sliced, that of each layer, written down.
 
     Args:
       base: W. Shape [*inputs, *outputs].
       first: A. Shape [*inputs, rank].
       second: B, scaled. Shape [rank, *outputs].
+      lead: Dims before these that all three have, of a stack.
     """
-    return _called(base, first, second)
+    add = _called if lead == 0 else _low_rank_sum
+    for _ in range(lead):
+        add = jax.vmap(add)
+    return add(base, first, second)
 
 
 def _low_rank_sum(base: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:

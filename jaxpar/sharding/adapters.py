@@ -160,7 +160,9 @@ def _bind(
         if not isinstance(value, Adapted):
             return use(path, value)
         first, second = use(f"{ROOM}/{path}/first", value.first), use(f"{ROOM}/{path}/second", value.second)
-        return low_rank_sum(use(path, value.base), first, second * adapters[path].scale)
+        each = adapters[path]
+        whole = first.ndim - 1 - each.inputs  # dims of a stack that a scan has not taken away
+        return low_rank_sum(use(path, value.base), first, second * each.scale, lead=whole)
 
     return blueprint.bind(nest({tuple(path.split("/")): value for path, value in flat.items()}), rest, read, compute)
 

@@ -148,7 +148,11 @@ def _inside(value: Any) -> Any:
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _JIT and eqn.params["name"] == NAME
+    """Returns whether an equation is W + A B of one matrix: not of several at once, as `jax.vmap` makes it."""
+    if eqn.primitive.name not in _JIT or eqn.params["name"] != NAME:
+        return False
+    base, first, second = (len(var.aval.shape) for var in eqn.invars)
+    return base == first + second - 2
 
 
 def _holds_sum(eqn: JaxprEqn) -> bool:
