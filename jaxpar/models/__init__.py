@@ -3,7 +3,7 @@
     constrain(x, "batch", "seq", "embed")   what the dims of an activation are called    named.py
     attention(q, k, v, causal=True)         runs as the layout of the step says          islands.py
                                             long rows on one device: block by block      blocks/
-    segments=, positions= of a call         documents that share a row                   documents.py
+    segments=, positions= of a call         documents that share a row                   blocks/documents.py
     pipelined(layers, x)                    where a pipeline cuts the model              stack.py
     remat = "none" as an attribute          what the backward pass keeps of each layer   remat.py
     cache, decode                           a token at a time, keys and values kept      cache.py

@@ -6,5 +6,5 @@
 
 A piece says where the next begins, so that packing goes on from there after a kill.
 
-To add a format: a function from a file and a place to rows, and its line in `rows.READERS`.
+To add a format: a function from a file and a place to rows, and a line of `rows._reader`.
 """

@@ -7,7 +7,7 @@
     attention attention on one device, with a backward pass of its own
     documents documents that share a row, on their way through the layers
 
-A ring over devices (`parallel/techniques/attention_ring.py`) walks the same tables, with keys that come and go.
+A ring over devices (`parallel/techniques/exchanged/ring.py`) walks the same tables, with keys that come and go.
 
 Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, r heads that share one of those,
 k head_dim; n blocks, q queries of a block, c keys of a block.
