@@ -115,6 +115,19 @@ def test_any_object_is_told_every_row(folder):
         trained(folder, "train.steps=4", f"run.dir={folder}/other", metrics='loggers = ["noted_rows:Broken"]')
 
 
+def test_a_step_that_is_evaluated_again_has_waited_once(tmp_path):
+    """Such as one whose loss is no number, which no checkpoint has for a score. Other processes write nothing."""
+    for writes in (True, False):
+        log = Log(tmp_path, Metrics(), start=0, writes=writes)
+        for step, losses in ((1, [2.0]), (2, [float("nan")] * 2), (3, [3.0])):
+            log.write({"step": step, "loss": 1.0})
+            for loss in losses:
+                log.amend({"eval_loss": loss}, step=step)
+        assert Best(patience=2).waited(log.evaluated)[0] == 2
+        assert [row["step"] for row in log.evaluated] == [1, 2, 3]
+        log.close()
+
+
 def test_a_logger_is_open_until_the_run_ends_whatever_is_rolled_back(tmp_path):
     class Once:
         seen, closed = [], 0

@@ -148,7 +148,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
         job.best.check(found)
     row |= found or {}
     if found and job.log:
-        job.log.amend(found)
+        job.log.amend(found, step=step)
     if found and job.store:
         job.store.score(step, _scores(job, row))
     if job.progress and "loss" in row:

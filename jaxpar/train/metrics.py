@@ -107,10 +107,11 @@ class Log:
         self._write()
         self._draw(self._row)
 
-    def amend(self, more: Mapping[str, Any]) -> None:
-        """Adds metrics to the last row, with one write over it, so that a kill leaves a whole row."""
-        if "eval_loss" in more:
-            self.evaluated.append({"step": self._row.get("step"), **_plain(more)})
+    def amend(self, more: Mapping[str, Any], *, step: int) -> None:
+        """Adds metrics to the last row, which is of this step, with one write over it: a kill leaves a whole row."""
+        if "eval_loss" in more:  # a step that is evaluated again, as it was not scored, has waited once
+            before = [row for row in self.evaluated if row["step"] != step]
+            self.evaluated = [*before, {"step": step, **_plain(more)}]
         if self._file is None or not more or not self._row:
             return
         more = _plain(more)
