@@ -73,7 +73,7 @@ def groups(combinations):
     return [combinations[at : at + TOGETHER] for at in range(0, len(combinations), TOGETHER)]
 
 
-SLOW = EVERY[2::32]
+SLOW = EVERY[2::64]
 REST = [each for each in EVERY if each not in SLOW]
 MARKED = [
     pytest.param(each, marks=mark)
