@@ -82,7 +82,8 @@ def _lean(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     gathered = 2 * shape.kv_dim * (candidate.context - 1)  # keys and values of the others' tokens
     # float32: the mean square of a norm for each token, the sum of a softmax for each token and head
     inner = 2 * (width + gathered) + 4 * shape.heads
-    scores = np.not_equal(software.kept[0], 0) * SCORE * tokens * shape.heads * shape.seq
+    twice = 1 + np.greater(candidate.context, 1)  # where keys were gathered: before the softmax, and after it
+    scores = np.not_equal(software.kept[0], 0) * twice * SCORE * tokens * shape.heads * shape.seq
     masks = 2 * software.dropout * rows * shape.dim
     return 2 * rows * (2 * shape.dim + 4) + masks + (tokens * inner + scores) / candidate.tensor
 
