@@ -3,6 +3,9 @@
     file/     text and tables of a job file, every problem at once
     parts/    the model, the data and the plan's model that a job names
     doctor/   what would stop or slow a run on this machine
+    compare/  ways to agree, on one job
+    benches/  what `jaxpar bench` measures or compiles of jobs
+    report/   a run's folder as one page
 
 Nouns: a `Job` and its tables, a problem, a verb. One file per verb (`run`, `check`, `inspect`, `plan`, ...) returns
 values; `cli` prints them.

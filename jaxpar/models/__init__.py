@@ -6,7 +6,9 @@
     segments=, positions= of a call         documents that share a row                   blocks/documents.py
     pipelined(layers, x)                    where a pipeline cuts the model              stack.py
     remat = "none" as an attribute          what the backward pass keeps of each layer   remat.py
+    hidden, head_name of a model            a loss that never has all logits             ../step/head/offered.py
     cache, decode                           a token at a time, keys and values kept      cache.py
+    low_rank_sum(w, a, b)                   a matrix with an adapter beside it           low_rank.py
     what a model returns to its loss        float32, whatever it computes in             returned.py
     swiglu(gate, up), logits(x, head)       a backward pass of less memory than JAX's    own_backward.py
 

@@ -4,6 +4,7 @@
     search        what is first, of all that is legal       memory, time   the two sums, by cause
     techniques/   what each technique adds to them          model/         a decoder's shape, or a traced model
     machine/      chips in nodes, what they reach of their data sheets, and what a program does with them
+    measured/     runs of others: the error to expect, machines calibrated on a run
 
 Nouns: a `Candidate` (one layout, or arrays of many), `Memory` and `StepTime` by cause, a `Collective` that is the
 ledger's too, a `Question` and its `Plan`.
