@@ -15,9 +15,11 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.job.file import parse
 from jaxpar.job.plan import question
+from jaxpar.mesh.target import find_plugin
 from jaxpar.models import layers
 from jaxpar.models.islands import attention
 from jaxpar.parallel.techniques import context
+from jaxpar.step.inspectable import subject
 from jaxpar.step.losses import cross_entropy
 
 VOCAB, SEQ, BATCH = 32, 16, 8
@@ -198,6 +200,20 @@ def test_the_layout_says_which_form_and_why_and_the_step_what_it_found(monkeypat
     monkeypatch.setattr(context, "LONG", 8)
     step = lowered(LLAMA, data=2, context=4, context_by="auto")
     assert step.forms == ("context_by='auto': rows of 16 tokens, so attention runs by ring; ring from 9 on",)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+def test_scores_are_said_to_be_kept_where_keys_are_gathered_and_nowhere_else():
+    ids = jax.ShapeDtypeStruct((8, SEQ), np.int32)
+    for by, kept in (("gather", True), ("ring", False)):
+        parallel, devices = jp.Parallel(context=8, context_by=by), jp.target_devices("h100:1x8")
+        step = jp.train_step(
+            jp.compose(MODELS["llama"], parallel, devices), jp.next_token, optax.sgd(0.1), precision="bf16"
+        )
+        (said,) = [note for note in subject(step, {"inputs": ids, "targets": ids}).notes if "cuDNN" in note]
+        assert "does not take pieces of a sequence" in said
+        assert ("scores are kept" in said) == kept
 
 
 def test_a_job_declares_it():

@@ -76,8 +76,10 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
     platform = layout.on.devices.flat[0].platform
     notes = [*step.forms]
     if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.dtype:
+        gathers = layout.parallel.ways.get("context", "gather") == "gather"  # other ways keep no scores, or say so
         notes.append(
-            "attention is XLA's own: cuDNN's fused kernel does not take pieces of a sequence, so scores are kept"
+            "attention is XLA's own: cuDNN's fused kernel does not take pieces of a sequence"
+            f"{', so scores are kept' if gathers else ''}"
             if layout.sizes["context"] > 1
             else "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
             "which keeps no [seq, seq] scores and is faster"

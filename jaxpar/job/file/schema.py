@@ -104,8 +104,8 @@ class TrainTable:
         and have no gradients and no optimizer state.
       adapters: Low-rank adapters beside matrices; all else is frozen.
       precision: The dtype of matmuls; precision = "bf16" for short.
-      remat: How much the backward pass recomputes: none (keeps all), dots, all_dots, full (keeps least) or offload (as
-        full, with the inputs of layers in host memory).
+      remat: How much the backward pass recomputes: none (keeps all), dots, all_dots, full (keeps the input of each
+        layer) or offload (as full, with these inputs in host memory; for layers in a scan, without a pipeline).
       offload: Keep the optimizer state in host memory between steps.
       collectives: overlapped tells XLA of several GPUs to combine collectives less than it would, so that less of them
         is waited for; plain tells it nothing.
