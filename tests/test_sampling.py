@@ -102,7 +102,8 @@ def nucleus(logits, temperature, k, p):
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: k or None]
     share = np.exp(scores[best] - max(scores[best]))
     share /= share.sum()
-    count = next((i + 1 for i, total in enumerate(np.cumsum(share)) if total >= p - 1e-7), len(best))
+    reached = (i + 1 for i, total in enumerate(np.cumsum(share)) if total >= p - 1e-7)
+    count = len(best) if p == 1 else next(reached, len(best))  # all of them, however little the last ones weigh
     return {token: value / share[:count].sum() for token, value in zip(best[:count], share, strict=False)}
 
 
