@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
-from jaxpar.job.file.parse import load, loads
-from jaxpar.job.plan import by_gathering, overrides, planned
+from jaxpar.job.file.parse import load
+from jaxpar.job.plan import overrides, planned
 from jaxpar.job.plan import question as asked_of
 from jaxpar.parallel.declare import DECLARED
-from jaxpar.parallel.techniques.context import problems
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
@@ -244,13 +243,6 @@ def test_a_planned_job_is_the_job_with_that_layout(index):
 def test_layers_that_do_not_divide_are_dealt():
     words = overrides(Candidate(pipe=4, microbatches=4, schedule="1f1b_phased"), 6)
     assert "parallel.pipeline.layers=[2, 2, 1, 1]" in words
-
-
-def test_the_command_of_a_plan_undoes_a_form_of_context_that_is_not_priced():
-    declared = ["parallel.context=8", 'parallel.context_by="ring"', "parallel.ulysses=2"]
-    words = [*declared, *overrides(Candidate(data=8), 6)]
-    assert problems(loads("", words).parallel)
-    assert not problems(loads("", [*words, *by_gathering(loads("", declared).parallel)]).parallel)
 
 
 def test_the_verb_prints_a_plan_and_writes_a_job_that_loads(tmp_path, capsys):

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.dump import dumps
     from jaxpar.job.file.parse import load
     from jaxpar.job.parts.plan_model import needs_jax
-    from jaxpar.job.plan import by_gathering, compiled_chip, overrides, planned, question
+    from jaxpar.job.plan import compiled_chip, overrides, planned, question
     from jaxpar.plan.pages.html import write
     from jaxpar.plan.pages.text import page
     from jaxpar.plan.rules.advice import advise
@@ -111,8 +111,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         print("\n" + compared(checked))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
     first = proposed(plan, checked).candidate
-    words = [*args.overrides, *overrides(first, asked.model.layers), *by_gathering(job.parallel)]
-    command = " ".join(["jaxpar train", args.job, *words])
+    command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.model.layers)])
     print(f"\nTrain it so:\n  {command}")
     if args.write:
         Path(args.write).write_text(dumps(planned(job, first, asked.model.layers)))

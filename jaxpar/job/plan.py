@@ -11,7 +11,7 @@ from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.plan_model import subject
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import taken
-from jaxpar.parallel.declare import DECLARED, Parallel
+from jaxpar.parallel.declare import DECLARED
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.file import load_hardware
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
@@ -110,12 +110,6 @@ def overrides(candidate: Candidate, layers: int) -> list[str]:
         each, more = divmod(layers, c.pipe)
         words.append(f"parallel.pipeline.layers={[each + (stage < more) for stage in range(c.pipe)]}")
     return words
-
-
-def by_gathering(parallel: Parallel) -> list[str]:
-    """Returns overrides of a job by which keys are gathered over context, which is all that a plan prices."""
-    words = ["parallel.context_by=gather"] * (parallel.context_by != "gather")
-    return words + ["parallel.ulysses=1"] * (parallel.ulysses != 1)
 
 
 def planned(job: Job, candidate: Candidate, layers: int) -> Job:
