@@ -231,7 +231,7 @@ def test_a_plan_counts_the_state_of_an_optimizer_that_has_no_formula():
     assert not needs_jax(loads(DECODER))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_optimizer_of_the_whole_gradient_steps_over_devices_as_on_one():
     made = chain.build(Optimizer(name="prodigy", learning_rate=1.0, decay="constant"), 3)
     cube = jp.Parallel(data=2, fsdp=2, tensor=2)

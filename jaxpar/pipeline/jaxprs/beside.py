@@ -151,7 +151,8 @@ def _is_sum(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is W + A B of one matrix: not of several at once, as `jax.vmap` makes it."""
     if eqn.primitive.name not in _JIT or eqn.params["name"] != NAME:
         return False
-    base, first, second = (len(var.aval.shape) for var in eqn.invars)
+    given: list[Any] = [*eqn.invars]
+    base, first, second = (len(var.aval.shape) for var in given)
     return base == first + second - 2
 
 
