@@ -67,13 +67,15 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     attempt(_check_data, job)
     attempt(_check_faults, job)
     attempt(check_loggers, job)
-    attempt(check_optimizer, job)
     attempt(resolve_measures, job)
     attempt(derived_of, job)
     if whole:
         attempt(_check_path, job)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
-    parallel = attempt(lambda: job.declared) or job.parallel  # of a sweep that is wrong, what it is without one
+    sound = attempt(lambda: job.declared)
+    parallel = sound or job.parallel  # of a sweep that is wrong, what it is without one
+    if sound:
+        attempt(check_optimizer, job)
     if sizes:
         problems.extend(_check_batch(job, sizes, parallel))
     # without a loss or a batch, a Linen module cannot be called
@@ -88,9 +90,11 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     if layout and whole and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job, layout)
     attempt(_check_origin, job, parallel.exchange)
+    if layout and sound and job.train.frozen[0]:
+        attempt(lambda: state.abstract(layout, resolve_optimizer(job)))
+    if layout and sound and ":" in job.optimizer.name:
+        attempt(check_optimizer, job, layout.params)
     if layout:
-        attempt(lambda: state.abstract(layout, resolve_optimizer(job))) if job.train.frozen[0] else None
-        attempt(check_optimizer, job, layout.params) if ":" in job.optimizer.name else None
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and whole and not problems:
         attempt(_trace, job, layout, loss)
