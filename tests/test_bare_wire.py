@@ -3,12 +3,14 @@
 Specs alone say this where `tensor` divides all that it cuts (`test_bare_models`); here the programs are compiled.
 """
 
+from importlib.metadata import version
 from itertools import product
 
 import pytest
 from bare_wire import WAYS, ways
 from expert_rules import PUBLISHED
 
+from jaxpar.errors import JaxparError
 from jaxpar.mesh.target import find_plugin
 
 pytestmark = [
@@ -21,11 +23,18 @@ LAYOUTS = [
     ("h100:8x8", (("fsdp", 8), ("tensor", 8))),
 ]
 QUICK = "GPT2", LAYOUTS[-1]  # a vocabulary that no layout divides
+TILES = pytest.mark.xfail(
+    version("jaxlib") < "0.11", raises=JaxparError, reason="without autotuning XLA 0.10 has no tiles for 197 x 4 rows"
+)
+
+
+def marks(name, layout):
+    return [pytest.mark.full] * ((name, layout) != QUICK) + [TILES] * (name == "ViT")
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [pytest.param(*case, marks=() if case == QUICK else pytest.mark.full) for case in product(PUBLISHED, LAYOUTS)],
+    [pytest.param(*case, marks=marks(*case)) for case in product(PUBLISHED, LAYOUTS)],
     ids=str,
 )
 def test_what_is_chosen_needs_no_more_than_what_an_expert_writes(name, layout):
