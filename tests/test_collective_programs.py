@@ -97,6 +97,7 @@ def test_a_table_does_on_numbers_what_its_program_does(name):
         np.testing.assert_array_equal(after, want)
 
 
+@pytest.mark.slow
 def test_any_device_may_be_the_root():
     x = np.arange(20, dtype=np.int32).reshape(5, 4)
     run = lambda program, x, **settings: evaluated(traced(lambda x, axis: program(x, axis, **settings), x), x)  # noqa: E731

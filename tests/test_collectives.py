@@ -109,6 +109,7 @@ def test_hsdp_scatters_within_a_replica_and_reduces_the_shards_between_them(zero
     assert [flag.kind for flag in found.flags] == (["unsharded gradient"] if zero > 1 else [])
 
 
+@pytest.mark.slow
 def test_tensor_parallel_reduces_four_activations_a_layer_and_two():
     found = report(jp.Parallel(tensor=8))
     check(found, {("tensor", "all-reduce"): (4 * L + 2) * SIZE.activation + 3 * SIZE.statistic})

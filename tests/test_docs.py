@@ -99,6 +99,7 @@ def test_where_only_the_compiler_for_gpus_is_installed_nobody_complains_that_the
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 def test_the_block_of_the_readme_on_inspection_runs_as_printed():
     page = PAGES[ROOT / "jaxpar" / "inspector" / "README.md"]

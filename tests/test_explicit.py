@@ -105,6 +105,7 @@ def explicit_mesh(devices):
     return Mesh(np.array(devices).reshape(2, 4), ("tensor", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_with_explicit_axes_losses_are_those_on_auto_axes():
     layout = jp.Parallel(fsdp=4, tensor=2)
     want, *_ = train(Annotated, layout, steps=2, loss=token_loss)

@@ -168,11 +168,13 @@ def test_skip_goes_on_and_says_so(tmp_path):
     assert "step 6 skipped: loss nan" in said
 
 
+@pytest.mark.slow
 def test_too_many_skipped_in_a_row_stop_the_run(tmp_path):
     with pytest.raises(JaxparError, match=r"step 7 is bad .*, the last of 3 in a row"):
         run(tmp_path, "faults.on_bad_step=skip", "faults.skips=2", bad=dict.fromkeys((4, 5, 6), "nothing counts"))
 
 
+@pytest.mark.slow
 def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
     bad = {9: "nothing counts"}  # step 10; the newest checkpoint is of step 8, so batches 8 and 9 are passed over
     _, rows, said = run(tmp_path / "back", "faults.on_bad_step=rollback", bad=bad)

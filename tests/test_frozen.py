@@ -161,6 +161,7 @@ def test_a_clip_over_all_parameters_reads_the_gradients_of_frozen_ones():
     assert reduced(jp.Parallel(data=8), "clipped outside") > 4 * 2 * 512 * 512
 
 
+@pytest.mark.slow
 @absent
 def test_where_weights_change_between_ticks_no_gradient_of_a_frozen_parameter_is_reduced():
     def sent(names):

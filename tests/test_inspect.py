@@ -91,6 +91,7 @@ def test_the_models_flop_are_the_hardwares_without_recomputation():
     assert full.flop.total - full.flop.recomputed == pytest.approx(plain.flop.total, rel=0.02)
 
 
+@pytest.mark.slow
 @gpu_compiler
 def test_a_time_and_an_mfu_are_modelled_for_a_gpu_and_never_for_simulated_devices():
     gpu = jp.inspect(step_on("h100:1x8", jp.Parallel(data=8)), BATCH)

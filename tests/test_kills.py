@@ -63,7 +63,9 @@ def killed(processes, folder, steps, *, seconds=None, **point):
     return process.exitcode, told[0] if told else None, told[-1] if told else None
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(10, 400), pytest.param(30, 1200, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kills", "steps"), [pytest.param(10, 400, marks=pytest.mark.slow), pytest.param(30, 1200, marks=pytest.mark.full)]
+)
 def test_sigkills_lose_nothing_beyond_the_last_interval(kills, steps, processes, tmp_path):
     assert killed(processes, tmp_path / "whole", steps)[0] == 0
     folder, moments, last = tmp_path / "run", random.Random(kills), 0

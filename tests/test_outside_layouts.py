@@ -31,6 +31,7 @@ def test_any_model_looks_things_up_where_sequences_and_tables_are_in_pieces(mode
     assert outcomes([Combination(model, "one-hot", PIECES | {"sequence": sequence}, FOUR)]) == ["equal"]
 
 
+@pytest.mark.slow
 def test_a_lookup_per_row_beside_a_spread_head_is_refused():
     case = Combination("shifting", "looked up", {"pipe": 2, "data": 2, "context": 2}, FOUR | {"head": "spread"})
     (found,) = outcomes([case])

@@ -109,6 +109,7 @@ def test_outside_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what
     assert any("--devices" in line for line in helps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "wanted"), [
     ({"rows": 128}, False),
     ({"devices": 2048}, True),

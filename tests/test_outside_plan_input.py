@@ -105,6 +105,7 @@ def test_outside_a_plan_doubts_latency_overlap_and_the_efficiency_of_small_micro
         assert then.time.total > weigh(question, then.candidate).time.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

@@ -144,6 +144,7 @@ def test_outside_all_processes_save_after_the_same_step_whatever_their_clocks_sa
     assert {9000, 18000} <= set(found[0])
 
 
+@pytest.mark.slow
 def test_outside_a_stopped_run_ends_with_a_status_of_its_own(tmp_path):
     (tmp_path / "job.toml").write_text(hooked.JOB.replace("devices = 2", "simulate = 2").replace("hooked:", "told:"))
     (tmp_path / "told.py").write_text(

@@ -55,6 +55,7 @@ def test_no_process_outlives_its_supervisor(how, supervisors):
     assert saved == ([f"{rows(folder)[-1]['step']:06d}"] if how == signal.SIGHUP else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stderr", ["closed", "full"])
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_ends_though_its_last_words_cannot_be_said(ending, stderr):

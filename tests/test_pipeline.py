@@ -360,6 +360,7 @@ def test_dropout_equals_one_device_that_accumulates():
     assert_equals(got[:2], want[:2])
 
 
+@pytest.mark.slow
 def test_replicas_of_the_batch_drop_different_entries():
     """Both replicas get the same rows; what differs between them is the masks, in training only."""
     half = {key: value[:8] for key, value in next(batches(1)).items()}

@@ -210,6 +210,7 @@ OPS = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True, database=None)
 @given(st.lists(st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 1)), min_size=1, max_size=5))
 def test_halves_of_any_network_make_its_backward(ops):

@@ -83,6 +83,7 @@ def test_settings_that_do_not_go_together_are_refused(case):
     assert fix in f"{problem.rule} {problem.fix}"
 
 
+@pytest.mark.slow
 def test_what_is_stored_knows_no_schedule():
     """The same shapes, names and order of layers, whatever the schedule: what a checkpoint holds."""
     shapes = set()

@@ -104,6 +104,7 @@ def test_all_reduces_over_replicas_are_hidden_by_a_share_of_their_own():
     assert seconds(copies=None) == pytest.approx((1 - MAXTEXT.overlap) * seconds(copies=0.0))
 
 
+@pytest.mark.slow
 def test_predicted_mfu_falls_with_scale_and_nobody_shards_over_thousands():
     """From two nodes to a hundred thousand GPUs, with as much work for each."""
     found = []

@@ -117,6 +117,7 @@ def test_static_bytes_are_those_of_the_layout(text):
         assert found.optimizer == pytest.approx(2 * exact, rel=1e-3)  # adamw; and a counter
 
 
+@pytest.mark.slow
 def test_the_state_is_that_of_the_jobs_optimizer():
     held = {name: float(question(VIT, f"optimizer.name={name}").bytes(Candidate(data=8)).optimizer)
             for name in ("adamw", "sgd", "lion")}  # fmt: skip

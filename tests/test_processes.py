@@ -369,6 +369,7 @@ def test_strangers_do_not_disturb_a_meeting():
         assert met(second) == host.result() == ""
 
 
+@pytest.mark.slow
 def test_a_process_that_is_missing_ends_the_others_with_an_error_not_an_abort():
     port = free_port()
     for code, out, _ in finish(*(start(number, processes=3, port=port, timeout=4) for number in range(2))):

@@ -124,6 +124,7 @@ def test_latest_and_best_checkpoints_are_kept(whole):
     assert kept == {35, 40} | {min(evaluated, key=lambda step: evaluated[step])}
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_to_do(whole, folder):
     before = losses(whole)
     assert "nothing to do" in run("train", folder / "job.toml", f"run.dir={whole}").stdout
@@ -250,6 +251,7 @@ def test_another_layout_goes_on_with_the_same_losses(folder, undisturbed, way):
     assert all(abs(got[step][0] - row[0]) < 2e-5 * abs(row[0]) for step, row in want.items())
 
 
+@pytest.mark.slow
 def test_text_is_sampled_from_a_run(whole):
     text = run("sample", whole, "--prompt", "12 squ", "--tokens", 20, "--temperature", 0).stdout
     assert text.startswith("12 squ")

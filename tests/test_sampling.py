@@ -170,6 +170,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_answered_into_another(trained, capsys):
     prompts = ["the quick", "fox", "é"]
     (trained / "p.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))

@@ -245,6 +245,7 @@ fsdp = -1
 """
 
 
+@pytest.mark.slow
 def test_a_decoder_leaves_as_safetensors_and_comes_back_bit_for_bit(tmp_path, capsys):
     (tmp_path / "text.txt").write_text("the quick brown fox " * 40)
 
