@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from jaxpar.cli.options import add_job, add_json, check_file, prefer_huge_pages
 
+Add = Callable[[str, str, Any], argparse.ArgumentParser]
 EXAMPLE = """\
   $ jaxpar bench overhead
   the step of jaxpar beside the same program written by hand in raw JAX, and beside the same model as an expert writes
@@ -72,6 +74,14 @@ def add(verbs) -> None:
         one.set_defaults(run=function)
         return one
 
+    _add_steps(add_one)
+    _add_machines(add_one)
+    _add_layouts_and_losses(add_one)
+    _add_gpu(add_one)
+
+
+def _add_steps(add_one: Add) -> None:
+    """Adds those of jaxpar's own step, checkpoints and processes."""
     one = add_one("overhead", "the step beside two that were written by hand", overhead)
     one.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout (default 60)")
     one.add_argument(
@@ -96,6 +106,10 @@ def add(verbs) -> None:
     one = add_one("faults", "seconds until all processes have noticed what befell one", faults)
     one.add_argument("--timeout", type=float, default=30.0, help="run.timeout, in seconds (default 30)")
     add_json(one)
+
+
+def _add_machines(add_one: Add) -> None:
+    """Adds those of the planner's constants, beside what was published and on this machine."""
     one = add_one("planner", "predicted step times beside published ones", planner)
     one.add_argument("--runs", metavar="FILE.csv", help="a table of published runs; 'package' is jaxpar's own of 120")
     one.add_argument("--by", default="group", metavar="COLUMN", help="groups: group, system, gpu, source or model")
@@ -112,6 +126,10 @@ def add(verbs) -> None:
         one.add_argument("--rounds", type=int, default=20, help="times per size (default 20)")
         add_json(one)
     one.add_argument("--per-node", type=int, default=0, help="GPUs of a machine (default: of a process)")
+
+
+def _add_layouts_and_losses(add_one: Add) -> None:
+    """Adds those that take a job."""
     one = add_one("layers", "time, activations and parameters of each layer of a job's model", layers)
     add_job(one)
     one.add_argument("--write", metavar="FILE", help="write them as PipeDream's profiler does")
@@ -125,6 +143,10 @@ def add(verbs) -> None:
     _add_seeds(one)
     one = add_one("batches", "the loss of a job by its batch, at equal epochs", batches)
     _add_seeds(one)
+
+
+def _add_gpu(add_one: Add) -> None:
+    """Adds that of one GPU for some minutes."""
     one = add_one("gpu", "everything that is claimed about GPUs, on one of them, within some minutes", gpu)
     one.add_argument("--out", metavar="DIR", default="gpu", help="folder of record and predictions (default: gpu)")
     one.add_argument("--minutes", type=float, default=9.0, help="stages that do not fit are left out (default 9)")
