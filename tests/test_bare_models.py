@@ -266,7 +266,7 @@ def trained(name, **declared):
 @pytest.mark.parametrize(
     ("name", "declared"),
     [
-        ("GPT2", {"tensor": 4, "data": 2}),
+        pytest.param("GPT2", {"tensor": 4, "data": 2}, marks=pytest.mark.slow),
         pytest.param("GPT2", {"data": 2, "fsdp": 2, "tensor": 2, "accumulate": 2}, marks=pytest.mark.full),
         pytest.param("GPT2", {"fsdp": 2, "tensor": 4, "zero": 2}, marks=pytest.mark.full),
         pytest.param("GPT2", {"fsdp": 2, "tensor": 4, "zero": 1, "accumulate": 2}, marks=pytest.mark.full),

@@ -194,7 +194,7 @@ def test_all_products_of_long_sequences_run_in_16_bits(monkeypatch):
     assert sum(each.share for each in step.products.kept) == pytest.approx(1 - step.products.share)
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_attention_in_pieces_is_attention(is_causal):
     """Values and gradients in bf16 beside those of JAX in float32; what differs is rounding."""
     keys = jax.random.split(jax.random.key(0), 4)

@@ -97,7 +97,7 @@ def plain(chain, steps):
 @pytest.mark.parametrize(
     ("chain", "layout", "accumulate"),
     [
-        ("multi_transform", jp.Parallel(fsdp=8), 1),
+        pytest.param("multi_transform", jp.Parallel(fsdp=8), 1, marks=pytest.mark.slow),
         ("masked", jp.Parallel(fsdp=4, data=2, zero=2), 2),
         pytest.param("clipped inside", jp.Parallel(data=8), 1, marks=pytest.mark.slow),
         pytest.param("clipped outside", jp.Parallel(fsdp=8, zero=1), 1, marks=pytest.mark.slow),

@@ -116,7 +116,7 @@ def test_the_published_example_of_factors():
 @pytest.mark.parametrize(
     ("exchange", "sizes"),
     [
-        pytest.param(power(16), ALONE, id="powersgd"),
+        pytest.param(power(16), ALONE, marks=pytest.mark.slow, id="powersgd"),
         pytest.param(factors(4), ALONE, id="factors"),
         pytest.param(power(8), EVERY, marks=pytest.mark.slow, id="powersgd of parts"),
     ],

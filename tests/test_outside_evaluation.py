@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from covering import some
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +98,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", some(LAYOUTS, ["data 4, accumulate"]))
 def test_a_loss_with_its_own_mask_is_evaluated_as_on_one_device(name):
     parallel, numerics = LAYOUTS[name]
     devices = parallel.pipe * parallel.data * parallel.fsdp

@@ -44,7 +44,8 @@ def supervisors(tmp_path_factory):
         supervisor.communicate()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGHUP])
 def test_no_process_outlives_its_supervisor(how, supervisors):
     supervisor, folder = supervisors[how]
     assert wait_until(lambda: len(rows(folder)) > 2, seconds=60)

@@ -389,7 +389,7 @@ def artifacts(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        "gpus",
+        pytest.param("gpus", marks=pytest.mark.slow),
         pytest.param("simulated", marks=pytest.mark.slow),
         pytest.param("too large", marks=pytest.mark.slow),
         pytest.param("tiny", marks=pytest.mark.slow),
@@ -397,7 +397,7 @@ def artifacts(tmp_path):
         "much",
         pytest.param("long words", marks=pytest.mark.slow),
         "hostile",
-        "pipeline",
+        pytest.param("pipeline", marks=pytest.mark.slow),
         pytest.param("large pipeline", marks=pytest.mark.full),
     ],
 )

@@ -352,6 +352,7 @@ def test_every_kind_of_model_equals_one_device(kind, keep):
 # --- dropout and bfloat16 -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dropout_equals_one_device_that_accumulates():
     """Layer by layer and microbatch by microbatch the same keys, on any number of stages."""
     made = model(rate=0.2)

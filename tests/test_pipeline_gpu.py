@@ -195,7 +195,7 @@ FLAT = [  # the fewest microbatches are as many as the first stage keeps
     ("name", "mesh", "counts", "keep"),
     [
         pytest.param(*case, id=f"{case[0]}, {case[3]}", marks=mark)
-        for case, mark in zip(FLAT, [(), pytest.mark.slow, *[pytest.mark.full] * 4], strict=True)
+        for case, mark in zip(FLAT, [pytest.mark.slow, pytest.mark.slow, *[pytest.mark.full] * 4], strict=True)
     ],
 )
 def test_memory_does_not_grow_with_microbatches(name, mesh, counts, keep):

@@ -152,12 +152,16 @@ def heard(each, own):
 @pytest.mark.parametrize(
     ("exchange", "meet"),
     [
-        (jp.Exchange("diloco", every=2), nesterov),
-        (jp.Exchange("diloco", every=2, outer=optax.sgd(0.7, 0.9, nesterov=True)), nesterov),
-        (jp.Exchange("easgd", every=2, alpha=0.25, beta=0.5), elastic),
-        (jp.Exchange("gossip", every=2, graph="ring"), heard),
+        pytest.param(jp.Exchange("diloco", every=2), nesterov, id="diloco"),
+        pytest.param(
+            jp.Exchange("diloco", every=2, outer=optax.sgd(0.7, 0.9, nesterov=True)),
+            nesterov,
+            marks=pytest.mark.slow,
+            id="diloco of a chain",
+        ),
+        pytest.param(jp.Exchange("easgd", every=2, alpha=0.25, beta=0.5), elastic, marks=pytest.mark.slow, id="easgd"),
+        pytest.param(jp.Exchange("gossip", every=2, graph="ring"), heard, id="gossip"),
     ],
-    ids=["diloco", "diloco of a chain", "easgd", "gossip"],
 )
 @pytest.mark.parametrize(
     "sizes",

@@ -32,7 +32,7 @@ LAYOUTS = {
     "uneven": {"pipe": 2, "data": 4, "pipeline": {"layers": (3, 1)}},
 }
 ALL = list(itertools.product(LAYOUTS, LAYOUTS))
-SOME = ["one device", "interleaved, zero 3", "HSDP", "zb_v, four devices"]
+SOME = ["one device", "interleaved, zero 3", "HSDP"]
 PAIRS = [
     *zip(SOME, [*SOME[1:], SOME[0]], strict=True),
     (SOME[1], SOME[1]),

@@ -316,6 +316,7 @@ def test_an_exchange_sends_nothing_of_what_is_frozen(exchange):
         assert sum(entry.step_wire for entry in found) == pytest.approx(2 * 7 / 8 * of_trained, rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_stays_and_what_is_trained_is_as_in_all_reduce():
     want, expected = trained({"data": 4}, exchange=AllReduce(), chain=HALF_FROZEN)
     state, losses = trained({"data": 4}, exchange=Rounded(dtype="float32"), chain=HALF_FROZEN)
