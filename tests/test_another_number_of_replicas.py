@@ -36,7 +36,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("how", ["mean", "broadcast"])
+@pytest.mark.parametrize("how", ["mean", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_replicas_that_differ_go_on_as_their_mean_or_as_the_first(how, folders):
     folder, before = folders("diloco", DILOCO)
     state, step = Store(folder, Checkpoints(replicas=how)).restore(like(TWO, DILOCO))

@@ -203,9 +203,8 @@ def test_stashing_equals_a_replay_at_the_weights_it_recorded(mesh, keep, chain, 
     assert_equals(trained("stash", mesh, keep, chain, rate=rate), replayed(seen, stages, chain, rate))
 
 
-@pytest.mark.parametrize(
-    ("mesh", "keep"), [("pipe 4", "inputs"), pytest.param("pipe 2", "residuals", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "keep"), [("pipe 4", "inputs"), ("pipe 2", "residuals")])
 def test_vertical_sync_is_sgd_with_gradients_as_late_as_the_pipeline_is_deep(mesh, keep):
     assert_equals(trained("vertical", mesh, keep), late_sgd(MESHES[mesh]["pipe"] - 1))
 
@@ -284,6 +283,7 @@ def test_what_buffers_hold_before_they_are_written_leaves_no_trace():
     assert all(jax.tree.leaves(same))
 
 
+@pytest.mark.slow
 def test_evaluation_sees_the_newest_weights():
     _, state = trained("stash", "pipe 4 x data 2", "inputs", "adamw")
     batch = next(batches(1))

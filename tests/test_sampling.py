@@ -171,6 +171,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("trained")
 def test_prompts_of_a_file_are_answered_into_another(trained, capsys):
     prompts = ["the quick", "fox", "é"]
     (trained / "p.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
@@ -189,6 +190,7 @@ def test_prompts_of_a_file_are_answered_into_another(trained, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("trained")
 @pytest.mark.parametrize("name", ["run", "tuned"])
 def test_a_run_is_sampled_on_a_layout_that_it_was_not_trained_on(name, trained):
     command = ["sample", str(trained / name), "--prompt", "the ", "--tokens", "20"]
@@ -207,6 +209,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.xdist_group("trained")  # one worker, so that there is one run
 @pytest.mark.parametrize("words", WRONG)
 def test_what_cannot_be_sampled_is_refused(words, trained, capsys, monkeypatch):
     monkeypatch.chdir(trained)

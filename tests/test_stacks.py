@@ -257,7 +257,7 @@ class StackInTurn(Stacked):
         (Looped, "gives jp.pipelined a function, and its largest list of equal layers is h/0 ... h/3, 4 of them"),
         (Some, "gives jp.pipelined 2 layers, and its largest list"),
         (Scaled, "layer 2 of h/0 ... h/3 is another program than layer 0"),
-        (Crossed, "layer 1 of h/0 ... h/3 is another program than layer 0"),
+        pytest.param(Crossed, "layer 1 of h/0 ... h/3 is another program than layer 0", marks=pytest.mark.slow),
         (Encoded, "and its largest stack of layers is decoder"),
         (Twofold, "the layers of Twofold go through a stack, and then through one again"),
         (StackInTurn, "gives jp.pipelined 1 layers, and its largest is a stack"),
