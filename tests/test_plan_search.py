@@ -158,6 +158,19 @@ def test_a_pipeline_pays_where_nodes_are_far_from_each_other_and_not_inside_one(
     assert search(far).best[0].candidate.pipe > 1
 
 
+def test_three_devices_that_share_a_matrix_straddle_nodes_of_eight():
+    """With 12 heads of keys tensor may be 3 or 6, of which some groups lie on two nodes: as far as NICs reach."""
+    twelve = replace(LLAMA_8B, dim=6144, heads=48, kv_heads=12, hidden=18432)
+    asked = question(twelve, 48, 48, choices=Choices(pipe=1, context=1))
+    found = asked.legal()
+    assert {3, 6} < set(found.tensor.tolist())
+    assert not np.isin(search(asked).points.layouts.tensor, (3, 6)).any()
+    six = replace(asked, hardware=replace(H100, per_node=6))
+    assert np.isin(search(six).points.layouts.tensor, (3, 6)).any()
+    tensor = [each.time.tensor for each in (weigh(q, Candidate(fsdp=16, zero=3, tensor=3)) for q in (asked, six))]
+    assert tensor[0] > 2 * tensor[1]
+
+
 def test_405b_is_planned_onto_512_gpus():
     plan = search(question(LLAMA_405B, 512, 512, choices=Choices(tensor=8)))
     assert plan.best[0].memory.total < H100.memory

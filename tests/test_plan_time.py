@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -99,6 +100,24 @@ def test_an_all_gather_by_hand():
     two_nics = bytes_ / (2 * 20e9) + besides
     assert hardware.gather(8e9, 128, 4) == pytest.approx(64 * 1e-6 + 63 * 5e-6 + two_nics)
     assert hardware.gather(8e9, 8, 1, pieces=5) == pytest.approx(5 * 7e-6 + 7e9 / 200e9)  # each has its own hops
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 8, 12, 16])
+@pytest.mark.parametrize("stride", [1, 2, 3, 6, 8])
+def test_of_a_group_that_straddles_two_nodes_the_smaller_part_counts(group, stride):
+    """All groups of a machine are looked at, one after the other: how many of each are in a node that has some."""
+    parts = [
+        count
+        for start in range(0, np.lcm(group * stride, A100.per_node), group * stride)
+        for first in range(start, start + stride)
+        for count in Counter((first + stride * i) // A100.per_node for i in range(group)).values()
+    ]
+    assert A100.members(group, stride) == min(parts)
+
+
+def test_a_machine_that_is_smaller_than_a_node_has_no_group_that_straddles():
+    assert A100.holding(6).members(3, 1) == 3
+    assert A100.holding(64) is A100
 
 
 def sent(technique, shape, candidate, hardware, software):

@@ -107,7 +107,7 @@ class Question:
 
     def seconds(self, candidate: Candidate) -> StepTime:
         """Returns what a step takes."""
-        return self.model.time(candidate, self.hardware, self.software)
+        return self.model.time(candidate, self.hardware.holding(self.devices), self.software)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +268,8 @@ def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np
     """
     near = [axis for axis, each in TECHNIQUES.items() if each.near]
     span = [np.where(np.greater(fitting.size(axis), 1), fitting.size(axis) * fitting.stride(axis), 1) for axis in near]
-    inside = np.all([each <= question.hardware.per_node for each in span], axis=0)
+    node = question.hardware.holding(question.devices).per_node
+    inside = np.all([node % each == 0 for each in span], axis=0)  # else some groups straddle two nodes
     if inside.all() or not inside.any():
         return np.full(len(inside), True)
     return inside | (seconds[~inside].min() * (1 + question.margin) < seconds[inside].min())

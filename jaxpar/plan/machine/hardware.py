@@ -87,8 +87,17 @@ class Hardware:
         return size / (self.chip.bandwidth * self.streaming)
 
     def members(self, group: Any, stride: Any) -> Any:
-        """Returns how many of a group whose neighbours are `stride` devices apart are in one node."""
-        return np.clip(self.per_node // np.maximum(stride, 1), 1, group)
+        """Returns how many of a group whose neighbours are `stride` devices apart are in one node.
+
+        Groups lie one after the other, so where group x stride and a node do not divide each other some of them
+        straddle two nodes, of which the smaller part counts: of three devices on nodes of eight one.
+        """
+        part = np.gcd(np.asarray(group) * stride, self.per_node)
+        return np.clip(part // np.maximum(stride, 1), 1, group)
+
+    def holding(self, devices: int) -> "Hardware":
+        """Returns the machines for so many devices: of a node that they do not fill, those alone."""
+        return replace(self, per_node=devices) if devices < self.per_node else self
 
     def gather(self, size: Any, group: Any, stride: Any, *, members: Any = None, pieces: Any = 1) -> Any:
         """Returns the seconds of an all-gather to `size` bytes on each of `group` devices, or of a reduce-scatter.
