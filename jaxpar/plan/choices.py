@@ -13,6 +13,8 @@ class Choices:
     Attributes:
       schedules: Of pipelines.
       chunks: Parts of the model on each stage, where a schedule interleaves.
+      uneven: Whether the chunks of a pipeline may differ in their layers, or have none, as Llama 3's do; jaxpar's own
+        may not, while stages of one chunk may.
       remats: What may be computed again.
       context: The most devices that share a sequence; 16 are what Llama 3 was trained with at 131,072 tokens; 0 means
         as many as divide it.
@@ -23,6 +25,7 @@ class Choices:
 
     schedules: tuple[str, ...] = ("1f1b_phased", "interleaved_phased", "gpipe")
     chunks: tuple[int, ...] = (2, 4)
+    uneven: bool = False
     remats: tuple[str, ...] = ("none", "all_dots", "dots", "full")
     context: int = 16
     tensor: int = 0

@@ -30,16 +30,24 @@ def sizes(shape: Shape, rows: int, choices: Choices) -> range:
 
 
 def tables(model: Named, choices: Choices, pipe: int, microbatches: int) -> Sequence[Mapping[str, Any]]:
-    """Returns the schedules that take so many stages and microbatches, with their chunks."""
+    """Returns the schedules that take so many stages and microbatches, with their chunks.
+
+    Chunks have as many layers each, but where the choices let them differ: then some have one less, and no stage has
+    more places for layers than it needs.
+    """
     if pipe == 1:
         return [{"schedule": "1f1b", "chunks": 1}]
-    found = []
+    found, layers = [], model.dims["layers"]
     for name in choices.schedules:
         kind = LIBRARY[name]
         if microbatches < kind.least(pipe) or (kind.whole and microbatches % pipe):
             continue
         each = kind.chunks if len(kind.chunks) == 1 else choices.chunks
-        found += [(name, chunks) for chunks in each if chunks in kind.chunks and pipe * chunks <= model.dims["layers"]]
+        for chunks in each:
+            most = -(-layers // pipe)
+            equal = layers % (pipe * chunks) == 0 or chunks == 1
+            if chunks in kind.chunks and (equal or (choices.uneven and most % chunks == 0)):
+                found.append((name, chunks))
     return [{"schedule": name, "chunks": chunks} for name, chunks in found]
 
 
