@@ -64,14 +64,14 @@ STACKS = {
     "Megatron-DeepSpeed": Stack(choices=replace(LM_2021, schedules=("1f1b",)), zero=(1,)),
     # arXiv 2205.01068, section 2.4: parameters in float16, Adam's state sharded; without pipelines
     "metaseq": Stack(choices=replace(LM_2021, pipe=1), zero=(2, 3), recipe=PAPER),
-    # arXiv 2407.21783, section 3.3.2; 126 layers on 16 stages are dealt to 7 chunks each at most
+    # arXiv 2407.21783, section 3.3.2; of 128 chunks on 16 stages the first and the last have no layer
     "Meta": Stack(
-        choices=Choices(schedules=TABLES, chunks=(2, 4, 7), remats=("none", "selective", "full")),
+        choices=Choices(schedules=TABLES, chunks=(2, 4, 8), uneven=True, remats=("none", "selective", "full")),
         zero=(1, 2, 3), sequence=(False, True),
     ),
     # at the end of 2024: tensor always with sequence, no accumulation, parameters gathered for a layer or for a step
     "torchtitan": Stack(
-        choices=Choices(schedules=TABLES, chunks=(2,), remats=("none", "op", "full"), context=1),
+        choices=Choices(schedules=TABLES, chunks=(2,), uneven=True, remats=("none", "op", "full"), context=1),
         zero=(2, 3), sequence=(True,), accumulates=False, recipe=JAXPAR, more=HBM2E,
     ),
     "MaxText": Stack(choices=Choices(context=1, pipe=1), zero=(3,), recipe=JAXPAR),
@@ -161,7 +161,7 @@ def question(run: Run) -> AsTheyHad:
     return AsTheyHad(
         model=Transformer(shape=run.shape, recipe=stack.recipe), devices=run.candidate.devices,
         rows=run.candidate.rows, hardware=run.hardware, software=software(run), choices=stack.choices, stack=stack,
-        memory=run.hardware.memory + stack.more,
+        memory=run.hardware.memory + stack.more if run.row["system"] == "MaxText" else run.hardware.chip.visible + stack.more - 3 * 2**30,
     )  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from jaxpar.plan.machine.kernels import CUDNN, FLASH_1, FLASH_2
 from jaxpar.plan.machine.software import JAXPAR_FUSED, MAXTEXT, TORCHTITAN
 from jaxpar.plan.measured.calibrate import BELIEF, calibrate
 from jaxpar.plan.measured.trust import Residual, held, published, trust
+from jaxpar.plan.memory import memory
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.model.state_bytes import PAPER
 from jaxpar.plan.planned import Transformer
 from jaxpar.plan.search import Question, first_of
 from jaxpar.plan.speed import speed
@@ -94,6 +96,30 @@ def test_what_is_hidden_slows_what_it_hides_behind_and_what_comes_first_is_not_h
     assert seconds(interference=0.5, ends=False) == pytest.approx(0.5 * inside)
     alone = ENDS * float(H100.gather(2e9 / 33, 64, 1))
     assert seconds(interference=0.0, ends=True) == pytest.approx(alone)
+
+
+def test_where_context_shares_what_fsdp_shards_its_devices_are_so_many_more_of_fsdp():
+    """As torchtitan and Megatron's distributed optimizer have it; what is gathered, reduced, kept and updated."""
+    both, one = Candidate(fsdp=8, context=4, zero=3), Candidate(fsdp=32, zero=3)
+    work = Work(parameters=1e9, layers=32, compute=10.0)
+    assert around(work, both, H100, TORCHTITAN) == around(work, one, H100, TORCHTITAN)
+    apart = replace(TORCHTITAN, context_shards=False)
+    assert around(work, both, H100, apart)["sharding"] > around(work, one, H100, apart)["sharding"]
+    state = [
+        memory(LLAMA_8B, each, how, PAPER).static for each, how in ((both, TORCHTITAN), (one, apart), (both, apart))
+    ]
+    assert state[0] == pytest.approx(state[1])
+    assert state[2] == pytest.approx(4 * state[1])
+
+
+def test_keys_of_other_pieces_are_gathered_again_where_none_are_kept():
+    """TransformerEngine's attention over gathered keys saves those of its own tokens, and gathers for the backward."""
+    layout, again = Candidate(context=16), replace(TORCHTITAN, context_again=True)
+    kept = [float(memory(LLAMA_8B, layout, how, PAPER).activations) for how in (TORCHTITAN, again)]
+    others = 15 / 16 * 4096 * 2 * LLAMA_8B.kv_dim * 2  # keys and values in bfloat16 of 15 of 16 pieces
+    assert kept[0] - kept[1] == pytest.approx(32 * others)
+    once, twice = (float(step_time(LLAMA_8B, layout, H100, how).context) for how in (TORCHTITAN, again))
+    assert twice == pytest.approx(1.5 * once)
 
 
 def test_all_reduces_over_replicas_are_hidden_by_a_share_of_their_own():

@@ -43,11 +43,15 @@ class Memory(Causes):
 
 
 def static(
-    shape: Shape, candidate: Candidate, recipe: Recipe, stage: Literal["first", "last"], *, everywhere: bool = False
-) -> tuple[Any, Any, Any]:
-    """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1."""
+    shape: Shape, candidate: Candidate, recipe: Recipe, stage: Literal["first", "last"], *, everywhere: bool = False,
+    sharers: Any = None,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1.
+
+    They are shared by the devices of fsdp, or by so many `sharers`.
+    """
     count = stage_parameters(shape, candidate, stage, everywhere=everywhere)
-    return by_stage(count, count / candidate.fsdp, candidate, recipe)
+    return by_stage(count, count / (candidate.fsdp if sharers is None else sharers), candidate, recipe)
 
 
 def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tuple[Any, Any, Any]:
@@ -70,12 +74,13 @@ def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: 
     one = np.equal(candidate.pipe, 1)
     added = added_bytes(shape, candidate, software, recipe)
     moments, stash = [], stash_bytes(shape, candidate)
+    own_state = {"everywhere": software.everywhere, "sharers": software.sharers(candidate)}
     table = software.everywhere & ~one
     copied = table & ~in_place(candidate, software)
     # one program's slots: an input from its arrival to its backward, and one gradient more
     message = table * 2 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     for stage, (flying, late) in zip(("first", "last"), in_flight(candidate), strict=True):
-        parameters, held, optimizer = static(shape, candidate, recipe, stage, everywhere=software.everywhere)
+        parameters, held, optimizer = static(shape, candidate, recipe, stage, **own_state)
         at_loss, again = np.where(one | (stage == "last"), logits, 0.0), everything - kept
         own = Memory(
             parameters=parameters,

@@ -68,8 +68,8 @@ class Question:
         return self.margin / nodes**0.5
 
     def limit(self, candidate: Candidate) -> Any:
-        """Returns the bytes up to which a layout is taken to fit: interleaved pipelines leave more to spare."""
-        return self.room * (1 - self.spare - CHUNKED * np.greater(candidate.chunks, 1))
+        """Returns the bytes up to which a layout is taken to fit; one program's chunks leave more to spare."""
+        return self.room * (1 - self.spare - CHUNKED * (self.software.everywhere & np.greater(candidate.chunks, 1)))
 
     def legal(self, devices: int = 0) -> Candidate:
         """Returns all layouts for these devices, or for so many.

@@ -43,7 +43,7 @@ def optimizer(held: Any, candidate: Candidate, hardware: Hardware, software: Sof
 
     And those in which chips wait for the host once a step.
     """
-    moved = software.update * held / np.where(np.greater(candidate.zero, 0), candidate.fsdp, 1)
+    moved = software.update * held / np.where(np.greater(candidate.zero, 0), software.sharers(candidate), 1)
     return hardware.stream(moved) + software.host
 
 

@@ -50,6 +50,8 @@ class SoftwareModel:
         forward, the first ones' going backward; with parameters sharded, and collectives by layer.
       tensor_overlap: The same for those of the tensor axis that a matmul can run beside.
       context_overlap: The same for those of the context axis.
+      context_shards: Whether devices of the context axis share what fsdp shards, as more devices of fsdp would.
+      context_again: Whether the backward pass gathers the keys and values of other pieces again, and keeps none.
       regather: Whether sequence parallelism gathers a matmul's input again for its weights' gradient, to keep less.
       dropout: Whether masks are kept.
       host: Seconds of a step in which chips wait for the host: the optimizer's launches, clipping, logging.
@@ -83,6 +85,8 @@ class SoftwareModel:
     ends: bool = False
     tensor_overlap: float = 0.0
     context_overlap: float = 0.0
+    context_shards: bool = False
+    context_again: bool = False
     regather: bool = False
     dropout: bool = False
     host: float = 0.0
@@ -98,6 +102,11 @@ class SoftwareModel:
         if self.pieces is None or not np.any(cut := np.greater(candidate.context, 1)):
             return whole
         return tuple(np.where(cut, *each) for each in zip(of(self.pieces), whole, strict=True))
+
+    def sharers(self, candidate: Candidate) -> Any:
+        """Returns how many devices share what fsdp shards."""
+        shared = self.context_shards & np.greater(candidate.zero, 0)
+        return candidate.fsdp * np.where(shared, candidate.context, 1)
 
     @property
     def everywhere(self) -> bool:
@@ -181,6 +190,7 @@ TORCHTITAN = SoftwareModel(
     overlap=1.0,
     interference=_INTERFERENCE,
     ends=True,
+    context_shards=True,  # torchtitan/distributed/parallel_dims.py: fully_shard over dp_shard x cp
     host=HOST / 2,
     source="torchtitan's fully_shard (bfloat16 parameters, float32 gradients), elementwise ops as torch.compile "
     "fuses them; all of its collectives but the first run beside computation; interference and host fitted",
@@ -191,6 +201,7 @@ MAXTEXT = replace(
     core=(0.535, 0.45),  # cuDNN on H100: kernels.py
     kernel=CUDNN,
     overlap=_HIDDEN,
+    context_shards=False,
     copies=0.0,  # the last op of a loop over layers; XLA moves none across its turns unless it is told to
     interference=0.0,
     host=0.0,

@@ -43,6 +43,9 @@ MEGATRON_CORE = replace(
     kernel=CUDNN,
     core=(0.535, 0.45),
     tensor_overlap=0.5,  # assumed, as of Megatron-LM in 2022
+    # TransformerEngine, AttnFuncWithCPAndKVAllGather, "Refer section 3.3.2 of The Llama 3 Herd of Models": k and v are
+    # saved before they are gathered; the distributed optimizer shards over the group of data and context
+    context_again=True,
     source="Megatron Core with Transformer Engine: fused elementwise ops and cuDNN's attention; gradients and "
     "parameters travel beside computation, as in TORCHTITAN",
 )

@@ -104,6 +104,7 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     others = 4 * tokens * shape.kv_dim / tensor * (candidate.context - 1)  # keys and values of the others' tokens
     everything = (software.residual + 2 * software.dropout) * stream + inner + others + scores
     working = everything + worked_twice / 4 * scores
+    everything = everything - software.context_again * others
     dots = 6 * stream + qkv + (1 + shape.gated) * hidden
     lean = software.everywhere & np.greater(candidate.pipe, 1) & ~candidate.split
     kept = {

@@ -6,6 +6,8 @@ Source: Llama Team 2024, arXiv:2407.21783, section 3.3.2.
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from jaxpar.mesh.collective import Collective
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Look
@@ -18,7 +20,7 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
     """Yields the collectives of a block over the context axis.
 
     Every device has queries of its own tokens and keys and values of all, whose gradients are sums over the devices.
-    They are gathered once more where attention is computed again.
+    They are gathered once more where attention is computed again, or where none of them is kept.
     """
     size = 2 * BYTES * candidate.microbatch * shape.seq * shape.kv_dim / candidate.tensor
 
@@ -34,7 +36,8 @@ def block(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
 
     yield sent("all-gather", 1, backward=False)
     yield sent("reduce-scatter", 1, backward=True)
-    yield sent("all-gather", candidate.recomputed[1], backward=True, again=True)
+    again = np.maximum(candidate.recomputed[1], software.context_again)
+    yield sent("all-gather", again, backward=True, again=True)
 
 
 CONTEXT = Technique(

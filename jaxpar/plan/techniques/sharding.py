@@ -50,7 +50,7 @@ def gradients(
     around its table; but stage 2 scatters in every tick that makes gradients, of those that are idle too. What stages 1
     and 2 gather once for all of a step comes at once.
     """
-    over, count = (candidate.fsdp, candidate.stride("fsdp")), pieces(layers, candidate, software)
+    over, count = _over(candidate, software), pieces(layers, candidate, software)
     around = software.everywhere & np.greater(candidate.pipe, 1)
     wires = software.wire[0], np.where(around, SUMMED, software.wire[1])
     gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in wires)
@@ -70,16 +70,17 @@ def replicas(
     """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
 
     One for both axes, in as many pieces as fsdp's; and for fsdp too where stage 1 reduces every one of several
-    microbatches. Around a table data comes once a step, after fsdp; context inside of it, where fsdp has not sharded
-    anything yet.
+    microbatches. Where context shares what fsdp shards, it is none of them. Around a table
+    data comes once a step, after fsdp; context inside of it, where fsdp has not sharded anything yet.
     """
     eager = _eager(candidate, software)
     whole = eager & np.equal(candidate.zero, 1)
-    shard = np.where(np.greater(candidate.zero, 0) & ~whole, candidate.fsdp, 1)
+    sharers = software.sharers(candidate)
+    shard = np.where(np.greater(candidate.zero, 0) & ~whole, sharers, 1)
     table = software.everywhere & np.greater(candidate.pipe, 1)
     # an exchange by which replicas step apart is priced by itself: see `data.py`
     data = 1 if software.exchange.apart else candidate.data
-    size, context = software.wire[1] * parameters, candidate.context
+    size, context = software.wire[1] * parameters, candidate.context * candidate.fsdp // sharers
     near, far = (
         hardware.members(size, candidate.stride(axis)) for axis, size in (("context", context), ("data", data))
     )
@@ -90,6 +91,12 @@ def replicas(
     around = 2 * hardware.gather(SUMMED * parameters / shard, data, candidate.stride("data"), pieces=count)
     inside = 2 * hardware.gather(size, context, candidate.tensor, pieces=count)
     return np.where(table, inside, eager * both), np.where(table, around, ~eager * both)
+
+
+def _over(candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
+    """Returns how many devices share what fsdp shards, and how many lie between two of them."""
+    sharers = software.sharers(candidate)
+    return sharers, np.where(np.greater(sharers, candidate.fsdp), candidate.stride("context"), candidate.stride("fsdp"))
 
 
 def _eager(candidate: Candidate, software: SoftwareModel) -> Any:
@@ -128,7 +135,7 @@ def around(work: Work, candidate: Candidate, hardware: Hardware, software: Softw
         left = left + software.interference * sum(each * candidate.microbatches + once for each, once in pair)
     if software.ends and software.layerwise:
         layer = software.wire[0] * work.parameters / (work.layers + 1)
-        alone = ENDS * hardware.gather(layer, candidate.fsdp, candidate.stride("fsdp")) * candidate.microbatches
+        alone = ENDS * hardware.gather(layer, *_over(candidate, software)) * candidate.microbatches
         left = left + np.where(np.equal(candidate.zero, 3), alone, 0.0)
     return {"sharding": left}
 
