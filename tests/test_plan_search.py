@@ -29,6 +29,7 @@ from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.pages.text import page
 from jaxpar.plan.planned import Transformer
 from jaxpar.plan.search import Question, complexity, describe, search, weigh
+from jaxpar.plan.speed import speed
 from jaxpar.plan.techniques.pipe import tables
 from jaxpar.plan.time import step_time
 
@@ -265,6 +266,20 @@ def test_a_planned_job_is_the_job_with_that_layout(index):
     else:
         assert made.train.accumulate == candidate.microbatches
     assert made.model == job.model
+
+
+def test_a_plan_says_what_the_first_costs_in_hours_and_in_money_where_there_is_a_price():
+    job = load(JOB, ["train.steps=1000"])
+    asked = asked_of(job, devices=64, chip="h100", per_node=None, given={"price": "2.5"})
+    plan = search(asked)
+    seconds, tokens = plan.best[0].time.total, asked.rows * job.data.seq
+    hours = 64 * seconds * 1000 / 3600
+    assert speed(asked, plan.best[0]).hours == pytest.approx(hours * 1e9 / (1000 * tokens))
+    said = next(line for line in page(plan).splitlines() if "costs" in line)
+    assert f"{hours:,.4g} GPU-hours for the job's 1,000 steps ({hours * 2.5:,.4g} at 2.5 an hour)." in said
+    assert " an hour" not in page(search(replace(asked, price=0.0)))
+    with pytest.raises(JaxparError, match="--price free"):
+        asked_of(job, devices=64, chip="h100", per_node=None, given={"price": "free"})
 
 
 def test_layers_that_do_not_divide_are_dealt():

@@ -10,7 +10,7 @@ EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100 --verify 3
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --between 3GB --write planned.toml
-  $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --advise
+  $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --advise --price 2.5
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --chip mine.toml
 
 mine.toml is what `jaxpar bench gemm --write mine.toml` and `jaxpar bench links --write mine.toml` measured.
@@ -46,6 +46,9 @@ def add(verbs) -> None:
         choices=["unfused", "fused"],
         help="fused: with cuDNN's kernel where sequences are whole, as a run has it (default); unfused: XLA's own, as "
         "--verify compiles it here (default with --verify)",
+    )
+    verb.add_argument(
+        "--price", metavar="MONEY", help="of a GPU-hour, for what the job costs beside its GPU-hours: 2.5"
     )
     verb.add_argument("--top", metavar="N", type=int, default=10, help="layouts to show (default: 10)")
     verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N, and compare")
@@ -90,7 +93,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     attention = args.attention or ("unfused" if args.verify else "fused")
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
-        given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention},
+        given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention,
+               "price": args.price},
     )  # fmt: skip
     if args.verify:
         compiled_chip(asked.hardware)

@@ -31,7 +31,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
       given: Texts that replace the hardware's: `inside` and `between`, bytes or bits per second and device, as 3GB or
         10Gb/s; `memory` of a device, as 70GiB; and `attention`: fused is cuDNN's kernel, which a run takes in 16
         bits on GPUs wherever sequences are whole, unfused what XLA compiles without it; None leaves all as they are,
-        and attention as in a run.
+        and attention as in a run; and `price` of a GPU-hour, as 2.5, for what the job costs.
 
     Raises:
       JaxparError: If the model cannot be planned, the chip's constants are not known, or a number is out of its range.
@@ -46,6 +46,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
             rule="a plan prices context parallelism whose keys are gathered, and no other",
             fix="parallel.context_by=gather parallel.ulysses=1 after the job",
         )
+    price = _price(given.get("price"))
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key)) is not None}
     if slow := [key for key, rate in rates.items() if rate < 1]:
         key = slow[0]
@@ -69,7 +70,20 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         software=dataclasses.replace(JAXPAR if unfused else JAXPAR_FUSED, exchange=job.parallel.exchange),
         memory=pool.room(known.chip.visible) if memory is None else parse_bytes(memory),
         why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
+        steps=0 if job.train.grow else job.train.steps,  # a batch that grows has steps of several lengths
+        price=price,
     )
+
+
+def _price(text: str | None) -> float:
+    """Returns the price of a GPU-hour, 0 where none is given."""
+    try:
+        price = float(text or 0)
+    except ValueError:
+        price = -1.0
+    if text is not None and not 0 < price < float("inf"):
+        raise refuse(f"--price {text}", rule="a GPU-hour costs a number above 0, in whatever money", fix="--price 2.5")
+    return price
 
 
 def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> Hardware:

@@ -39,6 +39,8 @@ class Question:
       memory: Bytes of a device that a program may use; 0 means the hardware's.
       why: Of which memory these are and who says so, in words.
       spare: Share of that which predictions leave free; interleaved pipelines leave `CHUNKED` more.
+      steps: Of the whole run, for its cost; 0 where that is not told.
+      price: Of a GPU-hour, in whatever money; 0 where nobody says it.
       margin: By how large a share a more complicated layout must be faster, on one node; on more see `slack`.
     """
 
@@ -52,6 +54,8 @@ class Question:
     why: str = ""
     spare: float = SPARE
     margin: float = MARGIN
+    steps: int = 0
+    price: float = 0.0
 
     @property
     def room(self) -> int:

@@ -3,6 +3,7 @@
     throughput   examples of a step x tokens of an example / seconds
     MFU          FLOP of the model, nothing computed twice / (seconds x devices x bfloat16 peak)
     bubble       share of the step in which stages wait for others
+    cost         devices x seconds: GPU-hours of a billion tokens, and of all steps; times a price, where one is given
 
 Below 10 % MFU, or with more bubble than work, a layout is called hopeless: a judgement, far from what runs report.
 """
@@ -29,12 +30,14 @@ class Speed:
       unit: Which.
       mfu: Share of the devices' bfloat16 peak that the model's own FLOP reach.
       bubble: Share of the step in which stages of a pipeline wait; None without a pipeline.
+      hours: GPU-hours of a billion tokens, or of a million examples.
     """
 
     rate: float
     unit: str
     mfu: float
     bubble: float | None
+    hours: float
 
     @property
     def hopeless(self) -> bool:
@@ -63,7 +66,22 @@ def speed(question: Question, ranked: Ranked) -> Speed:
         unit=unit,
         mfu=question.model.step_flop(question.rows) / (seconds * peak),
         bubble=ranked.time.bubble / seconds if ranked.candidate.pipe > 1 else None,
+        hours=question.devices * seconds / 3600 / (question.rows * each) * many(unit)[0],
     )
+
+
+def many(unit: str) -> tuple[float, str]:
+    """Returns of how many the cost is told, and in words."""
+    return (1e9, "a billion tokens") if unit == "tokens" else (1e6, f"a million {unit}")
+
+
+def cost(question: Question, ranked: Ranked) -> str:
+    """Returns what a layout costs, in words: GPU-hours, and money where the question has a price."""
+    hours = {many(question.model.unit[0])[1]: speed(question, ranked).hours}
+    if question.steps:
+        hours[f"the job's {question.steps:,} steps"] = question.devices * ranked.time.total * question.steps / 3600
+    money = lambda each: f" ({each * question.price:,.4g} at {question.price:g} an hour)" * (question.price > 0)  # noqa: E731
+    return "; ".join(f"{each:,.4g} GPU-hours for {what}{money(each)}" for what, each in hours.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from jaxpar.plan.pages.looks import css, of_bytes, of_seconds
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.text import batch_of, hopeless, leaner, spare, why
 from jaxpar.plan.search import Plan, Ranked, describe
-from jaxpar.plan.speed import speed
+from jaxpar.plan.speed import cost, speed
 from jaxpar.plan.validation import Checked
 from jaxpar.units import show_bytes, show_count, show_seconds
 
@@ -75,6 +75,7 @@ def _numbers(plan: Plan) -> Markup:
         ("Time of a step", show_seconds(first.time.total),
          f"{show_count(fast.rate)} {fast.unit} per second, {show_count(fast.rate / asked.devices)} per device; {fast}",
          "modelled"),
+        ("Cost", f"{fast.hours:,.4g} GPU-hours", cost(asked, first), "modelled"),
         ("Memory per device", show_bytes(first.memory.total),
          f"{first.memory.total / room:.0%} of the {show_bytes(room)} that a program may take", "modelled"),
         ("Layouts weighed", f"{plan.considered:,}",

@@ -6,7 +6,7 @@ from jaxpar.plan.enumerate import at
 from jaxpar.plan.measured.trust import trusted
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
-from jaxpar.plan.speed import speed, ways_out
+from jaxpar.plan.speed import cost, speed, ways_out
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -20,7 +20,8 @@ def page(plan: Plan, *, colour: bool = False) -> str:
       colour: Whether to colour the causes.
     """
     drawn = bars(plan, colour=colour)
-    parts = [_head(plan), _left_out(plan), _table(plan), _hopeless(plan), drawn, _causes(plan)]
+    told = f"The first one costs {cost(plan.question, plan.best[0])}."
+    parts = [_head(plan), _left_out(plan), _table(plan), told, _hopeless(plan), drawn, _causes(plan)]
     parts += [_leaner(plan), _doubts(plan)]
     return "\n\n".join(part for part in parts if part)
 
