@@ -12,6 +12,8 @@ from jaxpar.parallel.pipe import Pipeline
 Axes = str | tuple[str, ...] | None
 DECLARED = ("pipe", "data", "fsdp", "context", "tensor")  # axes with a field of their own
 
+ZERO_OVER = ("fsdp", "fsdp x context")
+
 ZERO_SHARDS = (
     "nothing",
     "optimizer state, and parameters between steps",
@@ -41,6 +43,9 @@ class Parallel(Keywords):
         pipeline 1 and 3 add up the gradients of a step whole and scatter the sum once (but see `Pipeline.gather`). 2
         scatters in every tick that makes gradients, M + P - 1 of them, or all of a table that mixes kinds, and adds up
         shards: less memory, more traffic.
+      zero_over: Devices that share the training state as `zero` says: "fsdp", or "fsdp x context". The devices of
+        `context` see pieces of the same sequences and have the same parameters, so with rows that are too few for
+        `fsdp` they shard the state instead, or besides, as FSDP does over context parallelism in torchtitan.
       sequence: Whether the activations between the matrices are split along `seq` over `tensor`
         (Korthikanti et al. 2022, arXiv:2205.05198).
       pipeline: How the stages take turns.
@@ -64,6 +69,7 @@ class Parallel(Keywords):
     context_by: str = "gather"
     ulysses: int = 1
     zero: int | None = None
+    zero_over: str = "fsdp"
     sequence: bool = False
     pipeline: Pipeline = field(default_factory=Pipeline)
     how: Mapping[str, str] = field(default_factory=dict)
@@ -101,10 +107,15 @@ class Parallel(Keywords):
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage: what `fsdp` shards; 0 where there is no such axis."""
-        if self.fsdp == 1:
+        """The ZeRO stage: what `zero_over` shards; 0 where that is one device."""
+        if all(self.sizes[axis] == 1 for axis in self.zero_axes):
             return 0
         return 3 if self.zero is None else self.zero
+
+    @property
+    def zero_axes(self) -> tuple[str, ...]:
+        """Axes whose devices share the training state as `zero` says."""
+        return ("fsdp", "context") if self.zero_over == "fsdp x context" else ("fsdp",)
 
     def problems(self) -> list[Problem]:
         """Returns what is wrong with sizes, rules and paths on their own; each technique knows of its own settings."""

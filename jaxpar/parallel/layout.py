@@ -136,7 +136,7 @@ class Layout:
 
     @cached_property
     def sharded(self) -> Tree:
-        """Specs of what the `fsdp` axis may shard."""
+        """Specs of what the axes of ZeRO may shard."""
         return self._tree(lambda place: place.sharded)
 
     @cached_property
@@ -163,19 +163,20 @@ class Layout:
 
         A leaf belongs to the parameter whose path ends its own path. With the parameter's shape
         it takes the parameter's spec; with another shape (Adafactor's row and column
-        statistics) the `fsdp` axis on its largest dim that divides; scalars stay whole.
+        statistics) the axes of ZeRO on its largest dim that divides; scalars stay whole.
         """
-        axis = self.sizes["fsdp"] if self.parallel.stage >= 1 else 1
+        axes = tuple(axis for axis in self.parallel.zero_axes if self.sizes[axis] > 1)
+        ways = math.prod(self.sizes[axis] for axis in axes) if self.parallel.stage >= 1 else 1
 
         def spec(keys, leaf) -> PartitionSpec:
             owner = self.owner(keys)
             if owner and tuple(leaf.shape) == self.placements[owner].leaf.shape:
                 return pick(self.updated, tuple(owner.split("/")))
-            dims = [dim for dim, size in enumerate(leaf.shape) if size and size % axis == 0]
-            if axis == 1 or not dims or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            dims = [dim for dim, size in enumerate(leaf.shape) if size and size % ways == 0]
+            if ways == 1 or not dims or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return PartitionSpec()
             best = max(dims, key=lambda dim: leaf.shape[dim])
-            return PartitionSpec(*(None,) * best, "fsdp")
+            return PartitionSpec(*(None,) * best, axes if len(axes) > 1 else axes[0])
 
         return jax.tree_util.tree_map_with_path(spec, state)
 
@@ -199,7 +200,7 @@ class Layout:
         return PartitionSpec(self.batch_axes) if shape else PartitionSpec()
 
     def use(self, path: str, value: jax.Array, dtype=None) -> jax.Array:
-        """Returns a parameter as the model reads it: cast to `dtype`, then gathered over `fsdp`.
+        """Returns a parameter as the model reads it: cast to `dtype`, then gathered over the axes of ZeRO.
 
         Casting first halves what a bfloat16 gather moves. Inside a scan over stacked layers
         the value is one layer's slice. Other state is gathered in every ZeRO stage, and never
@@ -273,7 +274,9 @@ class Layout:
         leaves = [place.leaf for place in self.placements.values()]
         per_device, besides = self.per_device(self.placements), self.per_device(self.other_arrays)
         axes = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
-        stage = f", ZeRO-{self.parallel.stage}" if self.sizes["fsdp"] > 1 else ""
+        over = f" over {self.parallel.zero_over}" if len(self.parallel.zero_axes) > 1 else ""
+        shared = any(self.sizes[axis] > 1 for axis in self.parallel.zero_axes)
+        stage = f", ZeRO-{self.parallel.stage}{over}" if shared else ""
         total = sum(leaf.bytes for leaf in leaves)
         count = sum(leaf.size for leaf in leaves)
         updates = f", {self.updates_per_step} updates a step" if self.updates_per_step > 1 else ""

@@ -13,7 +13,7 @@ from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.asked import idle, names_of
-from jaxpar.parallel.zero import add_axis, without_axis
+from jaxpar.parallel.zero import add_axes, without_axis
 from jaxpar.sharding.adapters import as_base, base_of
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
@@ -93,7 +93,7 @@ def _trained(
     uneven = parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",)
     if uneven or listed:
         # so many layers, or one of a list, cannot be stored as equal pieces, so another dim is
-        choice = replace(choice, axes=add_axis(path, choice, leaf, sizes, axis="pipe"))
+        choice = replace(choice, axes=add_axes(path, choice, leaf, sizes, ("pipe",)))
     if listed:
         choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
     return _place(path, leaf, parallel, choice, cut=True), choice, wrong
@@ -118,7 +118,7 @@ def _place(path: str, leaf: Leaf, parallel: Parallel, choice: Choice, *, cut: bo
     if choice.moved and parallel.pipe == 1 and not parallel.exchange.apart:
         choice, kept = (replace(choice, axes=axes) for axes in choice.moved)
     whole = spec_of(without_axis(kept))
-    sharded = spec_of(add_axis(path, kept, leaf, parallel.sizes)) if cut else whole
+    sharded = spec_of(add_axes(path, kept, leaf, parallel.sizes, parallel.zero_axes)) if cut else whole
     return Placement(
         leaf=leaf,
         names=choice.names,
@@ -142,4 +142,5 @@ def _whole(leaf: Leaf) -> Placement:
 def _fsdp_reason(parallel: Parallel, whole, sharded) -> str:
     if parallel.stage == 0:
         return ""
-    return "; fsdp divides no dim" if whole == sharded else "; fsdp on the largest dim"
+    axes = " x ".join(axis for axis in parallel.zero_axes if parallel.sizes[axis] > 1)
+    return f"; {axes} divides no dim" if whole == sharded else f"; {axes} on the largest dim"

@@ -1,4 +1,4 @@
-"""ZeRO: which copy of the training state carries the axis `fsdp`.
+"""ZeRO: which copy of the training state carries the axis `fsdp`, and `context` where `Parallel.zero_over` names it.
 
     stage         parameters    as layers read them    gradients     optimizer state
     0  DDP        whole         whole                  whole         whole
@@ -24,18 +24,19 @@ from jaxpar.sharding.names import Leaf
 from jaxpar.sharding.rules import Choice, own_dims
 
 
-def add_axis(
-    path: str, choice: Choice, leaf: Leaf, sizes: Mapping[str, int], axis: str = "fsdp"
+def add_axes(
+    path: str, choice: Choice, leaf: Leaf, sizes: Mapping[str, int], axes: tuple[str, ...] = ("fsdp",)
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the per-dim axes with `axis` added to one dim, or unchanged where no dim divides.
+    """Returns the per-dim axes with `axes` added to one dim, or unchanged where no dim divides by all of them.
 
     The dim is the largest that still divides, one that nothing splits yet before one that
     `tensor` splits already; never a dim named `layers`, and for parameters without names a
     leading dim, which may be a stack, only if no other divides.
     """
-    if sizes.get(axis, 1) == 1 or any(axis in on for on in choice.axes):
+    axes = tuple(axis for axis in axes if sizes.get(axis, 1) > 1 and not any(axis in on for on in choice.axes))
+    if not axes:
         return choice.axes  # no such axis, or the model itself says which dim it is
-    ways = {dim: sizes[axis] * _ways(on, sizes) for dim, on in enumerate(choice.axes)}
+    ways = {dim: _ways((*axes, *on), sizes) for dim, on in enumerate(choice.axes)}
     fitting = [
         dim for dim, size in enumerate(leaf.shape) if size and size % ways[dim] == 0 and choice.names[dim] != "layers"
     ]
@@ -43,7 +44,7 @@ def add_axis(
         return choice.axes
     own = len(leaf.shape) if any(choice.names) else own_dims(path, leaf)
     best = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, not choice.axes[dim], leaf.shape[dim], dim))
-    return tuple((*on, axis) if dim == best else on for dim, on in enumerate(choice.axes))
+    return tuple((*on, *axes) if dim == best else on for dim, on in enumerate(choice.axes))
 
 
 def without_axis(choice: Choice, axis: str = "fsdp") -> tuple[tuple[str, ...], ...]:

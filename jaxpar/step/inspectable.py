@@ -109,7 +109,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
         share=step.share,
         precision=step.numerics.matmuls.compute,
         batch_axes=layout.batch_axes,
-        whole=("fsdp",) if layout.parallel.stage == 1 else (),
+        whole=layout.parallel.zero_axes if layout.parallel.stage == 1 else (),
         silent=step.gradients.silent(exchanges=exchanges or step.gradients.meeting(1) * (step.gradients.every == 1)),
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=step.gradients.updates,

@@ -1,7 +1,9 @@
-"""ZeRO and FSDP: `fsdp` shards the training state, and sees other examples."""
+"""ZeRO and FSDP: `fsdp` shards the training state, and sees other examples; `context` may share it."""
 
-from jaxpar.errors import Problem
-from jaxpar.parallel.declare import ZERO_SHARDS, Parallel
+import math
+
+from jaxpar.errors import Problem, nearest
+from jaxpar.parallel.declare import ZERO_OVER, ZERO_SHARDS, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique, splits_nothing
 from jaxpar.sharding.shard_bytes import shard_bytes
@@ -19,14 +21,15 @@ def problems(parallel: Parallel) -> list[Problem]:
                 "zero=3",
             )
         )
-    elif parallel.zero and parallel.fsdp == 1:
+    elif parallel.zero and not parallel.stage:
         found.append(
             Problem(
-                f"zero={parallel.zero} with fsdp=1 shards nothing",
-                f"zero={parallel.zero} shards {ZERO_SHARDS[parallel.zero]} over the axis `fsdp`",
-                "fsdp=2 or more (fsdp=-1 takes what is left), or leave zero out",
+                f"zero={parallel.zero} with {' x '.join(f'{axis}=1' for axis in parallel.zero_axes)} shards nothing",
+                f"zero={parallel.zero} shards {ZERO_SHARDS[parallel.zero]} over {_axes(parallel)}",
+                f"fsdp=2 or more (fsdp=-1 takes what is left), {_instead(parallel)}or leave zero out",
             )
         )
+    found += _over(parallel)
     if type(parallel.replicate_above) is not int or parallel.replicate_above < 0:
         found.append(
             Problem(
@@ -38,9 +41,40 @@ def problems(parallel: Parallel) -> list[Problem]:
     return found
 
 
+def _axes(parallel: Parallel) -> str:
+    return " and ".join(f"the axis `{axis}`" for axis in parallel.zero_axes)
+
+
+def _instead(parallel: Parallel) -> str:
+    there = type(parallel.context) is int and parallel.context > 1 and parallel.zero_over == "fsdp"
+    return "zero_over='fsdp x context', " * there
+
+
+def _over(parallel: Parallel) -> list[Problem]:
+    """Returns what is wrong with `zero_over`."""
+    over = parallel.zero_over
+    if over not in ZERO_OVER:
+        return [
+            Problem(f"zero_over={over!r}", f"zero_over is one of {', '.join(ZERO_OVER)}", nearest(str(over), ZERO_OVER))
+        ]
+    if over == "fsdp":
+        return []
+    got, rule = f"zero_over={over!r}", "devices of `context` share the training state"
+    if parallel.context == 1:
+        return [Problem(f"{got} with context=1 does nothing", rule, "context=2 or more, or leave zero_over out")]
+    if parallel.pipe > 1:
+        fix = "pipe=1, or zero_over='fsdp'"
+        return [Problem(f"{got} with pipe={parallel.pipe}", f"{rule} where there is no pipeline", fix)]
+    if parallel.exchange.apart:
+        fix = "zero_over='fsdp', or leave the exchange out"
+        return [Problem(f"{got} with exchange {parallel.exchange}", f"{rule} where replicas step together", fix)]
+    return []
+
+
 def idle(layout: Layout) -> list[Problem]:
     """Returns that nothing is sharded, or which large parameters are not."""
-    nothing = splits_nothing(layout, "fsdp", "that it divides") if layout.parallel.stage else []
+    shared = layout.parallel.stage and layout.sizes["fsdp"] > 1
+    nothing = splits_nothing(layout, "fsdp", "that it divides") if shared else []
     return nothing + left_whole(layout)
 
 
@@ -51,10 +85,12 @@ def left_whole(layout: Layout) -> list[Problem]:
     for path, place in {**layout.placements, **layout.others}.items():
         own = shard_bytes(place.leaf, place.sharded, layout.sizes)
         if layout.parallel.stage and place.used == place.sharded and own > limit:
-            ways = layout.sizes["fsdp"]
+            axes = layout.parallel.zero_axes
+            ways = math.prod(layout.sizes[axis] for axis in axes)
             problems.append(
                 Problem(
-                    f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} devices of fsdp",
+                    f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} devices of "
+                    + " x ".join(axes),
                     f"{'a parameter' if path in layout.placements else 'other state'} above {show_bytes(limit)} "
                     f"is sharded by zero={layout.parallel.stage}",
                     f"a dim that {ways} divides, another fsdp, or replicate_above = {own}",
