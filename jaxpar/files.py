@@ -50,6 +50,24 @@ def write_text(path: Path, text: str) -> None:
         ) from error
 
 
+def write_page(path: str | Path, text: str, *, like: str = "page.html") -> None:
+    """Writes a page or a picture to where the user wants it.
+
+    Args:
+      path: A file.
+      text: Of the page.
+      like: A path that would do, for the message.
+
+    Raises:
+      JaxparError: If it cannot be written.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        rule = "the path of a page is a file in a folder that exists"
+        raise refuse(f"{path}: {error.strerror}", rule=rule, fix=like) from error
+
+
 def sync(path: Path) -> None:
     """Waits until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -18,6 +18,7 @@ import jaxpar as jp
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.mesh.target import find_plugin
+from jaxpar.models.settings.computing import Precision
 
 DIM, VOCAB, ROWS, SEQ = 16, 32, 8, 8
 
@@ -204,7 +205,7 @@ def test_what_stays_in_float32_is_listed_and_allowed_by_the_names_in_the_list(al
     model = jp.linen(Routed(), INPUT)
     with pytest.raises(jp.JaxparError, match=r"Router.__call__ \(test_compute_dtype.py:\d+\), f32\[.*, 50.0%"):
         lowered(model)
-    found = lowered(model, precision=jp.Precision("bf16", allow=(allow,)))
+    found = lowered(model, precision={"compute": "bf16", "allow": [allow]})
     assert (found.share, [each.function for each in found.kept]) == (0.5, ["Router.__call__"])
     assert "Router.__call__ (test_compute_dtype.py" in found.notes[0]
 
@@ -220,14 +221,14 @@ def test_gradients_of_scores_that_are_float32_are_listed_and_refused_nowhere():
 
 def test_a_pattern_that_allows_nothing_is_refused():
     with pytest.raises(jp.JaxparError, match=r"allow='Rooter\.\*'[\s\S]*one of: Router.__call__"):
-        lowered(jp.linen(Routed(), INPUT), precision=jp.Precision("bf16", allow=("Router.*", "Rooter.*")))
+        lowered(jp.linen(Routed(), INPUT), precision=Precision("bf16", allow=("Router.*", "Rooter.*")))
 
 
 def test_a_job_names_what_may_stay_in_float32():
     job = loads("[train]\nprecision = {compute = 'bf16', allow = ['Router.*']}")
-    assert job.train.precision == jp.Precision("bf16", allow=("Router.*",))
+    assert job.train.precision == Precision("bf16", allow=("Router.*",))
     assert loads(dumps(job)) == job
-    assert loads("[train]\nprecision = 'bf16'").train.precision == jp.Precision("bf16")
+    assert loads("[train]\nprecision = 'bf16'").train.precision == Precision("bf16")
 
 
 @pytest.mark.parametrize("model", [jp.linen(Defaulted(), INPUT), lambda rngs: Handed(rngs=rngs)], ids=["linen", "nnx"])

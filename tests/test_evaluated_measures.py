@@ -17,6 +17,7 @@ from jaxpar.sharding.names import Compute
 from jaxpar.step.measures.functions import accuracy, derived
 from jaxpar.train import loop
 from jaxpar.train.feed import Feed
+from jaxpar.train.run import Run
 
 OWN = """
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def test_measures_are_summed_over_devices_and_batches_as_by_hand_and_training_do
     arrays = {name: np.concatenate([batch[name] for batch in made]) for name in made[0]}
     source = Arrays(arrays, jp.Data(source="arrays", path="x.npz", held_out=0.4), seed=0)
     step, state = steps(jp.Parallel(data=2, fsdp=2, tensor=2), 8, {"accuracy": accuracy})
-    run = jp.Run(step=step, source=source, steps=1, global_batch=16, derived=("perplexity",))
+    run = Run(step=step, source=source, steps=1, global_batch=16, derived=("perplexity",))
     found = loop.evaluate(run, state, Feed(source, step.layout, 16))
     held = {name: value[source.out] for name, value in arrays.items()}
     assert len(held["mask"]) % 16

@@ -24,6 +24,7 @@ from jaxpar.job import run as job_run
 from jaxpar.job.file.parse import loads
 from jaxpar.train import loop
 from jaxpar.train.feed import Feed
+from jaxpar.train.run import Run
 
 TOKENS = """
 [parallel]
@@ -70,7 +71,7 @@ def token_loss(model, batch):
 def scores(source, model, loss, parallel, size, **numerics):
     layout = jp.compose(model, parallel)
     step = jp.train_step(layout, loss, optax.sgd(0.1), **numerics)
-    job = jp.Run(step=step, source=source, steps=1, global_batch=size)
+    job = Run(step=step, source=source, steps=1, global_batch=size)
     return loop.evaluate(job, jp.init_state(layout, optax.sgd(0.1)), Feed(source, layout, size))
 
 
@@ -109,7 +110,7 @@ def test_a_loss_with_its_own_mask_is_evaluated_as_on_one_device(name):
     source = Arrays(arrays, jp.Data(source="arrays", path="x.npz", held_out=0.5), seed=0)
     layout = jp.compose(Staged, parallel, jax.devices()[:devices])
     step = jp.train_step(layout, token_loss, optax.sgd(0.1), **numerics)
-    job = jp.Run(step=step, source=source, steps=1, global_batch=24)
+    job = Run(step=step, source=source, steps=1, global_batch=24)
     found = loop.evaluate(job, jp.init_state(layout, optax.sgd(0.1), seed=1), Feed(source, layout, 24))
     alone = jp.compose(Staged, jp.Parallel(), jax.devices()[:1])
     whole = {key: value[source.out] for key, value in arrays.items()}

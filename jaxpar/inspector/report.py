@@ -14,6 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxpar.errors import refuse
+from jaxpar.files import write_page
 from jaxpar.hlo.attribution import Causes
 from jaxpar.hlo.branches import check_branches
 from jaxpar.hlo.flop import hardware_flop
@@ -46,14 +47,7 @@ class Report(Facts):
         """Returns the report as one self-contained HTML page, and writes it to `path`."""
         text = pages.page(self)
         if path is not None:
-            try:
-                Path(path).write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise refuse(
-                    f"{path}: {error.strerror}",
-                    rule="the path of a page is a file in a folder that exists",
-                    fix="report.html",
-                ) from error
+            write_page(path, text, like="report.html")
         return text
 
 

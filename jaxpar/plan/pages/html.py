@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jaxpar.html.bars import bar
-from jaxpar.html.frame import document, tile
+from jaxpar.html.frame import document, in_ascii, style, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
 from jaxpar.plan.measured.trust import trusted
 from jaxpar.plan.pages.looks import css, of_bytes, of_seconds
@@ -26,6 +26,26 @@ def write(plan: Plan, *, title: str, command: str = "", checked: Sequence[Checke
       command: What trains the first layout.
       checked: What a compiler said to some.
     """
+    top, sections, legend = _parts(plan, command=command, checked=checked)
+    told = [tag("section", tag("h2", name), body) for name, body in sections]
+    return document(title, tag("style", css()), *top, *told, legend)
+
+
+def fragment(plan: Plan, *, title: str, command: str = "") -> str:
+    """Returns the plan as HTML for a notebook: sections are folded, but for the first."""
+    top, sections, legend = _parts(plan, command=command)
+    folded = [
+        tag("details", tag("summary", name), body, cls="jx-section", open=None if number else "")
+        for number, (name, body) in enumerate(sections)
+    ]
+    head = [tag("style", Markup(style()), css()), tag("div", title, cls="jx-title")]
+    return in_ascii(tag("div", *head, *top, *folded, legend, cls="jaxpar jx-fragment"))
+
+
+def _parts(
+    plan: Plan, *, command: str, checked: Sequence[Checked] = ()
+) -> tuple[list[Markup], list[tuple[str, Markup]], Markup]:
+    """Returns what is on top, (name, body) of each section, and the legend."""
     sections = [
         ("Where a step goes", _breakdown(plan)),
         ("Memory against time", join([scatter(plan), _leaner(plan)])),
@@ -36,8 +56,7 @@ def write(plan: Plan, *, title: str, command: str = "", checked: Sequence[Checke
     top = [_where(plan), _verdict(plan), _numbers(plan), _left_out(plan)]
     known = [how for how in HOW if how != "compiled" or checked]
     legend = tag("ul", *[tag("li", badge(how), f" {HOW[how]}") for how in known], cls="jx-key jx-legend")
-    told = [tag("section", tag("h2", name), body) for name, body in sections if body]
-    return document(title, tag("style", css()), *top, *told, legend)
+    return top, [(name, body) for name, body in sections if body], legend
 
 
 def _where(plan: Plan) -> Markup:

@@ -1,0 +1,1 @@
+"""What the verbs of a job do, in Python: `jp.plan` is `jaxpar plan`."""

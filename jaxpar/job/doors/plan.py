@@ -1,0 +1,69 @@
+"""`jp.plan`: which layout of a job would be fastest on GPUs that nobody has paid for yet."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from jaxpar.errors import refuse
+from jaxpar.job.file.parse import load
+from jaxpar.job.file.schema import Job
+from jaxpar.job.plan import overrides as overrides_of
+from jaxpar.job.plan import question
+from jaxpar.plan.pages.shown import ShownPlan
+from jaxpar.plan.search import search
+
+
+def plan(
+    job: str | Path | Job,
+    *overrides: str,
+    devices: int,
+    chip: str = "h100",
+    per_node: int | None = None,
+    inside: str | None = None,
+    between: str | None = None,
+    memory: str | None = None,
+    attention: Literal["fused", "unfused"] = "fused",
+    top: int = 10,
+    allow_import: bool = False,
+) -> ShownPlan:
+    """Returns the layouts of a job that are predicted to be fastest, of those that fit; nothing runs.
+
+    Prints itself as `jaxpar plan` does, shows itself in a notebook as a picture, and `html(path)` writes the page.
+
+    Args:
+      job: The TOML file of a job, or one that is loaded.
+      *overrides: `section.key=value` each, as on the command line.
+      devices: How many GPUs.
+      chip: Which, such as h200, or the file of a chip that `jaxpar bench links` and `gemm` wrote.
+      per_node: How many of them NVLink joins; None is as many as usual.
+      inside: Bytes per second and GPU inside a node, as text: "300GB".
+      between: The same between nodes: "46GB", "10Gb/s".
+      memory: What a program may use of a GPU: "70GiB".
+      attention: fused, cuDNN's, as a run has it where sequences are whole; or unfused, as XLA has it.
+      top: How many layouts are kept.
+      allow_import: Whether the job may name Python objects from anywhere.
+
+    Raises:
+      JaxparError: If the job or a number is wrong, no layout is legal, or none fits: what is missing, what would fit.
+    """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise refuse(f"top={top!r:.60}", rule="top is a positive whole number", fix="top=10")
+    if isinstance(job, Job) and overrides:
+        raise refuse(
+            f"overrides {list(overrides)} of a job that is loaded",
+            rule="overrides are of the file of a job",
+            fix='jp.plan("job.toml", "train.global_batch=512", devices=64)',
+        )
+    loaded = job if isinstance(job, Job) else load(Path(job), [*overrides], allow_import=allow_import)
+    given: Mapping[str, str | None] = {
+        "inside": inside, "between": between, "memory": memory, "attention": attention,
+    }  # fmt: skip
+    asked = question(loaded, devices=devices, chip=chip, per_node=per_node, given=given)
+    found = search(asked, top=top)
+    name = "JOB" if isinstance(job, Job) else str(job)
+    first = overrides_of(found.best[0].candidate, asked.model.layers)
+    return ShownPlan.of(
+        found,
+        title="a plan" if isinstance(job, Job) else f"{Path(job).stem}: a plan",
+        command=" ".join(["jaxpar train", name, *overrides, *first]),
+    )

@@ -1,0 +1,155 @@
+"""What a job does has a door in Python: training that saves, resumes and evaluates; plans, schedules, saved states."""
+
+import json
+import pydoc
+from functools import cache
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxpar as jp
+from jaxpar.cli.main import main
+from jaxpar.job.report.read import read
+from jaxpar.plan.pages.text import page
+
+OPTIMIZER = optax.adam(0.05)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.tanh(self.up(x)))
+
+
+class Points:
+    """Points whose second half is the sines of the first, in the user's own class."""
+
+    def __init__(self, seed=0):
+        self.seed = seed
+
+    @property
+    def fingerprint(self):
+        return f"points {self.seed}"
+
+    def batch(self, step, size):
+        x = np.random.default_rng([self.seed, step]).normal(size=(size, 8)).astype(np.float32)
+        return {"x": x, "y": np.sin(x)}
+
+    def evaluation(self, index, size):
+        return self.batch(10**6 + index, size) if index < 2 else None
+
+
+def loss(model, batch):
+    squares = (model(batch["x"]) - batch["y"]) ** 2
+    return squares.sum(), squares.size
+
+
+@cache
+def step_of(**sizes):
+    return jp.train_step(jp.compose(Net, jp.Parallel(**sizes)), loss, OPTIMIZER)
+
+
+def same(left, right):
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(left), jax.device_get(right))
+
+
+def test_a_fit_that_is_resumed_ends_as_one_that_was_not_and_another_layout_goes_on(tmp_path, capsys):
+    whole = jp.fit(step_of(fsdp=8), Points(), steps=8, batch=16)
+    first = jp.fit(step_of(fsdp=8), Points(), steps=5, batch=16, run=tmp_path / "run", eval_every=5, show_every=5)
+    assert {"loss", "eval_loss"} <= first.last.keys()
+    gone_on = jp.fit(step_of(fsdp=8), Points(), steps=8, batch=16, run=str(tmp_path / "run"))
+    assert "on from step 5" in capsys.readouterr().out
+    same(whole.state, gone_on.state)
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 8
+    assert losses[-1] == whole.last["loss"]
+    told = read(tmp_path / "run")
+    assert (told.facts["mesh"]["fsdp"], [each["step"] for each in told.checkpoints]) == (8, [5, 8])
+
+    path = jp.save(tmp_path / "saved", gone_on.state)
+    assert path == tmp_path / "saved" / "checkpoints" / "000008"
+    for where in (tmp_path / "saved", str(path), tmp_path / "run"):
+        other = jp.restore(where, step_of(data=4, fsdp=2))
+        same(other.params, whole.state.params)
+    assert int(jp.restore(tmp_path / "run", step_of(fsdp=8), at=5).step) == 5
+    with pytest.raises(jp.JaxparError, match=r"000008 is there\n.*\n.*replace=True"):
+        jp.save(tmp_path / "saved", gone_on.state)
+    jp.save(tmp_path / "saved", gone_on.state, replace=True)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["000008", "000008.left"]
+
+
+def test_a_fit_ends_when_evaluations_get_no_better_and_tells_its_loggers(tmp_path):
+    class Logger:
+        rows = []
+
+        def log(self, step, values):
+            self.rows.append(step)
+
+    still = jp.train_step(jp.compose(Net, jp.Parallel(data=8)), loss, optax.sgd(0.0))
+    ended = jp.fit(still, Points(), steps=50, batch=16, eval_every=2, patience=2, run=tmp_path, loggers=[Logger()])
+    assert int(ended.state.step) == 6
+    assert {1, 6} <= {*Logger.rows}
+
+
+WRONG = {
+    "a layout for a step": (lambda path: jp.fit(jp.compose(Net, jp.Parallel(data=8)), Points(), steps=1, batch=8),
+                            "jp.train_step"),
+    "no steps": (lambda path: jp.fit(step_of(fsdp=8), Points(), steps=0, batch=8), "steps is a positive"),
+    "data that is not open": (lambda path: jp.fit(step_of(fsdp=8), jp.Data(), steps=1, batch=8), r"jp\.open_data"),
+    "no data": (lambda path: jp.fit(step_of(fsdp=8), 3, steps=1, batch=8), "batch"),
+    "a path for a step": (lambda path: jp.restore(path, "fsdp 8"), "jp.train_step"),
+    "an empty folder": (lambda path: jp.restore(path, step_of(fsdp=8)), "checkpoint"),
+    "no such schedule": (lambda path: jp.schedule("1f2b", stages=2, microbatches=4), "1f1b"),
+    "no such time": (lambda path: jp.schedule("1f1b", stages=2, microbatches=4).price(sent=1), "times are"),
+    "no such file": (lambda path: jp.schedule("none.csv"), "none.csv"),
+    "no GPUs": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=0), "devices"),
+    "no job": (lambda path: jp.plan("configs/none.toml", devices=8), "none.toml"),
+    "top": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=0), "top is"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_refused_with_the_way_out(case, tmp_path):
+    call, said = WRONG[case]
+    with pytest.raises(jp.JaxparError, match=said) as caught:
+        call(tmp_path)
+    assert all(problem.rule and problem.fix for problem in caught.value.problems)
+
+
+def test_a_run_does_not_go_on_with_other_data(tmp_path):
+    jp.fit(step_of(fsdp=8), Points(), steps=1, batch=16, run=tmp_path)
+    with pytest.raises(jp.JaxparError, match="points 1"):
+        jp.fit(step_of(fsdp=8), Points(1), steps=2, batch=16, run=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_plan_in_python_is_the_one_of_the_shell(tmp_path, capsys):
+    job = "configs/gpu_llama_8b_fsdp8.toml"
+    plan = jp.plan(job, "train.global_batch=512", devices=64, top=2)
+    assert main(["plan", job, "train.global_batch=512", "--devices", "64", "--top", "2"]) == 0
+    said = capsys.readouterr().out
+    assert str(plan) == page(plan) == said.split("\n\nTrain it so")[0]
+    assert plan.command in said
+    assert plan.html(tmp_path / "plan.html") == (tmp_path / "plan.html").read_text()
+
+
+def test_a_schedule_in_python_goes_by_name_by_file_and_by_layout(tmp_path):
+    made = jp.schedule("interleaved", stages=2, microbatches=4, chunks=2)
+    made.csv(tmp_path / "own.csv")
+    assert jp.schedule(tmp_path / "own.csv").cells == made.cells == jp.schedule(made).cells
+    assert made.price(backward=2.0).barrier > made.price().barrier
+    assert "zb_h1" in made.compared()
+    assert made.svg(tmp_path / "own.svg").startswith("<svg")
+
+
+def test_help_begins_with_an_example_and_the_order():
+    said = pydoc.render_doc(jp, renderer=pydoc.plaintext)
+    example, order = said.index("jp.compose(model, jp.Parallel("), said.index("What is made of what")
+    words = [said.index(f"\n        {noun}  ") for noun in ("model", "layout", "state", "step")]
+    assert example < order < min(words)
+    assert words == sorted(words)
