@@ -22,10 +22,10 @@ from jaxpar.html.markup import percent, tag
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.pages.html import fragment, page
-from jaxpar.inspector.pages.mesh_svg import coordinates, nodes_of_axes
 from jaxpar.inspector.pages.timeline_svg import share_of, spans, stretches, ticks
 from jaxpar.inspector.report import Report
 from jaxpar.inspector.timeline import Event, Timeline
+from jaxpar.mesh.axes import coordinates, nodes_of_axes
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.collective import KINDS, Collective
 from jaxpar.pipeline.tables.library import schedule

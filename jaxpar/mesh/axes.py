@@ -141,6 +141,33 @@ def infer_sizes(sizes: Mapping[str, int], devices: int, *, platform: str = "") -
     return dict(sizes)
 
 
+def coordinates(device: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns where a device is in a mesh, by its number in it.
+
+    >>> coordinates(5, {"data": 2, "tensor": 4})
+    {'data': 1, 'tensor': 1}
+    """
+    found = {}
+    for axis, size in reversed(list(sizes.items())):
+        device, found[axis] = divmod(device, size)
+    return {axis: found[axis] for axis in sizes}
+
+
+def nodes_of_axes(sizes: Mapping[str, int], per_node: int) -> dict[str, int]:
+    """Returns over how many nodes one group of each axis goes, at most.
+
+    >>> nodes_of_axes({"data": 2, "fsdp": 4, "tensor": 4}, per_node=8)
+    {'data': 2, 'fsdp': 2, 'tensor': 1}
+    """
+    count = stride = math.prod(sizes.values())
+    found = {}
+    for axis, size in sizes.items():
+        stride //= size
+        firsts = (device for device in range(count) if device // stride % size == 0)
+        found[axis] = max(len({(first + turn * stride) // per_node for turn in range(size)}) for first in firsts)
+    return found
+
+
 def _meant(size: object) -> str:
     text = str(size).removesuffix(".0")
     return text if isinstance(size, str | float) and text.isdecimal() and int(text) else "1"

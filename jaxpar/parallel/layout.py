@@ -14,6 +14,7 @@ from jaxpar.exchange.part import Part
 from jaxpar.exchange.sent import Sent
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.gather import constrained, cut, gather, padding
+from jaxpar.parallel.pages.fragment import Shown, fragment
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.unsplit import told
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
@@ -291,6 +292,17 @@ class Layout:
             f"{show_count(count)} parameters, {show_bytes(total)}, {show_bytes(per_device)} per device{other}"
             f"{told(self.placements)}"
         )
+
+    def _repr_html_(self) -> str:
+        """The layout as a picture: the mesh, what joins it, and who holds what."""
+        said = [*self.notes, told(self.placements).strip("; ")]
+        return fragment(
+            Shown(
+                name=self.blueprint.name, sizes=self.sizes, placements=self.placements, others=self.other_arrays,
+                stage=self.parallel.stage, mesh=self.mesh, simulated=self.simulated,
+                said=[each for each in said if each], agreement=self.agreement, frozen=self.frozen,
+            )
+        )  # fmt: skip
 
     def per_device(self, places: Mapping[str, Placement]) -> int:
         """Returns the bytes on each device of the arrays at these places."""

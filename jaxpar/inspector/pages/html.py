@@ -11,10 +11,11 @@ from jaxpar.inspector.facts import Facts
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
 from jaxpar.inspector.pages.collectives import collectives
-from jaxpar.inspector.pages.mesh_svg import kind_class, labelled_axes, mesh, nodes_of_axes, shaded_axes
+from jaxpar.inspector.pages.mesh_svg import kind_class, labelled_axes, mesh, shaded_axes
 from jaxpar.inspector.pages.pipeline import section
 from jaxpar.inspector.pages.timeline_svg import TURNS, timeline, undrawn
 from jaxpar.inspector.timeline import Timeline
+from jaxpar.mesh.axes import nodes_of_axes
 from jaxpar.mesh.collective import KINDS
 from jaxpar.units import show_bytes, show_count, show_seconds
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, prod
 
 from jaxpar.html.markup import Markup, tag
+from jaxpar.mesh.axes import coordinates
 from jaxpar.mesh.collective import KINDS
 
 _CELLS = 64  # devices of a mesh that are drawn, if there are more
@@ -12,33 +13,6 @@ _CELLS = 64  # devices of a mesh that are drawn, if there are more
 def kind_class(kind: str) -> str:
     """Returns the class that colours a kind of collective."""
     return f"jx-k{KINDS.index(kind)}" if kind in KINDS[:5] else "jx-other"
-
-
-def coordinates(device: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Returns where a device is in a mesh, by its number in it.
-
-    >>> coordinates(5, {"data": 2, "tensor": 4})
-    {'data': 1, 'tensor': 1}
-    """
-    found = {}
-    for axis, size in reversed(list(sizes.items())):
-        device, found[axis] = divmod(device, size)
-    return {axis: found[axis] for axis in sizes}
-
-
-def nodes_of_axes(sizes: Mapping[str, int], per_node: int) -> dict[str, int]:
-    """Returns over how many nodes one group of each axis goes, at most.
-
-    >>> nodes_of_axes({"data": 2, "fsdp": 4, "tensor": 4}, per_node=8)
-    {'data': 2, 'fsdp': 2, 'tensor': 1}
-    """
-    count = stride = prod(sizes.values())
-    found = {}
-    for axis, size in sizes.items():
-        stride //= size
-        firsts = (device for device in range(count) if device // stride % size == 0)
-        found[axis] = max(len({(first + turn * stride) // per_node for turn in range(size)}) for first in firsts)
-    return found
 
 
 def mesh(sizes: Mapping[str, int], per_node: int, *, named: bool) -> Markup:
