@@ -19,6 +19,7 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.plan_traced import counted
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.huggingface.export import export
+from jaxpar.models.huggingface.folder import end_ids
 from jaxpar.models.huggingface.load import load
 from jaxpar.models.huggingface.safetensors import entries
 
@@ -212,3 +213,11 @@ def test_a_folder_whose_config_says_too_much_is_refused_by_name(folder):
         job(folder, "x")
     assert "sliding_window" in str(caught.value)
     assert "hidden_act" in str(caught.value)
+
+
+def test_the_tokens_that_end_a_text_are_those_of_the_generation_config_as_in_transformers(folder):
+    assert end_ids(folder) == (2, 3)
+    (folder / "generation_config.json").unlink()
+    assert end_ids(folder) == (2,)
+    (folder / "config.json").unlink()
+    assert end_ids(folder) == ()

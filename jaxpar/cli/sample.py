@@ -35,7 +35,9 @@ def add(verbs) -> None:
     verb.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     verb.add_argument("--top-k", type=int, default=0, help="draw among so many of the likeliest (default 0: all)")
     verb.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest of this share (default 1)")
-    verb.add_argument("--stop", metavar="TEXT", action="append", default=[], help="end a text before this")
+    verb.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end a text before this text or special token"
+    )
     verb.add_argument("--seed", type=int, default=0, help="of the sampling (default 0)")
     add_allow_import(verb)
     add_json(verb)

@@ -141,6 +141,11 @@ class Text:
             return list(text.encode(errors="surrogateescape"))
         return [*self._before, *self.bpe.encode(text, add_special_tokens=False).ids]
 
+    def special(self, text: str) -> int | None:
+        """Returns the special token of this name, which no text shows; None where there is none."""
+        token = None if self.bpe is None else self.bpe.token_to_id(text)
+        return token if token is not None and not self.decode([token]) else None
+
     def decode(self, tokens: list[int]) -> str:
         """Returns the text of tokens; bytes that are no utf-8 are shown as the replacement character."""
         return bytes(tokens).decode("utf-8", errors="replace") if self.bpe is None else self.bpe.decode(tokens)

@@ -8,6 +8,7 @@ import jax
 from jaxpar.checkpoint import listing, reading
 from jaxpar.job.build import Built
 from jaxpar.job.file.parse import load
+from jaxpar.job.parts.batches import with_own_tokenizer
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.start import check_start, decoder_of
 from jaxpar.models.huggingface.export import export
@@ -51,7 +52,7 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     path = listing.find(where, step).resolve()
     found = reading.listed(path)
     run = path.parent.parent
-    job = load(run / "job.toml")
+    job = with_own_tokenizer(load(run / "job.toml"), run)
     settings = decoder_of(job)
     alone = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     wanted = {

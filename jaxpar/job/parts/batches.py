@@ -1,12 +1,14 @@
 """The batches that a job trains on: their source, and their shapes before any is made."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jaxpar.data import sources as data
-from jaxpar.data.spec import Source
+from jaxpar.data.spec import OURS, Source
+from jaxpar.data.tokens import KEPT
 from jaxpar.errors import refuse
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
@@ -19,6 +21,18 @@ def open_data(job: Job) -> Source:
         for name, key in ((job.data.source, "data.source"), (job.data.evaluation, "data.evaluation"))
     )
     return data.open_data(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named, held=held)
+
+
+def with_own_tokenizer(job: Job, folder: Path) -> Job:
+    """Returns the job of a run with the tokenizer that its folder keeps: that which it names may be gone, or another.
+
+    Args:
+      job: The job that the folder holds.
+      folder: Of the run.
+    """
+    if not job.data.is_text or job.data.tokenizer in OURS:
+        return job
+    return replace(job, data=replace(job.data, tokenizer=str(folder / "data" / KEPT)))
 
 
 def check_evaluated(job: Job, source: Source | None) -> None:

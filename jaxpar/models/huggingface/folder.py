@@ -11,15 +11,16 @@ from typing import Any
 
 from jaxpar.errors import refuse
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 # a tokenizer of Hugging Face's is saved as these; SentencePiece's is a .model
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken")
 ALONG = (
     *TOKENIZERS, "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )  # fmt: skip
 # keys of a config that say which tokens begin, end and fill a text
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+EOS = "eos_token_id"
+SPECIAL = ("bos_token_id", EOS, "pad_token_id")
 MOST = 2**28  # bytes of a file that goes along
 
 
@@ -53,6 +54,17 @@ def special_ids(folder: Path) -> dict[str, Any]:
     """Returns the ids of special tokens that a folder's config names, those that are there."""
     config = read_config(folder / CONFIG) if is_folder(folder) else {}
     return {key: config[key] for key in SPECIAL if config.get(key) is not None}
+
+
+def end_ids(folder: Path) -> tuple[int, ...]:
+    """Returns the tokens that end a text: of generation_config.json if it names them, as in transformers, or of config.
+
+    Models that chat end a turn with another token than a text, and name both in generation_config.json alone.
+    """
+    file = folder / GENERATION
+    said = read_config(file).get(EOS) if file.is_file() else None
+    found = special_ids(folder).get(EOS) if said is None else said
+    return tuple(each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int))
 
 
 def take_along(source: Path, to: Path, *, names: tuple[str, ...] = ALONG) -> list[Path]:
