@@ -33,6 +33,7 @@ Names are resolved when they are first used, so that importing jaxpar costs noth
 """
 
 from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -75,7 +76,7 @@ _MODULES = {
 __all__ = sorted([*_MODULES, "__version__"])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'jaxpar' has no attribute {name!r}")
     made = import_module(_MODULES[name])

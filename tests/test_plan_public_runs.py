@@ -158,10 +158,12 @@ def software(run: Run) -> SoftwareModel:
 
 def question(run: Run) -> AsTheyHad:
     stack = STACKS[run.row["system"]]
+    xla = run.row["system"] == "MaxText"  # PyTorch takes as it needs: all but what drivers and libraries hold
+    memory = run.hardware.memory if xla else run.hardware.chip.visible - 3 * 2**30
     return AsTheyHad(
         model=Transformer(shape=run.shape, recipe=stack.recipe), devices=run.candidate.devices,
         rows=run.candidate.rows, hardware=run.hardware, software=software(run), choices=stack.choices, stack=stack,
-        memory=run.hardware.memory + stack.more if run.row["system"] == "MaxText" else run.hardware.chip.visible + stack.more - 3 * 2**30,
+        memory=memory + stack.more,
     )  # fmt: skip
 
 

@@ -177,7 +177,7 @@ class Layout:
             if ways == 1 or not dims or not jnp.issubdtype(leaf.dtype, jnp.floating):
                 return PartitionSpec()
             best = max(dims, key=lambda dim: leaf.shape[dim])
-            return PartitionSpec(*(None,) * best, axes if len(axes) > 1 else axes[0])
+            return PartitionSpec(*(None,) * best, axes[0] if len(axes) == 1 else axes)
 
         return jax.tree_util.tree_map_with_path(spec, state)
 
