@@ -1,5 +1,6 @@
 """What the planner learnt from published runs: matmuls by shape, kernels, stragglers, calibration, its own error."""
 
+from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
 from math import log, sqrt
@@ -168,6 +169,27 @@ def test_after_one_run_is_what_calibrating_on_each_gives(judged):
     ]  # fmt: skip
     assert after_one(some)[0] == pytest.approx(np.mean(errors))
     assert after_one(some[:1]) == (0.0, 0.0)
+
+
+def test_after_one_run_of_a_group_its_others_are_within_five_percent_on_average():
+    """By constants that never saw the group; a run is believed as `BELIEF` says, from the same errors."""
+    groups = defaultdict(list)
+    for each in published():
+        groups[each.group].append(each)
+    several = [some for some in groups.values() if len(some) > 1]
+    errors, sizes = np.array([after_one(some)[0] for some in several]), np.array([len(some) for some in several])
+    assert errors.mean() <= 0.05
+    assert errors @ sizes / sizes.sum() <= 0.05
+    logs = [np.log1p([each.error for each in some]) for some in groups.values()]
+    counts, total, every = np.array([len(x) for x in logs]), sum(map(len, logs)), np.concatenate(logs)
+    means = np.array([x.mean() for x in logs])
+    inside = sum(((x - x.mean()) ** 2).sum() for x in logs) / (total - len(logs))
+    usual = (total - (counts**2).sum() / total) / (len(logs) - 1)  # runs of a group, as Snedecor and Cochran count them
+    alike = ((counts @ (means - every.mean()) ** 2) / (len(logs) - 1) - inside) / usual
+    apart = means.var(ddof=1) - (inside / counts).mean()
+    shares = [among / (among + inside) for among in (alike, apart)]
+    assert shares == pytest.approx([0.18, 0.48], abs=0.01)
+    assert pytest.approx(np.sqrt(shares[0] * shares[1]), abs=0.01) == BELIEF
 
 
 def test_the_packages_constants_predict_published_runs(judged):
