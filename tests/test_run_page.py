@@ -3,13 +3,20 @@
 import itertools
 import json
 
+import jax
 import pytest
 from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
 
 import jaxpar as jp
 from jaxpar.cli.main import main
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.plan import planned, question
 from jaxpar.job.report.page import write
+from jaxpar.job.report.predicted import candidate_of, predicted
 from jaxpar.job.report.read import kind_of, read
+from jaxpar.parallel.compose import compose
+from jaxpar.plan.search import search
 from jaxpar.train.progress import Progress
 
 HOSTILE = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onload='alert(3)' &amp; </style></title>"""
@@ -23,6 +30,22 @@ FACTS = {
     "chosen": ["head: on the last stage"],
     "summary": "Decoder on data 2 x fsdp 4, ZeRO-3",
     "placed": {"embed": "f32[vocab, embed/fsdp]"},
+    "layout": {
+        "axes": [["fsdp 4", "shards of the training state", "0, 1, 2, 3", "simulated", "gathers 3 MiB"]],
+        "cards": [
+            {
+                "name": "embed/table",
+                "more": 2,
+                "placed": "f32[vocab, embed/fsdp]",
+                "shape": "8×8",
+                "kept": "256 B in 2 pieces",
+                "less": "",
+                "rows": [[{"number": 0, "devices": [0, 4], "more": 0}, {"number": 1, "devices": [1, 5], "more": 9}]],
+            }
+        ],
+    },
+    "predicted": {"seconds": 0.25, "bytes": 3 * 2**30},
+    "peak": {"compiled": 2**30, "measured": 2**31},
 }
 
 
@@ -58,6 +81,8 @@ def test_a_page_says_what_the_folder_says(tmp_path, capsys):
     assert page.wrong == []
     assert not {"script", "img"}.intersection(page.tags)
     for words in ("0.1250", "0.3100", "919 k", "step 30 skipped", "stopped by SIGTERM", "optimizer.learning_rate",
+                  
+                  "embed/table", "+ 9", "gathers 3 MiB", "3 GiB", "1 GiB", "2 GiB",
                   "0.001", "0.002", "Decoder on data 2 x fsdp 4", "f32[vocab, embed/fsdp]", "of 50"):  # fmt: skip
         assert words in page.said, words
     assert [event.kind for event in read(folder).events] == ["start", "fault", "fault"]
@@ -69,8 +94,9 @@ def test_speed_is_shown_of_real_devices_alone(tmp_path):
         for name, devices in (("simulated", "8 x cpu (simulated)"), ("real", "8 x NVIDIA H100"))
     )
     assert "500 ms" in real.said
+    assert "250 ms" in real.said  # predicted, beside it
     assert "2 k per second" in real.said
-    assert not any(word in simulated.said for word in ("500 ms", "per second", "tokens_per_second"))
+    assert not any(word in simulated.said for word in ("500 ms", "250 ms", "per second", "tokens_per_second"))
     assert "Not shown: devices were simulated" in simulated.said
 
 
@@ -92,6 +118,7 @@ WRONG = {
         "line 2 is no JSON",
     ),
     "a broken job": (lambda folder: (folder / "job.toml").write_text("[train"), "it is no TOML"),
+    "a broken layout": (lambda folder: (folder / "run.json").write_text('{"layout": {"cards": [{}]}}'), "run.json"),
     "broken facts": (lambda folder: (folder / "run.json").write_text("{"), "run.json"),
 }
 
@@ -102,7 +129,27 @@ def test_what_is_no_run_is_refused(tmp_path, case):
     spoil, said = WRONG[case]
     spoil(folder)
     with pytest.raises(jp.JaxparError, match=said):
-        read(folder)
+        write(read(folder))
+
+
+@pytest.mark.slow
+def test_a_layout_is_predicted_as_the_plan_that_it_came_from(tmp_path):
+    job = loads("""
+        model = {name = "decoder", layers = 4, dim = 64, heads = 4}
+        data.seq = 64
+        train = {global_batch = 32, precision = "bf16"}
+        """)
+    asked = question(job, devices=8, chip="h100", per_node=None, given={"attention": "fused"})
+    kinds = {}
+    for each in search(asked, top=60).best:
+        kinds.setdefault((each.candidate.pipe > 1, each.candidate.zero, each.candidate.tensor > 1), each.candidate)
+    assert len(kinds) > 5
+    for candidate in kinds.values():
+        mine = planned(job, candidate, 4)
+        layout = compose(resolve_model(mine, resolve_loss(mine)), mine.declared, jax.devices())
+        assert asked.seconds(candidate_of(mine, layout)).total == asked.seconds(candidate).total
+        assert asked.bytes(candidate_of(mine, layout)).total == asked.bytes(candidate).total
+    assert "why" in predicted(mine, layout)  # here devices are simulated
 
 
 def test_in_a_browser_nothing_of_a_run_is_cut_off_pale_or_run(browser, tmp_path):

@@ -40,12 +40,14 @@ from jaxpar.job.parts.measures import derived_of
 from jaxpar.job.parts.models import sound
 from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.parts.optimizers import best_of
+from jaxpar.job.report.predicted import predicted
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.parallel.pipe import UNNAMED
 from jaxpar.step import state
 from jaxpar.step.inspectable import model_flop
+from jaxpar.step.step import Step
 from jaxpar.train import loop
 from jaxpar.train.faults import Watch
 from jaxpar.train.lock import Lock
@@ -179,6 +181,8 @@ def _train(
             progress.say(note)
         if built.step.products is not None:
             progress.say("\n".join([str(built.step.products), *built.step.products.notes]))
+        if first:
+            write_json(folder / "run.json", record(built) | {"peak": peak(built.step, devices)})
         if outcome.stopped_by:
             done = int(outcome.state.step)
             progress.say(f"stopped by {outcome.stopped_by}, saved step {done}; the same command goes on from there")
@@ -243,7 +247,17 @@ def record(built: Built) -> dict[str, Any]:
         "chosen": [*built.layout.notes],
         "summary": built.layout.summary(),
         "placed": {path: built.layout.describe(path) for path in built.layout.placements},
+        "layout": built.layout.to_dict(),
+        "predicted": predicted(built.job, built.layout),
     }
+
+
+def peak(step: Step, devices: list[Any]) -> dict[str, Any]:
+    """Returns the bytes of a device: those that XLA planned, and the most that were in use on one that is here."""
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    here = [stats for device in own if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats]
+    measured = max([stats["peak_bytes_in_use"] for stats in here], default=None)
+    return {"compiled": step.needed, "measured": measured}
 
 
 def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: SingleProcess) -> loop.Run:

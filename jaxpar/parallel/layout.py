@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxpar.exchange.part import Part
 from jaxpar.exchange.sent import Sent
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.gather import constrained, cut, gather, padding
-from jaxpar.parallel.pages.fragment import Shown, fragment
+from jaxpar.parallel.pages.fragment import Shown, fragment, to_dict
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.unsplit import told
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
@@ -295,13 +296,19 @@ class Layout:
 
     def _repr_html_(self) -> str:
         """The layout as a picture: the mesh, what joins it, and who holds what."""
+        return fragment(self._shown)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns that picture as JSON has it, for the record of a run."""
+        return to_dict(self._shown)
+
+    @property
+    def _shown(self) -> Shown:
         said = [*self.notes, told(self.placements).strip("; ")]
-        return fragment(
-            Shown(
-                name=self.blueprint.name, sizes=self.sizes, placements=self.placements, others=self.other_arrays,
-                stage=self.parallel.stage, mesh=self.mesh, simulated=self.simulated,
-                said=[each for each in said if each], agreement=self.agreement, frozen=self.frozen,
-            )
+        return Shown(
+            name=self.blueprint.name, sizes=self.sizes, placements=self.placements, others=self.other_arrays,
+            stage=self.parallel.stage, mesh=self.mesh, simulated=self.simulated,
+            said=[each for each in said if each], agreement=self.agreement, frozen=self.frozen,
         )  # fmt: skip
 
     def per_device(self, places: Mapping[str, Placement]) -> int:

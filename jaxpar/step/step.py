@@ -139,6 +139,14 @@ class Step:
         self._bound(metrics)
         return new, metrics
 
+    @property
+    def needed(self) -> int | None:
+        """Bytes that each device needs for the updates, as XLA compiled them; None before the first."""
+        made = [each.memory_analysis() for key, each in self._compiled.items() if key[0] not in READ]
+        needed = [x.argument_size_in_bytes + x.output_size_in_bytes - x.alias_size_in_bytes + x.temp_size_in_bytes
+                  for x in made if x is not None]  # fmt: skip
+        return max(needed, default=None)
+
     def _number(self, state: State) -> int:
         """Returns the number of the step that is to be made, from 1; 0 where it does not matter.
 

@@ -10,12 +10,14 @@ import numpy as np
 
 from jaxpar.html.frame import document, tile
 from jaxpar.html.lines import Line, chart
-from jaxpar.html.markup import Markup, table, tag
+from jaxpar.html.markup import Markup, badge, table, tag
+from jaxpar.html.pieces import axes_table, section
 from jaxpar.job.report.read import Told
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 POINTS = 300  # of a line at most: each is a mean over some steps
 EVENTS = 200  # rows of the table of events, at most: the first and the last of them
+WAITS = ("input_wait", "input_share")  # of metrics: shares of a step that it waited for its batch
 FIRST = 3  # steps whose time is compilation and warming up
 
 
@@ -26,6 +28,8 @@ def write(run: Told) -> str:
         _section("Gradient norm", _chart(run, {"grad_norm": "jx-k1"}, "global, before clipping")),
         _section("Learning rate", _chart(run, {"learning_rate": "jx-k2"}, "of the update")),
         _section("Throughput", _throughput(run)),
+        _section("Predicted and measured", _beside(run)),
+        _section("Waiting for data", _waiting(run)),
         _section("Checkpoints", _checkpoints(run)),
         _section("Events", _events(run)),
         _section("Configuration", _configuration(run)),
@@ -150,9 +154,38 @@ def _configuration(run: Told) -> Markup:
     return tag("div", *([said, changed] if changed else []), folded)
 
 
+def _beside(run: Told) -> Markup:
+    """Returns memory and seconds as predicted, compiled and measured; of simulated devices no seconds."""
+    peak, planned = run.facts.get("peak") or {}, run.facts.get("predicted") or {}
+    if not peak and "bytes" not in planned:
+        return Markup("")
+    size = lambda number: "-" if number is None else show_bytes(int(number))  # noqa: E731
+    memory = [size(planned.get("bytes")), size(peak.get("compiled")), size(peak.get("measured"))]
+    rows = [("memory of a device, at most", *memory)]
+    if run.is_timed and (seconds := _seconds(run)):
+        modelled = planned.get("seconds")
+        rows.append(("a step", "-" if modelled is None else show_seconds(modelled), "-", show_seconds(median(seconds))))
+    why = [f"The planner says nothing: {planned['why']}."] if "why" in planned else []
+    if peak.get("measured") is None:
+        why.append("These devices keep no account of their memory.")
+    head = ("", "planner", "XLA", "run")
+    how = tag("tr", tag("td", ""), *[tag("td", badge(word)) for word in ("modelled", "compiled", "measured")])
+    listed = Markup(table("Predicted and measured", head, rows, "tnnn").replace("<tbody>", f"<tbody>{how}", 1))
+    return tag("div", listed, *[tag("p", each, cls="jx-small") for each in why])
+
+
+def _waiting(run: Told) -> Markup:
+    """Returns the share of each step in which it waited for its batch, where the run has measured that."""
+    return _chart(run, {name: "jx-k4" for name in WAITS}, "of the time of a step") if run.is_timed else Markup("")
+
+
 def _layout(run: Told) -> Markup:
     said = [run.facts.get("summary"), *run.facts.get("chosen", ())]
     lines = [tag("p", str(each)) for each in said if each]
+    if run.axes:
+        lines.append(axes_table(run.axes))
+    if run.cards:
+        lines.append(section(run.cards))
     placed: dict[str, Any] = run.facts.get("placed", {})
     if placed:
         listed = table("Parameters", ("parameter", "placed as"), [(k, str(v)) for k, v in placed.items()], "ss")

@@ -11,6 +11,9 @@ from typing import Any
 
 from jaxpar.checkpoint import report as checkpoints
 from jaxpar.errors import JaxparError, reading, refuse
+from jaxpar.html.pieces import Card
+
+RECORDED = "run.json is what a run says of its machine and layout"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,22 @@ class Told:
     def is_timed(self) -> bool:
         """Whether seconds mean something: not on processors, where devices are simulated."""
         return "cpu" not in str(self.facts.get("devices", "cpu")).lower()
+
+    @cached_property
+    def cards(self) -> list[Card]:
+        """How parameters are cut into pieces, and who holds them; none where an older run did not record that."""
+        with reading(self.folder / "run.json", rule=RECORDED, fix="train on with it, which writes it anew"):
+            return [Card.of(each) for each in self._layout.get("cards", ())]
+
+    @property
+    def axes(self) -> list[list[str]]:
+        """A row for each axis of the mesh: see `axes_table`."""
+        return [[str(cell) for cell in row] for row in self._layout.get("axes", ()) if len(row) == 5]
+
+    @property
+    def _layout(self) -> dict[str, Any]:
+        found = self.facts.get("layout")
+        return found if isinstance(found, dict) else {}
 
     @property
     def changed(self) -> list[tuple[str, str, str]]:

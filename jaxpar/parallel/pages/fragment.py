@@ -1,17 +1,18 @@
 """A layout as HTML for a notebook: its bytes, its devices and what joins them, and who holds what."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, prod
 from typing import Any
 
 from jax.sharding import Mesh
 
 from jaxpar.html.frame import in_ascii, style, tile
-from jaxpar.html.markup import Markup, badge, heading, join, table, tag
+from jaxpar.html.markup import Markup, heading, join, tag
+from jaxpar.html.pieces import axes_table, section
 from jaxpar.mesh.axes import AXES, coordinates, nodes_of_axes
 from jaxpar.mesh.chips import Chip, find_chip
-from jaxpar.parallel.pages.who_holds import cuts, listed, section
+from jaxpar.parallel.pages.who_holds import cards, cuts, listed
 from jaxpar.parallel.placement import Placement
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.units import show_bytes, show_count
@@ -94,15 +95,18 @@ def fragment(shown: Shown) -> str:
             "div", tag("style", Markup(style())),
             tag("div", f"{shown.name} on {axes}{stage}", cls="jx-title"),
             _tiles(shown), *said,
-            heading("The devices, and what joins them"), _devices(shown), _links(shown),
+            heading("The devices, and what joins them"), _devices(shown), axes_table(links(shown)),
             heading("Who holds what between steps"),
-            tag("p", "A box is a piece of an array, at its place in it; the numbers are the devices that hold it. "
-                "Grey is whole on every device.", cls="jx-small"),
-            section(shown.placements, shown.sizes),
+            section(cards(shown.placements, shown.sizes)),
             listed({**shown.placements, **shown.others}, shown.sizes),
             cls="jaxpar jx-fragment",
         )
     )  # fmt: skip
+
+
+def to_dict(shown: Shown) -> dict[str, Any]:
+    """Returns the picture of a layout as JSON has it: its cards, and a row for each axis."""
+    return {"cards": [asdict(card) for card in cards(shown.placements, shown.sizes)], "axes": links(shown)}
 
 
 def _tiles(shown: Shown) -> Markup:
@@ -150,20 +154,14 @@ def _node(shown: Shown, node: int, *, named: bool) -> Markup:
     return tag("div", *head, tag("div", *cells, cls="jx-cells-of-a-node"), *more, cls="jx-node")
 
 
-def _links(shown: Shown) -> Markup:
-    """Returns a row for each axis: a group of devices that talk along it, over which link, and what they say."""
-    rows = []
+def links(shown: Shown) -> list[tuple[str, ...]]:
+    """Returns for each axis its name and size, what its devices have, a group of them, what joins it, what it sends."""
     over = nodes_of_axes(shown.sizes, shown.per_node)
-    for axis, size in shown.sizes.items():
-        if size > 1:
-            rows.append((tag("b", f"{axis} {size}"), AXES[axis].meaning, _group(shown.sizes, axis),
-                         _link(shown, over[axis]), _sent(shown, axis)))  # fmt: skip
-    if not rows:
-        return Markup()
-    head = ("axis", "its devices have", "such as devices", "joined", "what they send each other in a step")
-    words = " What is sent of activations depends on the batch: jp.inspect(step, batch)."
-    note = tag("p", "Bytes of arrays as they are stored; ", badge("exact"), words, cls="jx-small")
-    return join([table("Axes", head, rows, "tttsw"), note])
+    return [
+        (f"{axis} {size}", AXES[axis].meaning, _group(shown.sizes, axis), _link(shown, over[axis]), _sent(shown, axis))
+        for axis, size in shown.sizes.items()
+        if size > 1
+    ]
 
 
 def _group(sizes: Mapping[str, int], axis: str) -> str:

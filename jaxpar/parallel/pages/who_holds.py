@@ -5,20 +5,20 @@
 A piece is drawn at its place in the array, with the numbers of the devices that hold it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from jax.sharding import PartitionSpec
 
-from jaxpar.html.markup import Markup, badge, join, table, tag
+from jaxpar.html.markup import Markup, table, tag
+from jaxpar.html.pieces import Card, Piece
 from jaxpar.mesh.axes import coordinates
 from jaxpar.parallel.placement import Placement
 from jaxpar.sharding.shard_bytes import pieces
 from jaxpar.units import show_bytes
 
-CARDS = 4  # ways of placing that are drawn at once; the others are folded
 DRAWN, FEW = 8, 4  # pieces that are drawn side by side: up to eight, or four if there are more or each is wide
 NUMBERS = 8  # devices of a piece that are numbered in a card that is two pieces wide; half of them in a wider one
 
@@ -80,15 +80,9 @@ def holders(spec: PartitionSpec, rank: int, sizes: Mapping[str, int]) -> dict[tu
     return found
 
 
-def section(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> Markup:
-    """Returns the drawings: one for each way of placing, the largest of its parameters."""
-    cards = [_card(group, sizes) for group in groups(places, sizes)]
-    shown, folded = cards[:CARDS], cards[CARDS:]
-    drawn = [tag("div", *shown, cls="jx-cards")]
-    if folded:
-        words = f"{len(folded)} more way{'s' * (len(folded) > 1)} in which parameters are placed"
-        drawn.append(tag("details", tag("summary", words), tag("div", *folded, cls="jx-cards")))
-    return join(drawn)
+def cards(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> list[Card]:
+    """Returns a card for each way of placing, of the largest of its parameters."""
+    return [_card(group, sizes) for group in groups(places, sizes)]
 
 
 def listed(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> Markup:
@@ -103,29 +97,24 @@ def listed(places: Mapping[str, Placement], sizes: Mapping[str, int]) -> Markup:
     return tag("details", tag("summary", words), table("Parameters", head, rows, "sstnw"))
 
 
-def _card(group: Group, sizes: Mapping[str, int]) -> Markup:
+def _card(group: Group, sizes: Mapping[str, int]) -> Card:
     path, place = next(iter(group.places.items()))
-    more, whole = len(group.places) - 1, place.leaf.bytes
-    others = tag("span", f" and {more} more" if more else "", cls="jx-small", title=", ".join([*group.places][1:]))
-    each = place.per_device(sizes)
-    count = prod(pieces(place.stored, len(place.leaf.shape), sizes))
-    kept = (
-        f"{show_bytes(whole)} in {count} pieces; {show_bytes(each)} on each device"
-        if count > 1
-        else f"{show_bytes(whole)}, whole on each device"
-    )
-    return tag(
-        "div",
-        tag("div", tag("b", path), others),
-        tag("div", tag("code", place.describe(sizes)), " ", "×".join(map(str, place.leaf.shape)), cls="jx-small"),
-        _pieces(place, sizes),
-        tag("div", kept, " ", badge("exact"), cls="jx-small"),
-        cls="jx-card",
+    shape, whole, each = place.leaf.shape, place.leaf.bytes, place.per_device(sizes)
+    count = prod(pieces(place.stored, len(shape), sizes))
+    rows, less = _rows(place, sizes)
+    kept = f"{show_bytes(whole)} in {count} pieces; {show_bytes(each)} on each device"
+    return Card(
+        name=path, more=len(group.places) - 1, placed=place.describe(sizes),
+        shape="×".join(map(str, shape)) or "scalar",
+        kept=kept if count > 1 else f"{show_bytes(whole)}, whole on each device", rows=rows, less=less,
     )  # fmt: skip
 
 
-def _pieces(place: Placement, sizes: Mapping[str, int]) -> Markup:
-    """Returns the array, cut: its last dim that is cut runs to the right, those before it downwards."""
+def _rows(place: Placement, sizes: Mapping[str, int]) -> tuple[list[list[Piece]], str]:
+    """Returns the pieces that are drawn, and of how many if not all.
+
+    The last dim that is cut runs to the right, those before it downwards.
+    """
     rank = len(place.leaf.shape)
     counts, held = pieces(place.stored, rank, sizes), holders(place.stored, rank, sizes)
     cut = [dim for dim, count in enumerate(counts) if count > 1]
@@ -135,21 +124,14 @@ def _pieces(place: Placement, sizes: Mapping[str, int]) -> Markup:
     rows = list(product(*(range(counts[dim]) for dim in down)))
     wide = columns if columns <= (DRAWN if len(held) == prod(sizes.values()) else FEW) else FEW
     high = len(rows) if len(rows) * wide <= 2 * DRAWN else FEW
+    most = NUMBERS if wide <= 2 else NUMBERS // 2
     drawn = []
     for number, row in enumerate(rows[:high]):
-        for column in range(wide):
-            at = dict(zip(down, row, strict=True)) | dict.fromkeys(across, column)
-            piece = tuple(at.get(dim, 0) for dim in range(rank))
-            look = f"jx-c{(number * columns + column) % 9}" if cut else "jx-whole"
-            numbers = _numbers(held[piece], NUMBERS if wide <= 2 else NUMBERS // 2)
-            drawn.append(tag("div", *numbers, cls=f"jx-piece {look}"))
+        ats = [dict(zip(down, row, strict=True)) | dict.fromkeys(across, column) for column in range(wide)]
+        devices = [held[tuple(at.get(dim, 0) for dim in range(rank))] for at in ats]
+        drawn.append([
+            Piece(number=number * columns + column if cut else -1, devices=each[:most], more=max(0, len(each) - most))
+            for column, each in enumerate(devices)
+        ])  # fmt: skip
     less = wide < columns or high < len(rows)
-    beyond = [tag("div", f"the first of {len(rows)} × {columns} pieces", cls="jx-small")] if less else []
-    grid = tag("div", *drawn, cls="jx-pieces", style=f"grid-template-columns: repeat({wide}, minmax(0, 1fr))")
-    return join([grid, *beyond])
-
-
-def _numbers(devices: Sequence[int], most: int) -> list[Markup]:
-    shown = [tag("span", str(device), cls="jx-chip") for device in devices[:most]]
-    left = len(devices) - most
-    return [*shown, *([tag("span", f"+ {left}", cls="jx-chip", title=f"and {left} more devices")] if left > 0 else [])]
+    return drawn, f"the first of {len(rows)} × {columns} pieces" if less else ""

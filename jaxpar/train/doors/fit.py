@@ -139,6 +139,7 @@ def facts(step: Step, source: Source) -> dict[str, Any]:
         "chosen": [*layout.notes],
         "summary": layout.summary(),
         "placed": {path: layout.describe(path) for path in layout.placements},
+        "layout": layout.to_dict(),
     }
 
 
