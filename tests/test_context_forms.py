@@ -38,6 +38,7 @@ FORMS = {
 LAYOUTS = {
     "context 4, data 2": {"context": 4, "data": 2},
     "context 4, fsdp 2": {"context": 4, "fsdp": 2},
+    **{f"context 4, fsdp 2, zero {zero}": {"context": 4, "fsdp": 2, "zero": zero} for zero in (0, 1, 2)},
     "context 4, tensor 2": {"context": 4, "tensor": 2},
     "context 4, tensor 2, sequence": {"context": 4, "tensor": 2, "sequence": True},
     "context 4, pipe 2": {"context": 4, "pipe": 2},

@@ -13,7 +13,7 @@ Chosen by the exposed communication that the timeline models for jobs under conf
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -51,11 +51,11 @@ OVERLAPPED = (
 )
 
 
-def options(devices: Sequence[Any], preset: Preset) -> dict[str, Any]:
-    """Returns what XLA is told for these devices: nothing for one, or for a processor."""
+def options(devices: Sequence[Any], preset: Preset, more: Iterable[Option] = ()) -> dict[str, Any]:
+    """Returns what XLA is told for these devices, and for what else a layout needs: nothing for one, or a processor."""
     if preset == "plain" or len(devices) < 2 or devices[0].platform in ("cpu", "tpu"):
         return {}
-    return {option.name: option.value for option in OVERLAPPED}
+    return {option.name: option.value for option in (*OVERLAPPED, *more)}
 
 
 def compile_with(lowered: Any, told: Mapping[str, Any]) -> Any:

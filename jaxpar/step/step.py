@@ -244,7 +244,7 @@ class Step:
     @property
     def options(self) -> dict[str, Any]:
         """What XLA is told besides the program."""
-        return options(list(self.layout.on.devices.flat), self.numerics.collectives)
+        return options(list(self.layout.on.devices.flat), self.numerics.collectives, asked.told(self.layout))
 
     def _check_state(self, state: State) -> None:
         """Refuses a state of another layout, model or optimizer."""

@@ -20,6 +20,17 @@ def cut_heads(x_bshk: jax.Array, blocks: Blocks, groups: int) -> jax.Array:
     return x.transpose(1, 0, 3, 4, 2, 5)
 
 
+def cut_keys(k_btgk: jax.Array, v_btgk: jax.Array, blocks: Blocks) -> jax.Array:
+    """Returns keys and values in blocks, as one array. Shape [n, 2, b, g, tokens of a block, k]."""
+    return jnp.stack([cut_heads(x, blocks, x.shape[2])[:, :, :, 0] for x in (k_btgk, v_btgk)], axis=1)
+
+
+def joined_keys(kv: jax.Array, blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    """Returns what `cut_keys` cut. Shapes [b, t, g, k]."""
+    k, v = (joined_heads(x[:, :, :, None], blocks) for x in kv.swapaxes(0, 1))
+    return k, v
+
+
 def joined_heads(x_nbgrqk: jax.Array, blocks: Blocks) -> jax.Array:
     """Returns what `cut_heads` cut. Shape [b, s, h, k]."""
     count, batch, groups, shared, _, head_dim = x_nbgrqk.shape

@@ -28,10 +28,9 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys and values in blocks, with where they stand."""
+    """Keys and values in blocks, as one array that travels in one message, with where they stand."""
 
-    k: jax.Array  # [n, b, g, c, k]
-    v: jax.Array
+    kv: jax.Array  # [n, 2, b, g, c, k]
     at: jax.Array  # [n, c]
     segments: jax.Array | None  # [n, b, c]
 
@@ -52,13 +51,6 @@ class Ended(NamedTuple):
     logsumexp: jax.Array  # [n, b, g, r, q]
 
 
-class Grads(NamedTuple):
-    """Gradients of keys and values, in the dtype of sums."""
-
-    k: jax.Array  # [n, b, g, c, k]
-    v: jax.Array
-
-
 def wide(x: jax.Array) -> jnp.dtype:
     """Returns the dtype of statistics and sums."""
     return jnp.promote_types(x.dtype, jnp.float32)
@@ -71,10 +63,9 @@ def nothing_met(q: jax.Array) -> Sums:
     return Sums(jnp.zeros(q.shape, dtype), jnp.zeros(q.shape[:-1], dtype), lowest)
 
 
-def no_grads(keys: Keys) -> Grads:
-    """Returns gradients of keys and values that are zero."""
-    zeros = jnp.zeros(keys.k.shape, wide(keys.k))
-    return Grads(zeros, zeros)
+def no_grads(kv: jax.Array) -> jax.Array:
+    """Returns gradients of keys and values that are zero, in the dtype of sums."""
+    return jnp.zeros(kv.shape, wide(kv))
 
 
 def ended(sums: Sums, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
@@ -93,7 +84,7 @@ def meet(sums: Sums, queries: Queries, keys: Keys, table: Table, rule: Rule) -> 
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         shares = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
         kept = jnp.exp(top - higher)
-        v = _at(keys.v, j)
+        v = _at(keys.kv, j)[1]
         more = jnp.einsum("bgrqc,bgck->bgrqk", shares.astype(v.dtype), v, preferred_element_type=out.dtype)
         new = Sums(out * kept[..., None] + more, total * kept + jnp.sum(shares, axis=-1), higher)
         return Sums(*(_put(x, y, i) for x, y in zip(sums, new, strict=True))), None
@@ -102,33 +93,32 @@ def meet(sums: Sums, queries: Queries, keys: Keys, table: Table, rule: Rule) -> 
 
 
 def meet_back(
-    grads: tuple[jax.Array, Grads], queries: Queries, keys: Keys, end: Ended, walk: tuple[Table, Rule]
-) -> tuple[jax.Array, Grads]:
+    grads: tuple[jax.Array, jax.Array], queries: Queries, keys: Keys, end: Ended, walk: tuple[Table, Rule]
+) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of queries, and of keys and values, with those of every pair of the table added."""
     table, rule = walk
     low = queries.q.dtype
     scale = 1 / math.sqrt(queries.q.shape[-1])
 
-    def step(carry: tuple[jax.Array, Grads], row: jax.Array) -> tuple[tuple[jax.Array, Grads], None]:
-        of_q, (of_k, of_v) = carry
+    def step(carry: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        of_q, of_kv = carry
         i, j = row[0], row[1]
-        q, k, v, grad = _at(queries.q, i), _at(keys.k, j), _at(keys.v, j), _at(end.grad, i)
+        q, grad, (k, v) = _at(queries.q, i), _at(end.grad, i), _at(keys.kv, j)
         scores, seen = _scores(queries, keys, i, j, rule)
         shares = jnp.where(seen, jnp.exp(scores - _at(end.logsumexp, i)[..., None]), 0)
         slopes = jnp.einsum("bgrqk,bgck->bgrqc", grad, v, preferred_element_type=scores.dtype)
         slopes = (shares * (slopes - _at(end.delta, i)[..., None]) * scale).astype(low)
         more_q = jnp.einsum("bgrqc,bgck->bgrqk", slopes, k, preferred_element_type=of_q.dtype)
-        more_k = jnp.einsum("bgrqc,bgrqk->bgck", slopes, q, preferred_element_type=of_k.dtype)
-        more_v = jnp.einsum("bgrqc,bgrqk->bgck", shares.astype(low), grad, preferred_element_type=of_v.dtype)
-        added = Grads(_add(of_k, more_k, j), _add(of_v, more_v, j))
-        return (_add(of_q, more_q, i), added), None
+        more_k = jnp.einsum("bgrqc,bgrqk->bgck", slopes, q, preferred_element_type=of_kv.dtype)
+        more_v = jnp.einsum("bgrqc,bgrqk->bgck", shares.astype(low), grad, preferred_element_type=of_kv.dtype)
+        return (_add(of_q, more_q, i), _add(of_kv, jnp.stack([more_k, more_v]), j)), None
 
     return jax.lax.scan(step, grads, jnp.asarray(table))[0]
 
 
 def _scores(queries: Queries, keys: Keys, i: jax.Array, j: jax.Array, rule: Rule) -> tuple[jax.Array, jax.Array]:
     """Returns the scores of a pair [b, g, r, q, c], lowest where a key is not seen, and which are seen."""
-    q, k = _at(queries.q, i), _at(keys.k, j)
+    q, k = _at(queries.q, i), _at(keys.kv, j)[0]
     scores = jnp.einsum("bgrqk,bgck->bgrqc", q, k, preferred_element_type=wide(q)) / math.sqrt(q.shape[-1])
     of_q, of_k = (None if x is None else _at(x, at) for x, at in ((queries.segments, i), (keys.segments, j)))
     seen = rule.seen(_at(queries.at, i), _at(keys.at, j), of_q, of_k)

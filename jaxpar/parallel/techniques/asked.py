@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxpar.errors import Problem, nearest, refuse
 from jaxpar.mesh.axes import AXES
+from jaxpar.mesh.preset import Option
 from jaxpar.models.islands import implemented
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.grouped import split_convolutions
@@ -115,6 +116,12 @@ def check(layout: Layout, used: Used, lowered: Any) -> None:
                 rule=f"{way!r} says how {_functions(calls)} runs, so the model calls it",
                 fix=f"{_functions(calls)} in the model, or leave how out",
             )
+
+
+def told(layout: Layout) -> list[Option]:
+    """Returns what XLA is told for the axes that are used."""
+    used = [each for axis, each in TECHNIQUES.items() if layout.sizes.get(axis, 1) > 1]
+    return [option for each in used for option in each.told(layout)]
 
 
 def _how_problems(parallel: Parallel) -> list[Problem]:

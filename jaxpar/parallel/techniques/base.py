@@ -6,13 +6,15 @@ composed    names(parallel)              names of dims to mesh axes, besides wha
             settle(layout, compose)      what the declaration left to it, and why in a sentence
 traced      how                          what runs the islands that a model calls, such as jp.attention
 lowered     check(layout, named, text)   what it needs of a model, seen in its traced step
+compiled    told(layout)                 what XLA must know for its collectives to overlap, on several GPUs
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.errors import Problem
+from jaxpar.mesh.preset import Option
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 
@@ -34,6 +36,7 @@ class Technique:
         each by the name of its island. The first is the default; `Parallel.how` chooses another.
       bind: Returns those functions with what else a declaration says of them.
       check: Refuses a step by the names of activation dims that its model used, and its lowered program.
+      told: Returns options of XLA's for several GPUs, unless the job wants XLA's own choice (`collectives="plain"`).
     """
 
     axis: str
@@ -44,6 +47,7 @@ class Technique:
     how: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)
     bind: Callable[[Parallel, Mapping[str, Callable]], Mapping[str, Callable]] = lambda _, own: own
     check: Callable[[Layout, set[str], Any], None] = lambda *_: None
+    told: Callable[[Layout], Iterable[Option]] = lambda _: ()
 
 
 def splits_nothing(layout: Layout, axis: str, dims: str) -> list[Problem]:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from jaxpar.errors import Problem, nearest, nearest_divisor, refuse
+from jaxpar.mesh.preset import Option
 from jaxpar.models.blocks.chosen import LONG
 from jaxpar.models.islands import note
 from jaxpar.parallel.declare import Axes, Parallel
@@ -40,10 +41,15 @@ HOW: dict[str, Mapping[str, Callable]] = {
 }
 WHY = {
     "gather": "every device gathers all keys and values, which is least to wait for while rows are short",
-    "ring": "keys and values go around while those that have come are met, and no scores are kept",
-    "ulysses": "devices exchange heads for tokens, and each meets all keys with its own heads",
+    "ring": "keys and values go around while those that have come are met; no scores are kept, and no kernel is fused",
+    "ulysses": "devices exchange heads for tokens, and each meets all keys with its own heads; no kernel is fused",
     "auto": f"a ring for rows of more than {LONG} tokens, whose scores would fill memory; else keys are gathered",
 }
+_AT_ONCE = Option(
+    name="xla_gpu_experimental_parallel_collective_overlap_limit",
+    value=2,
+    why="keys and the gradients of others travel during a turn; one at a time, all of one of them is waited for",
+)
 _PICKS = "operand_batching_dims"  # a lookup of its own in every row, as in take_along_axis
 
 
@@ -91,6 +97,11 @@ def settle(layout: Layout, compose: Compose) -> Layout:
     return layout.noted(f"context by {by}: {said}{mixed if u > 1 else ''}")
 
 
+def told(layout: Layout) -> list[Option]:
+    """Returns that two permutes may be under way at once, where keys go around."""
+    return [_AT_ONCE] if layout.parallel.ways.get("context") in ("ring", "auto") else []
+
+
 def tables_in_pieces(layout: Layout) -> bool:
     """Returns whether a pipeline splits sequences over one axis, and what they look things up in over another."""
     spread = layout.parallel.pipeline.head == "spread"  # the vocabulary is then split over `pipe`
@@ -126,4 +137,6 @@ def check(layout: Layout, named: set[str], lowered: Any) -> None:
         )
 
 
-CONTEXT = Technique(axis="context", problems=problems, names=names, settle=settle, check=check, how=HOW, bind=bind)
+CONTEXT = Technique(
+    axis="context", problems=problems, names=names, settle=settle, check=check, how=HOW, bind=bind, told=told
+)

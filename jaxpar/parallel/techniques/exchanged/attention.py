@@ -15,9 +15,9 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.models.blocks.attention import end_of
-from jaxpar.models.blocks.cutting import cut_heads, joined_heads
+from jaxpar.models.blocks.cutting import cut_heads, cut_keys, joined_heads, joined_keys
 from jaxpar.models.blocks.kernel import ended
-from jaxpar.models.blocks.pairs import Blocks
+from jaxpar.models.blocks.pairs import Blocks, most
 from jaxpar.models.blocks.rule import Rule
 from jaxpar.models.islands import QUERIES, note
 from jaxpar.models.named import spec_of
@@ -73,7 +73,8 @@ def exchange(q, k, v, *, causal: bool, window: int | None = None, segments=None,
     if copies > 1:
         note(f"ulysses: {k.shape[2]} heads of keys are repeated {copies} times, {many} are exchanged")
     chunks = (2 if causal and ways.ring > 1 else 1) * ways.ring
-    blocks = [Blocks.of(x.shape[1] // chunks) for x in (q, k)]
+    at_most = most(q.shape[1] // ways.ring, q.shape[3])
+    blocks = [Blocks.of(x.shape[1] // chunks, n) for x, n in zip((q, k), at_most, strict=True)]
     how = Exchange(ways, Walks(Rule(causal, window), ways.ring, *blocks), many // ulysses, copies)
     return _attention(q, k, v, segments, how)
 
@@ -127,7 +128,7 @@ def _local_backward(how: Exchange, qkv, out, logsumexp, grad, segments) -> tuple
     grad, out = (cut_heads(x, walks.queries, how.groups) for x in (_enter(how, grad), out))
     end = end_of(grad, out, logsumexp)
     of_q, of_kv = ring.backward(*_in_blocks(how, *qkv), end)
-    of_k, of_v = (joined_heads(x[:, :, :, None], walks.keys).astype(dtype) for x in of_kv)
+    of_k, of_v = joined_keys(of_kv.astype(dtype), walks.keys)
     of_q = joined_heads(of_q, walks.queries).astype(dtype)
     return _leave(how, of_q), _leave(how, of_k, how.copies), _leave(how, of_v, how.copies)
 
@@ -143,7 +144,5 @@ def _leave(how: Exchange, x: jax.Array, copies: int = 1) -> jax.Array:
     return to_heads(zigzag.back(x, how.ways) if how.walks.zigzag else x, how.ways, copies)
 
 
-def _in_blocks(how: Exchange, q, k, v) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    queries = cut_heads(q, how.walks.queries, how.groups)
-    k, v = (cut_heads(x, how.walks.keys, how.groups)[:, :, :, 0] for x in (k, v))
-    return queries, (k, v)
+def _in_blocks(how: Exchange, q, k, v) -> tuple[jax.Array, jax.Array]:
+    return cut_heads(q, how.walks.queries, how.groups), cut_keys(k, v, how.walks.keys)

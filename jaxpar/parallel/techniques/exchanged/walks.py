@@ -58,16 +58,20 @@ class Walks:
         """Returns the pairs of blocks of a group's own queries and keys."""
         if not self.zigzag:
             return pairs(self.rule, self.queries, self.keys)  # of one chunk, or of all tokens
-        half, n = pairs(self.rule, self.queries, self.keys), self.queries.count
-        return np.concatenate([half, self._full() + np.array([n, 0], np.int32), half + n])
+        half, late_queries, late = pairs(self.rule, self.queries, self.keys), *self._late()
+        return np.concatenate([half, self._full() + late_queries, half + late])
 
     def met(self, group: jax.Array, other: jax.Array) -> Table:
         """Returns the pairs of blocks of a group's queries and the keys of another."""
-        full, n = self._full(), self.queries.count
+        full, (late_queries, late) = self._full(), self._late()
         if not self.zigzag:
             return full
-        early_or_late = full + jnp.where(other < group, 0, n).astype(jnp.int32)
-        return jnp.concatenate([full + np.array([n, 0], np.int32), early_or_late])
+        early_or_late = full + jnp.where(other < group, 0, late)
+        return jnp.concatenate([full + late_queries, early_or_late])
+
+    def _late(self) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what leads from pairs of early blocks to those of late queries, and of late queries and keys."""
+        return np.array([self.queries.count, 0], np.int32), np.array([self.queries.count, self.keys.count], np.int32)
 
     def _full(self) -> np.ndarray:
         return all_pairs(self.queries, self.keys)

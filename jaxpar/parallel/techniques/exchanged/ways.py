@@ -40,7 +40,6 @@ class Ways:
         pairs = [(here * u + i, there * u + i) for here, there in to.items() for i in range(u)]
         return jax.lax.ppermute(x, AXIS, pairs)
 
-    def send_on(self, tree):
+    def send_on(self, x: jax.Array) -> jax.Array:
         """Returns what the group before sent, all sending theirs to the next."""
-        following = {here: (here + 1) % self.ring for here in range(self.ring)}
-        return jax.tree.map(lambda x: self.permute(x, following), tree)
+        return self.permute(x, {here: (here + 1) % self.ring for here in range(self.ring)})
