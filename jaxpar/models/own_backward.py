@@ -42,7 +42,9 @@ def logits(x_bsd: jax.Array, head_dv: jax.Array) -> jax.Array:
 
 def _logits_backward(kept: tuple[jax.Array, jax.Array], grad_bsv: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_bsd, head_dv = kept
-    return jnp.einsum("bsv,dv->bsd", grad_bsv, head_dv), jnp.einsum("bsd,bsv->dv", x_bsd, grad_bsv)
+    to_x, to_head = jnp.einsum("bsv,dv->bsd", grad_bsv, head_dv), jnp.einsum("bsd,bsv->dv", x_bsd, grad_bsv)
+    # both at once: XLA for GPUs would make the head's last of all, and keep the gradient of the logits until then
+    return jax.lax.optimization_barrier((to_x, to_head))
 
 
 logits.defvjp(lambda x_bsd, head_dv: (logits(x_bsd, head_dv), (x_bsd, head_dv)), _logits_backward)

@@ -1,8 +1,12 @@
 """What a model returns to its loss: float32, whatever it computes in.
 
-A loss is a sum over many tokens, and 16 bits count 3001 of them as 3008.
+A loss is a sum over many tokens, and 16 bits count 3001 of them as 3008. A loss that casts to float32 itself, where it
+sums, asks for what was computed: cast before, the gradient of all logits would be there in float32 and in 16 bits.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -11,11 +15,22 @@ import jax.numpy as jnp
 from flax import nnx
 
 _WRITTEN: dict[type, type] = {}
+_as_computed: ContextVar[bool] = ContextVar("as_computed", default=False)
 
 
 def returned(out: Any) -> Any:
     """Returns what a model returned, as its loss computes with it: floating-point arrays of 16 bits as float32."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_short(x) else x, out)
+    return out if _as_computed.get() else jax.tree.map(lambda x: x.astype(jnp.float32) if _is_short(x) else x, out)
+
+
+@contextmanager
+def as_computed() -> Iterator[None]:
+    """Leaves what models return while the context lasts in the dtype that they compute in."""
+    token = _as_computed.set(True)
+    try:
+        yield
+    finally:
+        _as_computed.reset(token)
 
 
 @cache

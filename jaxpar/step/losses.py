@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import refuse
+from jaxpar.models.returned import as_computed
 from jaxpar.models.settings.logits import LARGEST, Logits, note
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.cut import Cut, cut_of
@@ -44,7 +45,9 @@ def next_token(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LAR
         note(logits)
         if logits.in_chunks:
             return {"loss": _in_chunks(offered(model, tokens, **apart), cut, logits, batch)}
-    return {"loss": counted(cross_entropy(model(tokens, **apart), targets), batch)}
+    with as_computed():  # cross entropy casts to float32 where it sums
+        logits = model(tokens, **apart)
+    return {"loss": counted(cross_entropy(logits, targets), batch)}
 
 
 def _in_chunks(head: Head, cut: Cut, logits: Logits, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
