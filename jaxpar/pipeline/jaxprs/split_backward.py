@@ -12,11 +12,12 @@ results of elementwise ops in scans over layers (`lean_scan`), unless the backwa
 that cross from B to W.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import Var
 
 from jaxpar.pipeline.jaxprs.dataflow import Env, Traced, after, function, inlined, needed, parts, shapes, variables
 from jaxpar.pipeline.jaxprs.in_place import Place, run_in_place
@@ -31,9 +32,10 @@ class Halves:
     Attributes:
       forward: (params, known, x) to (y, kept).
       backward: (params, known, x, kept, g) to (dparams, dx).
-      forward_into: (params, known, x, places of the residuals) to (y, their buffers); None where it is split.
-      backward_from: (params, known, x, the residuals or their places, g, places of the sums of gradients) to (the
-        buffers of the sums, dx); None where it is split.
+      forward_into: (params or their places, known, x, places of the residuals) to (y, their buffers); None where it is
+        split.
+      backward_from: (params or their places, known, x, the residuals or their places, g, places of the sums of
+        gradients) to (the buffers of the sums, dx); None where it is split.
       input_grad: (params, known, x, kept, g) to (dx, stash); None unless the backward is split.
       weight_grad: (params, known, stash) to dparams; None unless the backward is split.
       kept: Shapes and dtypes of the residuals of a forward.
@@ -136,17 +138,20 @@ class _Both:
         dparams, dx = out[: len(self.dparams)], out[len(self.dparams) :]
         return jax.tree.unflatten(self.params_tree, dparams), jax.tree.unflatten(self.x_tree, dx)
 
+    def _apart(self, given: Iterable[tuple[Var, Any]]) -> tuple[Env, dict[Var, Place]]:
+        """Returns the values among these, and what is still an entry of a buffer."""
+        each = dict(given)
+        places = {var: value for var, value in each.items() if isinstance(value, Place)}
+        return Env(self.jaxpr, self.consts, [item for item in each.items() if item[0] not in places]), places
+
     def forward_into(self, params, known, x, places):
-        env = Env(self.jaxpr, self.consts, zip(self.given, jax.tree.leaves((params, known, x)), strict=True))
-        buffers = run_in_place(env, self.ahead, {}, dict(zip(self.crossing, places, strict=True)), self.y)
+        env, read = self._apart(zip(self.given, jax.tree.leaves((params, known, x)), strict=True))
+        buffers = run_in_place(env, self.ahead, read, dict(zip(self.crossing, places, strict=True)), self.y)
         return jax.tree.unflatten(self.x_tree, [env[var] for var in self.y]), [buffers[var] for var in self.crossing]
 
     def backward_from(self, params, known, x, kept, g, sums):
-        given = zip([*self.given, *self.g], jax.tree.leaves((params, known, x, g)), strict=True)
-        env = Env(self.jaxpr, self.consts, given)
-        there = dict(zip(self.crossing, kept, strict=True))
-        env.update({var: value for var, value in there.items() if not isinstance(value, Place)})
-        read = {var: place for var, place in there.items() if isinstance(place, Place)}
+        given = [*jax.tree.leaves((params, known, x, g)), *kept]
+        env, read = self._apart(zip([*self.given, *self.g, *self.crossing], given, strict=True))
         write = dict(zip(self.dparams, jax.tree.leaves(sums), strict=True))
         buffers = run_in_place(env, self.back, read, write, self.dx)
         summed = jax.tree.unflatten(self.params_tree, [buffers[var] for var in self.dparams])

@@ -268,7 +268,8 @@ class Spread:
             return state | {"sums": jax.tree.map(jnp.add, state["sums"], total(shared, y)[1])}, y
         _, pull, sums = jax.vjp(total, shared, y, has_aux=True)
         dshared, dy = pull(jnp.ones((), jnp.float32))
-        return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": self._added(state, dshared)}, dy
+        shared, dy = jax.lax.optimization_barrier((self._added(state, dshared), dy))  # as in `Stage.forward`
+        return {"sums": jax.tree.map(jnp.add, state["sums"], sums), "shared": shared}, dy
 
     def _embed_back(self, shared: Tree, known: Tree, dx: Tree, state: dict, microbatch: jax.Array) -> dict:
         _, pull = jax.vjp(lambda shared: self.model.embed(shared, load(known, microbatch))[0], shared)

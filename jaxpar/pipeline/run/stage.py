@@ -198,7 +198,8 @@ class Stage:
         elif self._in_place(kind):
             into = self.traced.halves.forward_into
             assert into is not None  # a table that is not split has it
-            y, slots = into(chunk, mine, x, self._places(state, row, row.op == OP_NUMBER["F"]))
+            layers = self._read_in_place(chunk, row)
+            y, slots = into(layers, mine, x, self._places(state, row, row.op == OP_NUMBER["F"]))
         else:
             y, kept = self.traced.halves.forward(chunk, mine, x)
         if not kind.last:
@@ -218,6 +219,14 @@ class Stage:
     def _in_place(self, kind: TickKind) -> bool:
         """Returns whether ops read and write buffers where they are: not through a switch, which would copy them."""
         return len(kind.ops) == 1 and not self.schedule.split
+
+    def _read_in_place(self, chunk: Tree, row: Row) -> Tree:
+        """Returns where an op reads the parameters of its chunk: of several, one layer at a time out of all.
+
+        A chunk is a copy of its parameters, and of all ticks of a loop XLA makes these copies at once, at its start.
+        """
+        several = self.schedule.chunks > 1
+        return jax.tree.map(lambda buffer: Place(buffer, row.chunk), self.chunks) if several else chunk
 
     def _places(self, state: dict, row: Row, take: Any = True) -> list[Place]:
         return [Place(buffer, row.kept, take) for buffer in state["kept"]]
@@ -252,7 +261,7 @@ class Stage:
         with jax.named_scope(BACKWARD):
             if into:
                 places = self._again(mine, chunk, x) if self.keep == "inputs" else self._places(state, row)
-                total, dx = into(chunk, mine, x, places, g, self._sums(state, row))
+                total, dx = into(self._read_in_place(chunk, row), mine, x, places, g, self._sums(state, row))
             elif self.traced.halves.input_grad is not None:
                 dx, stash = self.traced.halves.input_grad(chunk, mine, x, kept, g)
             else:
@@ -304,7 +313,14 @@ class Stage:
             reads = [ends[op].reads()[0] for op in kind.ops if op in ends]
             done = done._replace(shared=self.place("shared", self.shards.added(state["shared"], done.shared, reads)))
         state |= {key: value for key in ("shared", "sums") if (value := getattr(done, key)) is not None}
-        return state if done.out is None else self.send(kind, state, row, done.out)
+        if done.out is None:
+            return state
+        out = done.out
+        if done.shared is not None and not self.forward_only:
+            # gradients of the ends are added up before a result is sent: left to itself XLA keeps those of many ticks,
+            # and what they are made of, the gradient of all logits
+            out, state["shared"] = jax.lax.optimization_barrier((out, state["shared"]))
+        return self.send(kind, state, row, out)
 
     def send(self, kind: TickKind, state: dict, row: Row, out: Tree) -> dict:
         """Returns the state with the messages that arrive when every stage sends its result."""
