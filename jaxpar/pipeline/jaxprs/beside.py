@@ -13,18 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import (
-    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    jaxpr_as_fun,
-    jaxprs_in_params,
-)
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from jaxpar.models.low_rank import NAME
-from jaxpar.pipeline.jaxprs.dataflow import Traced, variables
+from jaxpar.pipeline.jaxprs.dataflow import changed_inside, rewritten, variables
 
 _JIT = ("jit", "pjit")  # releases of JAX name it differently
 _OWN = ("custom_", "shard_map")  # a custom gradient, or what runs on one device, is left as its author wrote it
@@ -36,13 +28,7 @@ def beside(function: Callable) -> Callable:
     Args:
       function: A function of pytrees of arrays.
     """
-
-    def run(*args: Any) -> Any:
-        traced = Traced(function, *args)
-        changed = ClosedJaxpr(_changed(traced.closed.jaxpr), traced.closed.consts)
-        return jax.tree.unflatten(traced.outputs, jaxpr_as_fun(changed)(*jax.tree.leaves(args)))
-
-    return run
+    return rewritten(function, _changed)
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,7 @@ class _Rewriting:
         elif name in _JIT and (any(given) or _holds_sum(eqn)) and self._inlined(eqn):
             return
         elif not name.startswith(_OWN) and _holds_sum(eqn):
-            eqn = eqn.replace(params={key: _inside(value) for key, value in eqn.params.items()})
+            eqn = eqn.replace(params={key: changed_inside(value, _changed) for key, value in eqn.params.items()})
         self.eqns.append(eqn)
 
     def _sum(self, var: Any) -> _Sum | None:
@@ -136,15 +122,6 @@ def _changed(jaxpr: Jaxpr) -> Jaxpr:
         rewriting.take(eqn)
     outs = [rewriting.at(var) for var in jaxpr.outvars]
     return jaxpr.replace(eqns=rewriting.needed(outs), outvars=outs)
-
-
-def _inside(value: Any) -> Any:
-    """Returns a parameter of an equation with what is in its loops, branches and calls changed."""
-    if isinstance(value, ClosedJaxpr):
-        return ClosedJaxpr(_changed(value.jaxpr), value.consts)
-    if isinstance(value, Jaxpr):
-        return _changed(value)
-    return tuple(map(_inside, value)) if type(value) is tuple else value
 
 
 def _is_sum(eqn: JaxprEqn) -> bool:

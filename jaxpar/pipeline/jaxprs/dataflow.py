@@ -62,6 +62,30 @@ class Traced:
         return jax.tree.unflatten(self.inputs, [var in read for var in jaxpr.invars])
 
 
+def rewritten(function: Callable, change: Callable[[Jaxpr], Jaxpr]) -> Callable:
+    """Returns a function of pytrees of arrays, whose jaxpr is changed wherever it is called."""
+
+    def run(*args: Any) -> Any:
+        traced = Traced(function, *args)
+        changed = ClosedJaxpr(change(traced.closed.jaxpr), traced.closed.consts)
+        return jax.tree.unflatten(traced.outputs, jaxpr_as_fun(changed)(*jax.tree.leaves(args)))
+
+    return run
+
+
+def changed_inside(value: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
+    """Returns a parameter of an equation with the loops, branches and calls in it changed; itself where none is."""
+    if isinstance(value, ClosedJaxpr):
+        inner = change(value.jaxpr)
+        return value if inner is value.jaxpr else ClosedJaxpr(inner, value.consts)
+    if isinstance(value, Jaxpr):
+        return change(value)
+    if type(value) is tuple:
+        each = tuple(changed_inside(one, change) for one in value)
+        return value if all(new is old for new, old in zip(each, value, strict=True)) else each
+    return value
+
+
 def needed(eqns: Sequence[JaxprEqn], outs: Iterable) -> tuple[list[JaxprEqn], set[Var]]:
     """Returns the equations that compute these variables, in order, and every variable that those read."""
     # backwards: an equation is needed if a later one that is needed, or an output, reads what it makes

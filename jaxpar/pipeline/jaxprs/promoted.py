@@ -13,14 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import (
-    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
-    Jaxpr,
-    JaxprEqn,
-    jaxpr_as_fun,
-)
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxpar.pipeline.jaxprs.dataflow import Traced
+from jaxpar.pipeline.jaxprs.dataflow import changed_inside, rewritten
 
 _SHORT, _LONG = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 _OWN = ("custom_", "shard_map")  # a custom gradient, or what runs on one device, is left as its author wrote it
@@ -32,13 +27,7 @@ def in_bfloat16(function: Callable) -> Callable:
     Args:
       function: A function of pytrees of arrays.
     """
-
-    def run(*args: Any) -> Any:
-        traced = Traced(function, *args)
-        changed = ClosedJaxpr(_changed(traced.closed.jaxpr), traced.closed.consts)
-        return jax.tree.unflatten(traced.outputs, jaxpr_as_fun(changed)(*jax.tree.leaves(args)))
-
-    return run
+    return rewritten(function, _changed)
 
 
 def _changed(jaxpr: Jaxpr) -> Jaxpr:
@@ -54,21 +43,8 @@ def _equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
     elif eqn.primitive.name.startswith(_OWN):
         yield eqn
     else:
-        params = {name: _inside(value) for name, value in eqn.params.items()}
+        params = {name: changed_inside(value, _changed) for name, value in eqn.params.items()}
         yield eqn if all(params[name] is value for name, value in eqn.params.items()) else eqn.replace(params=params)
-
-
-def _inside(value: Any) -> Any:
-    """Returns a parameter of an equation with the matmuls of the loops, branches and calls in it changed."""
-    if isinstance(value, ClosedJaxpr):
-        inner = _changed(value.jaxpr)
-        return value if inner is value.jaxpr else ClosedJaxpr(inner, value.consts)
-    if isinstance(value, Jaxpr):
-        return _changed(value)
-    if type(value) is tuple:
-        each = tuple(map(_inside, value))
-        return value if all(new is old for new, old in zip(each, value, strict=True)) else each
-    return value
 
 
 def _is_promoted(eqn: JaxprEqn) -> bool:
