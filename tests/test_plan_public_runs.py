@@ -6,7 +6,8 @@ here is a mesh with a ZeRO stage; microbatches, schedule and recomputation are s
 
     first three    the mesh used is among the first three of the plan
     equal          it is not, but as run it fits and takes as long as the first, as far as a plan can tell
-    cheaper        the first is predicted to be faster than what was run; its memory is not compiled
+    cheaper        the first is predicted to be faster than what was run
+    compiled       so it is, and its memory, as jaxpar's own program is compiled, fits: `compiled_public_runs.py`
     too large      what was run is as fast as the first, or faster, but predicted not to fit
 
 `pytest -n 0 -s -m "" tests/test_plan_public_runs.py` prints them.
@@ -18,8 +19,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled_public_runs import needed, record
 
 from jaxpar.bench.published.read import Run, load
+from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.enumerate import pick
@@ -31,6 +34,9 @@ from jaxpar.plan.search import Plan, Question, Ranked, describe, search, weigh
 
 RUNS = {run.row["model"]: run for run in load(Path(__file__).parent / "data/public_large_runs.csv")}
 HBM2E = 16_000_000_000  # bytes that torchtitan's H100s of 96 GB have more than others
+# of a PyTorch process that are not its tensors': CUDA's context, NCCL's buffers. Of BLOOM's timings one took 76 of the
+# 79.2 GiB of an A100 (id 265 of more_published_runs.csv); jaxpar's own pool is XLA's, taken beforehand
+OUTSIDE = 3 * 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,7 @@ class Stack:
       accumulates: Whether it adds up gradients of microbatches without a pipeline.
       recipe: Bytes per parameter.
       more: Bytes of memory besides those of the planner's chip.
+      pooled: Whether XLA takes its share of the memory beforehand.
     """
 
     choices: Choices
@@ -52,6 +59,12 @@ class Stack:
     accumulates: bool = True
     recipe: Recipe = MEGATRON
     more: int = 0
+    pooled: bool = False
+
+    def room(self, run: Run) -> int:
+        """Returns the bytes of a device that tensors may take."""
+        chip = run.hardware.chip
+        return (chip.usable if self.pooled else chip.visible - OUTSIDE) + self.more
 
 
 TABLES = ("1f1b", "interleaved")
@@ -74,7 +87,7 @@ STACKS = {
         choices=Choices(schedules=TABLES, chunks=(2,), uneven=True, remats=("none", "op", "full"), context=1),
         zero=(2, 3), sequence=(True,), accumulates=False, recipe=JAXPAR, more=HBM2E,
     ),
-    "MaxText": Stack(choices=Choices(context=1, pipe=1), zero=(3,), recipe=JAXPAR),
+    "MaxText": Stack(choices=Choices(context=1, pipe=1), zero=(3,), recipe=JAXPAR, pooled=True),
 }  # fmt: skip
 
 
@@ -130,7 +143,8 @@ class Answer:
             return "first three"
         if self.more <= self.trust.apart:
             return "equal" if self.fits else "too large"
-        return "cheaper"
+        bytes_ = record().get((self.run.row["model"], describe(self.plan.best[0].candidate)))
+        return "cheaper" if bytes_ is None or bytes_ > self.run.hardware.chip.usable else "compiled"
 
     def __str__(self) -> str:
         first, run = self.plan.best[0], self.run
@@ -158,12 +172,10 @@ def software(run: Run) -> SoftwareModel:
 
 def question(run: Run) -> AsTheyHad:
     stack = STACKS[run.row["system"]]
-    xla = run.row["system"] == "MaxText"  # PyTorch takes as it needs: all but what drivers and libraries hold
-    memory = run.hardware.memory if xla else run.hardware.chip.visible - 3 * 2**30
     return AsTheyHad(
         model=Transformer(shape=run.shape, recipe=stack.recipe), devices=run.candidate.devices,
         rows=run.candidate.rows, hardware=run.hardware, software=software(run), choices=stack.choices, stack=stack,
-        memory=memory + stack.more,
+        memory=stack.room(run),
     )  # fmt: skip
 
 
@@ -188,35 +200,43 @@ FOUND = {
     "1T": "first three",
     "MT-NLG 530B": "first three",
     "OPT-175B": "first three",
-    "BLOOM": "first three",
+    "BLOOM": "cheaper",
     "Llama 2 70B": "first three",
     "Llama 3.1 8B": "first three",
-    "GPT-3 175B": "cheaper",
-    "Llama 3.1 405B": "cheaper",
+    "GPT-3 175B": "compiled",
+    "Llama 3.1 405B": "compiled",
+    "Llama 3 405B": "compiled",
+    "Llama 3 405B on 8,192": "compiled",
+    "Llama 3 405B 128k": "first three",
 }
-LARGE = ("Llama 3 405B", "Llama 3 405B on 8,192", "Llama 3 405B 128k")
 
 
 def test_the_table_has_eleven_runs_each_with_its_source():
-    assert {*FOUND, *LARGE} == {*RUNS}
+    assert {*FOUND} == {*RUNS}
     assert len(RUNS) == 11
+    assert all(run.source for run in RUNS.values())
 
 
 @pytest.mark.parametrize("model", FOUND)
-def test_the_layout_used_is_among_the_first_three_or_the_first_is_predicted_cheaper(model):
+def test_the_layout_used_is_among_the_first_three_or_the_first_is_cheaper_and_fits_as_compiled(model):
     found = answer(model)
     print(f"\n{found}")
     assert found.verdict == FOUND[model]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", LARGE)
-def test_what_llama_3_ran_is_no_slower_than_the_first_but_predicted_not_to_fit(model):
-    """Without recomputation; so the plan's place for the mesh is that of it with recomputation, far down."""
-    found = answer(model)
-    print(f"\n{found}")
-    assert found.verdict == "too large"
-    assert found.used.candidate.remat == "none"
+def test_at_least_nine_of_eleven_are_as_asked():
+    """All but BLOOM's, whose users timed the plan's first with a model like theirs, too: 6 % slower, in 75 GiB."""
+    assert sum(verdict in ("first three", "compiled") for verdict in FOUND.values()) == 10
+
+
+@pytest.mark.full  # a program for 512 H100s
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+def test_the_record_is_what_xla_assigns():
+    found = answer("Llama 3.1 405B")
+    first = found.plan.best[0].candidate
+    assert needed(found.run.shape, first, "h100") == pytest.approx(
+        record()["Llama 3.1 405B", describe(first)], rel=0.02
+    )
 
 
 def test_eight_of_eleven_take_as_long_as_predicted():

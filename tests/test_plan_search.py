@@ -282,6 +282,23 @@ def test_a_plan_says_what_the_first_costs_in_hours_and_in_money_where_there_is_a
         asked_of(job, devices=64, chip="h100", per_node=None, given={"price": "free"})
 
 
+def test_all_schedules_that_train_are_weighed_where_they_are_asked_for():
+    """On machines with one GPU and slow networks deep pipelines pay, and tables that split backwards or keep less."""
+    job = load(JOB, ["train.global_batch=128"])
+    usual, every = (
+        asked_of(job, devices=16, chip="h100", per_node=1, given={"between": "500MB", "schedules": names})
+        for names in (None, "all")
+    )
+    assert set(np.unique(every.legal().schedule)) == {*LIBRARY}
+    assert "--schedules all" in "".join(usual.left_out)
+    assert "--schedules" not in "".join(every.left_out)
+    plans = [search(asked) for asked in (usual, every)]
+    assert plans[1].best[0].candidate.schedule not in Choices().schedules
+    assert plans[1].best[0].time.total < 0.9 * plans[0].best[0].time.total
+    split = search(replace(every, choices=Choices(schedules=("zb_h1", "1f1b_phased"))))
+    assert split.best[0].candidate.schedule == "zb_h1"
+
+
 def test_layers_that_do_not_divide_are_dealt():
     words = overrides(Candidate(pipe=4, microbatches=4, schedule="1f1b_phased"), 6)
     assert "parallel.pipeline.layers=[2, 2, 1, 1]" in words
@@ -303,6 +320,8 @@ def test_the_verb_prints_a_plan_and_writes_a_job_that_loads(tmp_path, capsys):
         (["--devices", "64", "--between", "0GB"], "--between 0GB"),
         (["--devices", "64", "--per-node", "0"], "per_node"),
         (["--devices", "64", "--top", "0"], "--top 0"),
+        (["--devices", "64", "--schedules", "zb_h9"], "--schedules zb_h9"),
+        (["--devices", "64", "--price", "-1"], "--price -1"),
         (["--devices", "8", "--memory", "1MiB"], "fits"),
         (["--devices", "64", "model.name=mlp", "--top", "1"], "model"),
     ],

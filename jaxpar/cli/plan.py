@@ -50,6 +50,7 @@ def add(verbs) -> None:
     verb.add_argument(
         "--price", metavar="MONEY", help="of a GPU-hour, for what the job costs beside its GPU-hours: 2.5"
     )
+    verb.add_argument("--schedules", metavar="NAMES", help="of pipelines to weigh: zb_h1,1f1b_phased, or all of them")
     verb.add_argument("--top", metavar="N", type=int, default=10, help="layouts to show (default: 10)")
     verb.add_argument("--verify", metavar="N", type=int, default=0, help="compile the first N, and compare")
     verb.add_argument("--advise", action="store_true", help="also what the published rules of thumb say, and the gap")
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
         given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention,
-               "price": args.price},
+               "price": args.price, "schedules": args.schedules},
     )  # fmt: skip
     if args.verify:
         compiled_chip(asked.hardware)

@@ -12,7 +12,9 @@ from jaxpar.job.parts.plan_model import subject
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import taken
 from jaxpar.parallel.declare import DECLARED
+from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.file import load_hardware
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
@@ -31,7 +33,8 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
       given: Texts that replace the hardware's: `inside` and `between`, bytes or bits per second and device, as 3GB or
         10Gb/s; `memory` of a device, as 70GiB; and `attention`: fused is cuDNN's kernel, which a run takes in 16
         bits on GPUs wherever sequences are whole, unfused what XLA compiles without it; None leaves all as they are,
-        and attention as in a run; and `price` of a GPU-hour, as 2.5, for what the job costs.
+        and attention as in a run; `price` of a GPU-hour, as 2.5, for what the job costs; and
+        `schedules` to weigh, as zb_h1,1f1b_phased or all, in place of those of `Choices`.
 
     Raises:
       JaxparError: If the model cannot be planned, the chip's constants are not known, or a number is out of its range.
@@ -46,7 +49,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
             rule="a plan prices context parallelism whose keys are gathered, and no other",
             fix="parallel.context_by=gather parallel.ulysses=1 after the job",
         )
-    price = _price(given.get("price"))
+    price, schedules = _price(given.get("price")), _schedules(given.get("schedules"))
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key)) is not None}
     if slow := [key for key, rate in rates.items() if rate < 1]:
         key = slow[0]
@@ -72,7 +75,20 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
         steps=0 if job.train.grow else job.train.steps,  # a batch that grows has steps of several lengths
         price=price,
+        choices=Choices(schedules=schedules) if schedules else Choices(),
     )
+
+
+def _schedules(text: str | None) -> tuple[str, ...]:
+    """Returns the schedules of a text: names with commas, or all; none where there is no text."""
+    names = tuple(LIBRARY) if text == "all" else tuple(each.strip() for each in text.split(",")) if text else ()
+    if unknown := [each for each in names if each not in LIBRARY]:
+        raise refuse(
+            f"--schedules {unknown[0]}",
+            rule=f"schedules are {', '.join(LIBRARY)}, with commas, or all",
+            fix=f"--schedules {nearest(unknown[0], LIBRARY)}",
+        )
+    return names
 
 
 def _price(text: str | None) -> float:

@@ -110,9 +110,7 @@ class Transformer:
     def left_out(self, choices: Choices) -> tuple[str, ...]:
         """Returns axes that no layout has, and schedules that are not weighed."""
         others = ", ".join(name for name in LIBRARY if name not in choices.schedules)
-        compared = (
-            f"schedules {others}: `jaxpar schedule NAME --compare` prices them, parallel.pipeline.schedule sets one"
-        )
+        compared = f"schedules {others}: --schedules all weighs them too, in about three times the time"
         return (*without(self.shape), *[compared] * bool(others))
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
