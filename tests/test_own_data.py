@@ -300,6 +300,84 @@ WRONG = {
 }
 
 
+class Raising:
+    """A stream whose code breaks at one place."""
+
+    def __init__(self, at):
+        self.at, self.drawn = at, 0
+
+    def broken(self, at, value):
+        if self.at == at:
+            raise RuntimeError(f"the disk of {at}")  # this line is named
+        return value
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.drawn += 1
+        return {"x": self.broken("array", np.zeros((2,))) if self.at != "array" else Lazy(self)}
+
+    def get_state(self):
+        return self.broken("get_state", {"drawn": self.drawn})
+
+    def set_state(self, state):
+        self.drawn = self.broken("set_state", state["drawn"])
+
+
+class Lazy:
+    """An array that is made when it is asked for, as tensors of PyTorch's that want gradients refuse to be."""
+
+    shape = (2,)
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __array__(self, dtype=None, copy=None):
+        return self.stream.broken("array", np.zeros(2))
+
+
+class Named:
+    def __init__(self, at):
+        self.at = at
+
+    @property
+    def fingerprint(self):
+        raise RuntimeError(f"the disk of {self.at}")
+
+    def batch(self, step, size):
+        return {"x": np.zeros(2)}
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, number):
+        return {"x": np.zeros(2)}
+
+
+class Dataset(Named):
+    batch = None
+
+
+@pytest.mark.parametrize("at", ["get_state", "set_state", "array", "source", "dataset"])
+def test_what_breaks_in_ones_own_code_is_said_with_its_line_and_no_traceback(at, tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "EVERY", 0.0)
+
+    def read():
+        if at in ("source", "dataset"):
+            return opened(Named(at) if at == "source" else Dataset(at), tmp_path)
+        source = opened(lambda: Raising(at), tmp_path)
+        for step in range(3):
+            source.batch(step, 2)
+        return opened(lambda: Raising(at), tmp_path).batch(3, 2)
+
+    with pytest.raises(JaxparError) as refused:
+        read()
+    said = refused.value.problems[0].got
+    assert f"the disk of {at}" in said
+    assert "test_own_data.py, line" in said
+
+
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_no_data_is_refused(case):
     named, words = WRONG[case]

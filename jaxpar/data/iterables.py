@@ -12,6 +12,8 @@ from jaxpar.data.spec import Batch, Rows, Weighted, some
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError, refuse, users_code
 
+A_BATCH = "a batch is a dict of arrays"
+
 
 class Stream:
     """Batches of the user's own iterable. To reach a step, the batches before it are drawn and dropped."""
@@ -74,8 +76,11 @@ class Own:
     def __init__(self, source: Any, name: str):
         self.source, self.name = source, name
         self.knows_rows = "rows" in parameters(source.batch)
-        self.fingerprint = str(getattr(source, "fingerprint", name))
-        counted = getattr(source, "examples", None)
+        with users_code(
+            name, rule="`fingerprint` of a source tells its data from others", fix="the line that it names"
+        ):
+            self.fingerprint = str(getattr(source, "fingerprint", name))
+            counted = getattr(source, "examples", None)
         self.examples = counted if isinstance(counted, int) else None
 
     def batch(self, step: int, size: int, rows: Rows = None) -> Batch:
@@ -141,21 +146,14 @@ def _as_batch(batch: Any, size: int, name: str) -> Batch:
     if not isinstance(batch, Mapping) or not batch:
         raise refuse(
             f"{name} yields {f'{batch!r:.60}' if not hasattr(batch, 'shape') else type(batch).__name__}",
-            rule="a batch is a dict of arrays",
+            rule=A_BATCH,
             fix="yield {'inputs': ..., 'targets': ...}",
         )
     made = {}
     for key, value in batch.items():
-        try:
+        fix = f"np.stack rows of one shape, or leave {key!r} out"
+        with users_code(f"{name} yields {key}", rule=A_BATCH, fix=fix):  # also what its own __array__ raises
             array = in_32_bits(np.asarray(value), f"{name}: {key}")
-        except (TypeError, ValueError) as error:
-            if isinstance(error, JaxparError):
-                raise
-            raise refuse(
-                f"{name} yields {key}: {error}",
-                rule="a batch is a dict of arrays",
-                fix=f"np.stack rows of one shape, or leave {key!r} out",
-            ) from error
         if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
             raise refuse(
                 f"{name} yields {key} of dtype {array.dtype}",

@@ -112,7 +112,8 @@ def _stacked(values: list[Any]) -> Any:
 
 def fingerprint(dataset: Any, name: str) -> str:
     """Returns the name of a dataset, its length, and a hash of its first example: what tells it from others."""
-    said = getattr(dataset, "fingerprint", None)
+    with users_code(name, rule="`fingerprint` of a dataset tells it from others", fix="the line that it names"):
+        said = getattr(dataset, "fingerprint", None)
     if isinstance(said, str):
         return said
     length = _length(dataset, name)

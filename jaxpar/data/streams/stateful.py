@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.data.iterables import Stream, as_batch, parameters
+from jaxpar.data.iterables import A_BATCH, Stream, as_batch, parameters
 from jaxpar.data.spec import Batch, Rows, some
 from jaxpar.data.streams.states import States, hash_of
 from jaxpar.errors import refuse, users_code
@@ -86,10 +86,18 @@ class Stateful(Stream):
 
     def _note(self) -> None:
         due = self._states is not None and self._writes and self._next and not self._wanted and self._states.is_due
-        self._state = getattr(self._owner, _words(self._owner)[0])() if due else None
+        self._state = None
+        if due:
+            word = _words(self._owner)[0]
+            with users_code(
+                f"{self.fingerprint}.{word}() before batch {self._next}",
+                rule="a stream tells its state between two batches",
+                fix="the line that it names, or an iterator without a state",
+            ):
+                self._state = getattr(self._owner, word)()
 
     def _seen(self, batch: Any) -> None:
-        if self._wanted and hash_of(batch) != self._wanted:
+        if self._wanted and self._hash(batch) != self._wanted:
             raise refuse(
                 f"{self.fingerprint}: batch {self._next} after its state is another than that which was read",
                 rule=SAME,
@@ -98,9 +106,13 @@ class Stateful(Stream):
         self._wanted = ""
         if self._state is None or self._states is None:
             return
-        if not self._states.note(self._next, self._state, hash_of(batch)):
+        if not self._states.note(self._next, self._state, self._hash(batch)):
             print(f"{self.fingerprint}: its state is no JSON, and is not kept", file=sys.stderr)
             self._states = None
+
+    def _hash(self, batch: Any) -> str:
+        with users_code(f"{self.fingerprint}, batch {self._next}", rule=A_BATCH, fix="np.stack rows of one shape"):
+            return hash_of(batch)
 
 
 def _words(iterator: Any) -> tuple[str, str]:
