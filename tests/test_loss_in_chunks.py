@@ -244,6 +244,7 @@ def test_the_size_of_logits_decides_and_check_says_so(capsys):
     assert (long.in_chunks, long.chunks, 131072 % long.chunks) == (True, 64, 0)
     assert long.of_part(16).bytes < LARGEST
     job = ["check", "configs/quickstart.toml", "model.vocab=128256", "train.global_batch=256"]
+    job += ["data.tokenizer=bpe", "data.vocab=128256"]
     assert main([*job, "data.seq=4096", "model.seq=4096"]) == 0
     assert "logits: 64 chunks of 4,096 tokens; a device's 262,144 x 64,128" in capsys.readouterr().out
     assert main([*job, "data.seq=128", "train.accumulate=4"]) == 0

@@ -11,6 +11,7 @@ import pytest
 import tokenizing
 
 import jaxpar as jp
+from jaxpar.cli.main import main
 from jaxpar.data import corpus, journal
 from jaxpar.data.corpus import Corpus
 from jaxpar.data.documents.piece import START, Piece
@@ -21,6 +22,8 @@ from jaxpar.data.tokenizers.encoders import HuggingFace
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.data.tokens import Text
 from jaxpar.errors import JaxparError
+from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.names import vocabulary
 
 KINDS = ("llama3", "llama2", "gpt2", "t5")
 WORDS = [
@@ -244,6 +247,35 @@ def test_a_vocabulary_is_that_of_the_tokenizer_or_padded(folders, size):
         return
     with pytest.raises(JaxparError, match=f"model.vocab = {size}, the tokenizer .* has 500 tokens"):
         found.check_model(size)
+
+
+@pytest.mark.parametrize(
+    ("data", "vocab", "is_good"),
+    [
+        ("", 1280, True), ("", 1281, False), ("", 128_256, False), ('tokenizer = "bpe"', 2048, True),
+        ('tokenizer = "bpe"', 2049, False), ('tokenizer = "bpe"\nvocab = 50257', 50_304, True),
+        ('source = "digits"', 128_256, True),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_beyond_bytes_or_a_bpe_is_padding_or_refused_before_it_is_trained(data, vocab, is_good):
+    made = loads(f"model = {{ name = 'decoder', vocab = {vocab} }}\n[data]\n{data}")
+    assert bool(vocabulary(made)) != is_good
+    if not is_good:
+        assert f"model.vocab = {vocab}, the" in vocabulary(made)[0].got
+        assert "padding: at most 1024" in vocabulary(made)[0].rule
+
+
+@pytest.mark.parametrize("verb", [pytest.param("check", marks=pytest.mark.slow), "train"])
+def test_a_llamas_vocabulary_over_bytes_is_refused(verb, tmp_path, capsys):
+    (tmp_path / "job.toml").write_text(f"""
+        run.dir = "{tmp_path}/run"
+        mesh.devices = 1
+        model = {{ vocab = 128256, layers = 1, dim = 8, heads = 1 }}
+        train = {{ steps = 1, global_batch = 1 }}
+        """)
+    assert main([verb, str(tmp_path / "job.toml")]) == 1
+    assert "the bytes tokenizer has 256 tokens" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "data").exists()
 
 
 def test_large_vocabularies_are_padded_by_a_share(folders):

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.check import check, devices_of
     from jaxpar.job.inspect import work
     from jaxpar.job.parts.models import resolve_loss, resolve_model
+    from jaxpar.job.parts.names import vocabulary
     from jaxpar.mesh.devices import leave_alone, simulate
     from jaxpar.models.settings.logits import noted
     from jaxpar.parallel.compose import compose
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         leave_alone()
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
         with noted() as logits:
-            problems += check(job, whole=not problems)
+            problems += check(job, whole=not problems) or vocabulary(job)
     else:
         logits = []
     if problems:

@@ -17,6 +17,7 @@ from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import check_evaluated, open_data
 from jaxpar.job.parts.measures import resolve_measures
 from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.job.parts.names import vocabulary
 from jaxpar.job.parts.optimizers import own_functions, resolve_optimizer
 from jaxpar.mesh.devices import simulate, visible
 from jaxpar.optim import chain
@@ -74,6 +75,8 @@ def build(job: Job, *, processes: int = 1) -> Built:
             rule="a job trains on devices that are there",
             fix=f"mesh.devices = {len(devices)}, or mesh.simulate = {job.mesh.devices}",
         )
+    if unused := vocabulary(job):
+        raise JaxparError(*unused)
     step = assemble(job, devices[: job.mesh.devices or None])
     source = open_data(job)
     check_evaluated(job, source)

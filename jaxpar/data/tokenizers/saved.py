@@ -26,6 +26,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 ADDED = {"LlamaTokenizer": True, "CodeLlamaTokenizer": True, "CohereTokenizer": True, "GemmaTokenizer": True,
          "GPTNeoXTokenizer": False}  # fmt: skip
 MORE, SHARE = 1024, 0.03  # rows of a vocabulary beyond the tokenizer's that padding explains
+PADDING = f"at most {MORE}, or {SHARE:.0%} of the tokens"
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,18 @@ class Saved:
         Raises:
           JaxparError: If it has fewer rows, or many more.
         """
-        most = self.size + max(MORE, int(SHARE * self.size))
-        if not self.size <= vocab <= most:
+        if not self.size <= vocab <= most_rows(self.size):
             few = vocab < self.size
             raise refuse(
                 f"{key} = {vocab}, the tokenizer {self.file} has {self.size} tokens",
-                rule="the model has a row for every token"
-                if few
-                else f"rows beyond the tokens are padding: at most {MORE}, or {SHARE:.0%} of the tokens",
+                rule="the model has a row for every token" if few else f"rows beyond the tokens are padding: {PADDING}",
                 fix=f"{key} = {self.size}, or the tokenizer that the model was trained with",
             )
+
+
+def most_rows(tokens: int) -> int:
+    """Returns the rows of the largest vocabulary of so many tokens that padding explains."""
+    return tokens + max(MORE, int(SHARE * tokens))
 
 
 def saved(path: str | Path) -> Saved:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxpar.data.spec import OURS
-from jaxpar.data.tokenizers.saved import saved
+from jaxpar.data.tokenizers.saved import PADDING, most_rows, saved
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import validated
@@ -69,6 +69,27 @@ def own_loss(job: Job) -> Callable | None:
             fix="name a function",
         )
     return target
+
+
+def vocabulary(job: Job) -> list[Problem]:
+    """Returns the problem of a vocabulary with far more rows than the data has tokens: most would never be trained.
+
+    Asked of a job that is trained. A plan or an inspection, whose data stands for any other, does not ask.
+    """
+    if job.model["name"] not in MODELS or not job.data.is_text or job.data.tokenizer not in OURS:
+        return []  # of a tokenizer that was saved it is asked always
+    tokens, vocab = job.data.tokens, job.model.get("vocab", 0)
+    if not isinstance(vocab, int) or vocab <= most_rows(tokens):
+        return []
+    way_out = "data.tokenizer = the folder of the model that it was trained with"
+    larger = f'tokenizer = "bpe" and data.vocab = {vocab}, to train one on the text; or {way_out}'
+    return [
+        Problem(
+            f"model.vocab = {vocab}, the {job.data.tokenizer} tokenizer has {tokens} tokens",
+            f"rows beyond the tokens are padding: {PADDING}",
+            f"model.vocab = {tokens}; or {larger}",
+        )
+    ]
 
 
 def _check_text(job: Job, settings: Any) -> None:
