@@ -1,5 +1,7 @@
 """Optimizers and schedules of optax by any name, and the user's own: optax's programs, tried on shapes before a run."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,22 +18,26 @@ from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.optimizers import check_optimizer, own_functions, resolve_optimizer
 from jaxpar.job.parts.plan_model import needs_jax, subject
 from jaxpar.optim import chain
+from jaxpar.optim.extra import follows_steps
 from jaxpar.optim.named import optimizers, schedules
 from jaxpar.optim.optimizer import SETTINGS, Optimizer
+from jaxpar.optim.probe import LOSS, needs_loss, updated
 from jaxpar.optim.schedule import Schedule
 
 SHAPES = {"matrix": (3, 4), "vector": (4,)}
 PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
 MATRICES = {"matrix": True, "vector": False}
 STEPS = 10
-NUMBERS = {"optimistic_adam", "rprop", "sm3"}  # take a learning rate that is a number, and no schedule
+NUMBERS = {"optimistic_adam", "polyak_sgd", "rprop", "sm3"}  # take a learning rate that is a number, and no schedule
 NEEDED = {"noisy_sgd": {"key": 0}}
 DECODER = "mesh.simulate = 1\n[model]\nname = 'decoder'\nlayers = 1\ndim = 16\nheads = 2\n"
 
 
 def program(optimizer):
     """Returns what an update computes, as text."""
-    return str(jax.make_jaxpr(optimizer.update)(PARAMS, jax.eval_shape(optimizer.init, PARAMS), PARAMS))
+    return str(
+        jax.make_jaxpr(partial(updated, optimizer))(PARAMS, jax.eval_shape(optimizer.init, PARAMS), PARAMS, LOSS)
+    )
 
 
 def job(text):
@@ -129,6 +135,7 @@ def halved(learning_rate, steps, *, after):
     return lambda count: jnp.where(count < after * steps, learning_rate, learning_rate / 2)
 
 def several(learning_rate): return optax.MultiSteps(optax.sgd(learning_rate), 2)
+def by_loss(learning_rate): return optax.chain(optax.sgd(learning_rate), optax.scale_by_zoom_linesearch(3))
 def plateau(learning_rate): return optax.chain(optax.sgd(learning_rate), optax.contrib.reduce_on_plateau())
 def free(learning_rate): return optax.contrib.schedule_free(optax.sgd(0.1), learning_rate)
 def branches(learning_rate): return lambda count: learning_rate if count < 3 else 0.0
@@ -164,7 +171,7 @@ def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own
     """)
     assert check(made) == []
     assert check(job('name = "my_optim:by_path"')) == []  # tried on the parameters of the model, and no others
-    (problem,) = check(job('name = "my_optim:plateau"'))
+    (problem,) = check(job('name = "my_optim:by_loss"'))
     assert "its update" in problem.got
     rate = rates(made.optimizer, STEPS, own=own_functions(made))
     assert [rate(step) for step in range(STEPS)] == pytest.approx([0, 0.05, *[0.1] * 4, *[0.05] * 4])
@@ -178,8 +185,10 @@ def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own
     ("text", "parts"),
     [
         ('name = "adagrd"', ['"adagrd"', "did you mean 'adagrad'?"]),
-        ('name = "reduce_on_plateau"', ["no loss"]),
-        ('name = "momo"', ["no loss"]),
+        ('name = "reduce_on_plateau"', ["no function", 'schedule = "reduce_on_plateau"']),
+        ('name = "lbfgs"', ["no function"]),
+        ('name = "schedule_free_adamw"', ["the parameters that it steps from"]),
+        ('schedule = { name = "reduce_on_plateau", arguments = { patient = 3 } }', ["did you mean 'patience'?"]),
         ('name = "dpsgd"', ["of each example"]),
         ('name = "rprop"', ["rprop", 'decay = "constant"']),
         ('name = "sm3"', ["sm3", 'decay = "constant"']),
@@ -196,8 +205,7 @@ def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own
         ('name = "my_optim:number"', ["is a int", "a function of learning_rate"]),
         ('name = "my_optim:constant"', ["constant()", "def make(learning_rate)"]),
         ('name = "my_optim:broken"', ["no such day", "line"]),
-        ('name = "my_optim:several"', ["makes a MultiSteps", "gradient_transformation()"]),
-        ('name = "my_optim:plateau"', ["its update", "no loss"]),
+        ('name = "my_optim:by_loss"', ["its update", "no function"]),
         ('name = "my_optim:free"', ["schedule-free"]),
         ('schedule = "my_optim:branches"', ["my_optim:branches", "jnp.where"]),
         ('schedule = "my_optim:lists"', ["shape [2]", "one number"]),
@@ -221,6 +229,63 @@ def test_steps_of_many_updates_take_no_optimizer_that_counts_its_own():
         check_optimizer(loads(f"{unflushed}'madgrad'"))
     check_optimizer(loads(f"{unflushed}'madgrad'\ndecay = 'constant'"))
     check_optimizer(loads(f"{unflushed}'adagrad'"))
+    with pytest.raises(JaxparError, match="before the loss of its batch is known"):
+        check_optimizer(loads(f"{unflushed}'sgd'\nschedule = 'reduce_on_plateau'"))
+
+
+def test_what_optimizers_ask_for_besides_gradients_is_in_their_program(own):
+    plateau = job('learning_rate = 0.1\nclip = 0\nname = "sgd"\nschedule = { name = "reduce_on_plateau" }')
+    flat = optax.chain(optax.sgd(optax.constant_schedule(0.1), momentum=0.9), optax.contrib.reduce_on_plateau())
+    assert program(resolve_optimizer(plateau)) == program(flat)
+    several = job('clip = 0\nname = "my_optim:several"')
+    schedule = optax.cosine_decay_schedule(1e-3, STEPS, alpha=0.1)
+    twice = optax.MultiSteps(optax.sgd(schedule), 2).gradient_transformation()
+    assert program(resolve_optimizer(several)) == program(twice)
+    told = {"my_optim:several": False, "my_optim:plateau": False, "momo": True, "adagrad": True}
+    for name, is_told in told.items():
+        made = job(f'name = "{name}"')
+        assert check(made) == []
+        assert follows_steps(jax.eval_shape(resolve_optimizer(made).init, PARAMS)) == is_told
+        assert needs_loss(resolve_optimizer(made)) == (name in ("my_optim:plateau", "momo"))
+
+
+def plateaued(losses, **arguments):
+    """Returns the scale of updates after these losses, by optax alone."""
+    alone = optax.contrib.reduce_on_plateau(**arguments)
+    state = alone.init({"x": jnp.zeros(())})
+    for loss in losses:
+        _, state = alone.update({"x": jnp.ones(())}, state, value=jnp.float32(loss))
+    return float(state.scale)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("exchange", "more"), [("all_reduce", {}), ("sign", {"smallest": 512}), ("local", {})])
+def test_a_rate_follows_the_loss_of_the_whole_batch_or_of_each_replica(exchange, more):
+    less = {"factor": 0.5, "patience": 1}
+    made = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(**less))
+    parallel = jp.Parallel(data=2, fsdp=2, tensor=2, exchange=jp.Exchange(exchange, **more))
+    losses, state, _ = train(models()["annotated"], parallel, chain=made, steps=6)
+    scale = state.optimizer[1].scale
+    if exchange == "local":  # replicas see losses of their own
+        assert scale.shape == (2,)
+        assert float(scale.min()) < 1
+        return
+    assert float(scale) == plateaued(losses, **less) < 1
+    want, alone, _ = train(models()["annotated"], jp.Parallel(), jax.devices()[:1], chain=made, steps=6)
+    if exchange == "all_reduce":
+        np.testing.assert_allclose(losses, want, rtol=1e-5)
+        assert float(alone.optimizer[1].scale) == float(scale)
+
+
+@pytest.mark.slow
+def test_several_steps_of_a_chain_make_one_update_on_a_cube_as_on_one_device():
+    made = optax.MultiSteps(optax.adam(0.05, eps=1e-4), 2).gradient_transformation()
+    cube = jp.Parallel(data=2, fsdp=2, tensor=2)
+    losses, state, _ = train(models()["annotated"], cube, chain=made, steps=4)
+    want, alone, _ = train(models()["annotated"], jp.Parallel(), jax.devices()[:1], chain=made, steps=4)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+    assert int(state.optimizer.gradient_step) == int(alone.optimizer.gradient_step) == 2
+    assert_same_arrays(state.params, alone.params)
 
 
 def test_a_plan_counts_the_state_of_an_optimizer_that_has_no_formula():

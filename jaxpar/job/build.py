@@ -21,6 +21,7 @@ from jaxpar.job.parts.names import vocabulary
 from jaxpar.job.parts.optimizers import own_functions, resolve_optimizer
 from jaxpar.mesh.devices import simulate, visible
 from jaxpar.optim import chain
+from jaxpar.optim.extra import follows_steps
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.step import Step, train_step
@@ -37,7 +38,7 @@ class Built:
       layout: Where arrays live.
       step: The step, compiled at its first call.
       optimizer: The optax chain.
-      learning_rate: Step to learning rate; None where that of each member of a sweep is its own.
+      learning_rate: Step to learning rate; None where that of each member of a sweep is its own, or follows the loss.
       source: Where batches come from.
       larger: The steps of later phases of a batch that grows, by the times that their batches are of the first.
     """
@@ -87,9 +88,14 @@ def build(job: Job, *, processes: int = 1) -> Built:
         step=step,
         optimizer=step.optimizer,
         source=source,
-        learning_rate=None if job.sweep.over else rates(spec, job.train.steps, own=own_functions(job)),
+        learning_rate=rates(spec, job.train.steps, own=own_functions(job)) if _is_told(job, step) else None,
         larger={times: _step(job, step.layout, step.optimizer, times) for times in job.train.growth.factors[1:]},
     )
+
+
+def _is_told(job: Job, step: Step) -> bool:
+    """Returns whether the rate of each step is known before it is made."""
+    return not job.sweep.over and (job.optimizer.is_plain or follows_steps(step.abstract().optimizer))
 
 
 def rates(spec: chain.Optimizer, steps: int, *, own: chain.Own = chain.NONE) -> Callable[[int], float]:

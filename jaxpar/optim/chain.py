@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import refuse
-from jaxpar.optim.named import Own, call, find_optimizer, find_schedule
+from jaxpar.optim.extra import PLATEAU
+from jaxpar.optim.named import RATES, Own, call, find_optimizer, find_schedule
 from jaxpar.optim.optimizer import SETTINGS, SWEPT, Optimizer
 from jaxpar.optim.schedule import Schedule
 
@@ -29,14 +30,15 @@ def schedule(spec: Optimizer, steps: int, *, own: Own = NONE, **given: Any) -> C
     """
     rest = max(1, steps - spec.warmup)
     highest, final = given.get("learning_rate", spec.learning_rate), given.get("final", spec.final)
-    if spec.schedule.name:
+    if spec.schedule.name and spec.schedule.name != PLATEAU:
         falling = _named(spec.schedule, highest, rest, own)
     else:
         falling = {
             "constant": lambda: optax.constant_schedule(highest),
+            PLATEAU: lambda: optax.constant_schedule(highest),
             "cosine": lambda: optax.cosine_decay_schedule(highest, rest, alpha=final),
             "linear": lambda: optax.linear_schedule(highest, final * highest, rest),
-        }[spec.decay]()
+        }[spec.schedule.name or spec.decay]()
     rising = optax.linear_schedule(0.0, highest, spec.warmup)
     whole = optax.join_schedules([rising, falling], [spec.warmup]) if spec.warmup else falling
     if not spec.drops:
@@ -88,13 +90,21 @@ def _made(spec: Optimizer, steps: int, own: Own, **given: Any) -> optax.Gradient
     if mask := MASKS.get(spec.name):
         settings[mask] = _matrices
     function = find_optimizer(spec.name, own.optimizer)
-    made = call(spec.name, function, spec.arguments, {"learning_rate": rate, **settings}, key="optimizer.arguments")
+    settings[RATES.get(spec.name, "learning_rate")] = rate
+    made = call(spec.name, function, spec.arguments, settings, key="optimizer.arguments")
+    if isinstance(made, optax.MultiSteps):
+        made = made.gradient_transformation()
     if not isinstance(made, optax.GradientTransformation):
         raise refuse(
             f'optimizer.name = "{spec.name}" makes a {type(made).__name__}',
             rule="an optimizer is an optax chain",
-            fix="return optax.chain(...); of optax.MultiSteps, its gradient_transformation()",
+            fix="return optax.chain(...)",
         )
+    if spec.schedule.name == PLATEAU:
+        scaling = call(
+            PLATEAU, optax.contrib.reduce_on_plateau, spec.schedule.arguments, {}, key="optimizer.schedule.arguments"
+        )
+        made = optax.chain(made, scaling)
     if "clip" in given:  # 0 does not clip
         largest = jnp.where(given["clip"] > 0, given["clip"], jnp.inf)
         return optax.chain(optax.clip_by_global_norm(largest), made)

@@ -14,13 +14,14 @@ from typing import Any
 import optax
 
 from jaxpar.errors import JaxparError, Problem, nearest, refuse, users_code
+from jaxpar.optim.extra import PLATEAU
 
+RATES = {"polyak_sgd": "max_learning_rate"}  # optimizers whose rate has another name than `learning_rate`
 HIGHEST = ("peak_value", "init_value", "value")  # the argument of an optax schedule that is the highest rate
-MORE = ("dpsgd", "lbfgs", "momo", "momo_adam", "polyak_sgd", "reduce_on_plateau", "schedule_free",
-        "schedule_free_adamw", "schedule_free_sgd", "sophia")  # fmt: skip
+MORE = ("dpsgd", "lbfgs", PLATEAU, "schedule_free", "schedule_free_adamw", "schedule_free_sgd", "sophia")
 ALONE = (
-    "an optimizer is given gradients of the whole batch, its state and parameters: no loss, no function, "
-    "no gradients of each example, and nothing at an evaluation"
+    "an optimizer is given gradients and loss of the whole batch, its state and parameters: no function, "
+    "no gradients of each example, and what is evaluated, sampled and exported are the parameters that it steps from"
 )
 TYPES = 'arguments of its types; decay = "constant" and warmup = 0, if it is an optimizer that takes no schedule'
 
@@ -35,12 +36,12 @@ class Own:
 
 @cache
 def optimizers() -> dict[str, Callable]:
-    """Returns the optimizers of optax that take a learning rate, and no more at each update than any other."""
+    """Returns the optimizers of optax that take a learning rate, and at each update no more than the loss besides."""
     found = {**_functions(vars(optax.contrib)), **_functions(vars(optax))}
     return {
         name: function
         for name, function in found.items()
-        if "learning_rate" in inspect.signature(function).parameters and name not in MORE
+        if RATES.get(name, "learning_rate") in inspect.signature(function).parameters and name not in MORE
     }
 
 
@@ -70,7 +71,8 @@ def find_optimizer(name: str, own: Callable | None) -> Callable:
     if own is not None:
         return _taking_rate(name, own, "optimizer.name")
     if name in MORE:
-        raise refuse(f'optimizer.name = "{name}"', rule=ALONE, fix='"adamw", or another optimizer of optax')
+        fix = f'schedule = "{PLATEAU}", with any optimizer' if name == PLATEAU else '"adamw", or another one of optax'
+        raise refuse(f'optimizer.name = "{name}"', rule=ALONE, fix=fix)
     known = optimizers()
     if name not in known:
         raise refuse(

@@ -1,6 +1,7 @@
 """Tries an optimizer or a schedule that is not jaxpar's own, on shapes: what a step cannot use is refused before it."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,14 +9,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.optim.extra import given
 from jaxpar.optim.named import ALONE, TYPES
 from jaxpar.optim.optimizer import Optimizer
 
+LOSS = jax.ShapeDtypeStruct((), jnp.float32)
 SMALL = {"matrix": jax.ShapeDtypeStruct((3, 4), jnp.float32), "vector": jax.ShapeDtypeStruct((4,), jnp.float32)}
 
 
 def check_chain(made: optax.GradientTransformation, spec: Optimizer, params: Any) -> Any:
-    """Returns the state, as shapes, of a chain that needs no more than gradients and parameters.
+    """Returns the state, as shapes, of a chain that needs no more than gradients, parameters and the loss.
 
     Args:
       made: The chain.
@@ -29,13 +32,26 @@ def check_chain(made: optax.GradientTransformation, spec: Optimizer, params: Any
     with_them = f" with {spec.arguments!r:.200}" if spec.arguments else ""
     with users_code(f"{said}{with_them}: its update", rule=ALONE, fix=TYPES):
         state = jax.eval_shape(made.init, params)
-        updates, _ = jax.eval_shape(made.update, params, state, params)
+        updates, _ = jax.eval_shape(partial(updated, made), params, state, params, LOSS)
     of_free = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)  # noqa: E731
     if any(map(of_free, jax.tree.leaves(state, is_leaf=of_free))):
         raise refuse(f"{said} is schedule-free", rule=ALONE, fix="an optimizer with a schedule")
     if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
         raise refuse(f"{said}: updates of other shapes", rule="one update per parameter", fix="optax.apply_updates")
     return state
+
+
+def updated(made: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
+    """Returns updates and the state after them, of a chain that is given the loss if it takes any."""
+    return made.update(gradients, state, params, **given(made, loss))
+
+
+def needs_loss(made: optax.GradientTransformation, params: Any = SMALL) -> bool:
+    """Returns whether the updates of a chain, which is sound, depend on the loss."""
+    state = jax.eval_shape(made.init, params)
+    closed = jax.make_jaxpr(partial(updated, made))(params, state, params, LOSS)
+    loss = closed.jaxpr.invars[-1]
+    return any(loss in eqn.invars for eqn in closed.jaxpr.eqns)
 
 
 def check_rate(schedule: Callable, *, name: str) -> None:

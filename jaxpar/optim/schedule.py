@@ -13,6 +13,7 @@ class Schedule:
     Attributes:
       name: A schedule of optax, such as exponential_decay or cosine_onecycle_schedule, or "package.module:function" of
         learning_rate, and of steps if it takes them: those of the run after the warm-up. "" is decay.
+        reduce_on_plateau is optax.contrib's, which scales the updates by the losses of the steps, from the first one.
         schedule = "..." for short.
       arguments: Its other arguments, as optax has them; learning_rate is its peak_value, init_value or value.
         They hold as they are, whatever reference_batch.

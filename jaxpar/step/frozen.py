@@ -9,6 +9,7 @@ inside of `multi_transform` does not.
 """
 
 from collections.abc import Set
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import Jaxpr, Var
 
+from jaxpar.optim.probe import updated
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import CALLS, jaxpr_of, variables
 from jaxpar.sharding.names import Tree, path_of
@@ -27,7 +29,8 @@ def frozen(layout: Layout, optimizer: optax.GradientTransformation) -> frozenset
     # only what masks can leave a gradient unread: with other optimizers nothing is traced to find that none is
     if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
         return frozenset()
-    closed = jax.make_jaxpr(optimizer.update)(layout.params, state, layout.params)
+    update = partial(updated, optimizer)
+    closed = jax.make_jaxpr(update)(layout.params, state, layout.params, jax.ShapeDtypeStruct((), jnp.float32))
     read = _read(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
     keyed, _ = jax.tree_util.tree_flatten_with_path(layout.params)  # the gradients are the first of the arguments
     return frozenset(path_of(keys) for index, (keys, _) in enumerate(keyed) if index not in read)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 import optax
 
+from jaxpar.optim.extra import given
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.step.losses import Sums
@@ -91,13 +92,19 @@ def one_update(
 ) -> tuple[State, dict[str, jax.Array]]:
     """Returns a state after one update by what `Gradients.gradients` made of it, and the metrics of that."""
     gradients, sums, model_state = made
-    held = lambda: on_device(state.optimizer)  # noqa: E731
-    params, kept, gradients = updated(layout, optimizer, gradients, held, state.params)
+    held, (total, count) = (lambda: on_device(state.optimizer)), sums["loss"]
+    params, kept, gradients = updated(layout, optimizer, gradients, held, state.params, loss=total / count)
     return State(state.step + 1, params, kept, model_state), metrics(sums, optax.tree.norm(gradients))
 
 
 def updated(
-    layout: Layout, optimizer: optax.GradientTransformation, gradients: Tree, held: Callable[[], Any], params: Tree
+    layout: Layout,
+    optimizer: optax.GradientTransformation,
+    gradients: Tree,
+    held: Callable[[], Any],
+    params: Tree,
+    *,
+    loss: jax.Array,
 ) -> tuple[Tree, Any, Tree]:
     """Returns parameters and optimizer state after an update, and the gradients as it took them.
 
@@ -107,10 +114,11 @@ def updated(
       gradients: As they were made.
       held: Returns the optimizer state where updates are made.
       params: As stored.
+      loss: The mean loss that they are of, for an optimizer that takes it.
     """
     if layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
         gradients = constrained(layout, gradients, layout.updated)
-    updates, kept = optimizer.update(gradients, held(), params)
+    updates, kept = optimizer.update(gradients, held(), params, **given(optimizer, loss))
     return optax.apply_updates(params, updates), kept, gradients
 
 

@@ -8,11 +8,12 @@ from jaxpar.errors import refuse
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
 from jaxpar.optim import chain
+from jaxpar.optim.extra import PLATEAU
 from jaxpar.optim.freeze import freeze
 from jaxpar.optim.named import Own
 from jaxpar.optim.optimizer import SETTINGS
 from jaxpar.optim.pace import counts_steps
-from jaxpar.optim.probe import SMALL, check_chain, check_rate
+from jaxpar.optim.probe import SMALL, check_chain, check_rate, needs_loss
 from jaxpar.train.best import Best
 
 
@@ -55,15 +56,22 @@ def check_optimizer(job: Job, params: Any = None) -> None:
     if spec.schedule.name:
         rate = chain.schedule(spec.at(job.train.global_batch), job.train.steps, own=own_functions(job))
         check_rate(rate, name=spec.schedule.name)
-    if job.metrics.noise_every and spec.name not in SETTINGS:
+    by_loss = spec.schedule.name == PLATEAU
+    if job.metrics.noise_every and (spec.name not in SETTINGS or by_loss):
         raise refuse(
-            f"metrics.noise_every = {job.metrics.noise_every} with {spec.name}",
-            rule=f"the temperature of updates is known of {', '.join(SETTINGS)}",
+            f"metrics.noise_every = {job.metrics.noise_every} with {PLATEAU if by_loss else spec.name}",
+            rule=f"the temperature of updates is known of {', '.join(SETTINGS)}, whose rate follows the step",
             fix="noise_every = 0",
         )
     if ":" in spec.name and params is None:
         return
     state = check_chain(made, spec, SMALL) if params is None else check_chain(resolve_optimizer(job), spec, params)
+    if job.parallel.pipeline.weights != "flush" and needs_loss(made):
+        raise refuse(
+            f"parallel.pipeline.weights = {job.parallel.pipeline.weights!r} with {PLATEAU if by_loss else spec.name}",
+            rule="a step without a flush makes many updates, before the loss of its batch is known",
+            fix='weights = "flush", or an optimizer that reads no loss',
+        )
     if job.parallel.pipeline.weights != "flush" and not spec.is_constant and not counts_steps(state):
         raise refuse(
             f"parallel.pipeline.weights = {job.parallel.pipeline.weights!r} with {spec.name}",

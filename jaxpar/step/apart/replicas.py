@@ -74,13 +74,15 @@ class Apart(Gradients):
         between = self._between(self.one.layout.updated)
         gradients, own = self.exchange.gradients(gradients, state.exchange, between)
 
-        def one(gradients: Tree, held: Any, params: Tree):
+        total, count = sums["loss"] if self.exchange.differ else jax.tree.map(jnp.sum, sums["loss"])
+
+        def one(gradients: Tree, held: Any, params: Tree, loss: jax.Array):
             gradients = zeroed(self.one.frozen, self.one.layout, gradients)
-            params, kept, gradients = updated(self.one.layout, optimizer, gradients, lambda: held, params)
+            params, kept, gradients = updated(self.one.layout, optimizer, gradients, lambda: held, params, loss=loss)
             return params, kept, optax.tree.norm(gradients)
 
         update = jax.vmap(one, spmd_axis_name=AXIS) if self.exchange.differ else one
-        params, kept, norm = update(gradients, on_device(state.optimizer), state.params)
+        params, kept, norm = update(gradients, on_device(state.optimizer), state.params, total / count)
         return State(state.step + 1, params, kept, model_state, own), {"sums": sums, "grad_norm": norm}
 
     def _weighed(self, gradients: Tree, tokens: jax.Array) -> Tree:
