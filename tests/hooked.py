@@ -60,6 +60,11 @@ def made(step, size):
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((size, 8), np.float32)}
 
 
+def held():
+    """Yields other held-out batches."""
+    return (made(5000 + index, 4) for index in range(2))
+
+
 def run(folder, *overrides, batch=nothing, evaluation=nothing):
     """Trains in a folder; returns how it ended and what it said."""
     Hooked.on_batch, Hooked.on_evaluation = staticmethod(batch), staticmethod(evaluation)

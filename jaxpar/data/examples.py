@@ -45,6 +45,10 @@ class Examples(ABC):
         """Returns the examples at positions of the endless order of epochs: a mixture takes them one by one."""
         return self._rows(self.train[_placed(positions, len(self.train), seed=self.seed, shuffle=self.spec.shuffle)])
 
+    def numbered(self, chosen: np.ndarray) -> Batch:
+        """Returns examples by their place among those to train on, in the order of the data."""
+        return self._rows(self.train[chosen])
+
     def held(self, places: np.ndarray) -> Batch:
         """Returns held-out examples by their place among them."""
         return self._rows(self.out[places])

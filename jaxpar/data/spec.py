@@ -1,7 +1,8 @@
 """The data of a job, and the protocol of a source of batches."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,6 +14,7 @@ from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, nearest
 Batch = dict[str, np.ndarray]
 ROWS = ("jsonl", "parquet")
 TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
+OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # what an evaluation set has of its own
 OURS = ("bytes", "bpe")  # the tokenizers that are no path
 
 
@@ -26,6 +28,8 @@ class Data(Keywords):
         `examples`, if it has them, is how many there are.
       evaluation: "package.module:name" of examples to evaluate it on, if the source has no `evaluation` itself: a
         dataset by number or an iterable of batches, or what makes one.
+      sets: Evaluation sets by name, each a table of source, path, pattern, column, messages and learn; what it
+        leaves out, but path, is as in training: { wiki = { path = "wiki.jsonl" } } has the metrics eval_wiki_loss etc.
       path: File, folder or glob of text, rows or arrays; a list of them for text and rows.
       weights: Shares of the examples that come from each entry of `path`, if they are not to be as many as there are.
       pattern: Which files of a folder of text.
@@ -45,6 +49,7 @@ class Data(Keywords):
 
     source: str = "stdlib"
     evaluation: str = ""
+    sets: dict[str, dict[str, str | list[str]]] = field(default_factory=dict)
     path: str | list[str] = field(default_factory=str)
     weights: tuple[float, ...] = ()
     pattern: str = "*"
@@ -90,10 +95,22 @@ class Data(Keywords):
             return 256 if self.tokenizer == "bytes" else self.vocab
         return saved(self.tokenizer).size
 
+    def set_of(self, name: str) -> "Data":
+        """Returns the settings of an evaluation set, whose examples are all read, in their order.
+
+        Raises:
+          JaxparError: If they do not go together.
+        """
+        table = self.sets[name]
+        own: dict[str, Any] = {"path": "", "messages": "" if "column" in table else self.messages, **table}
+        return replace(self, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False, **own)
+
     def __post_init__(self):
         problems: list[Problem] = []
         try:
-            check_ranges(self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5)})
+            check_ranges(
+                self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5)}
+            )
         except JaxparError as error:
             problems += error.problems
         known = (*TEXT, "digits", "arrays")
@@ -116,7 +133,7 @@ class Data(Keywords):
                     'path = "data.npz"',
                 )
             )
-        problems += _of_text(self)
+        problems += _of_text(self) or [problem for name in self.sets for problem in _of_set(self, name)]
         if problems:
             raise JaxparError(*problems)
 
@@ -145,6 +162,29 @@ def _of_text(spec: Data) -> list[Problem]:
         )
         found.append(Problem(got, rule, 'path = ["a.jsonl", "b.jsonl"], weights = [0.7, 0.3]'))
     return found
+
+
+def _of_set(spec: Data, name: str) -> list[Problem]:
+    """Returns what is wrong with an evaluation set."""
+    key, table = f"data.sets.{name}", spec.sets[name]
+    if unknown := [each for each in table if each not in OF_SETS]:
+        return [
+            Problem(f"{key}.{unknown[0]}", f"a set has the keys {', '.join(OF_SETS)}", nearest(unknown[0], OF_SETS))
+        ]
+    if not re.fullmatch(r"[a-z][a-z0-9]*", name):
+        return [Problem(key, "a set's name is of small letters and digits, as metrics have it", "data.sets.wiki")]
+    if not table.keys() & {"source", "path"}:
+        return [Problem(key, "a set has other examples than those that are trained on", 'path = "wiki.jsonl"')]
+    try:
+        made = spec.set_of(name)
+    except JaxparError as error:
+        return [Problem(each.got.replace("data.", f"{key}.", 1), each.rule, each.fix) for each in error.problems]
+    if ":" in made.source and "source" not in table:
+        return [Problem(f"{key} without a source", "data of one's own says nothing of files", 'source = "jsonl"')]
+    if made.is_text and made.tokenizer == "bpe":
+        rule = "a bpe is trained on the text of a job: that of a set would be another one"
+        return [Problem(f"{key} with data.tokenizer = 'bpe'", rule, 'tokenizer = "bytes", or a tokenizer.json')]
+    return []
 
 
 def _meant(source: object, known: Sequence[str]) -> str:

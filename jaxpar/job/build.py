@@ -11,10 +11,11 @@ import numpy as np
 import optax
 
 from jaxpar.data.spec import Source
+from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.job.check import check
 from jaxpar.job.file.schema import Job
-from jaxpar.job.parts.batches import check_evaluated, open_data
+from jaxpar.job.parts.batches import check_evaluated, open_data, open_sets
 from jaxpar.job.parts.measures import resolve_measures
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.names import vocabulary
@@ -40,6 +41,7 @@ class Built:
       optimizer: The optax chain.
       learning_rate: Step to learning rate; None where that of each member of a sweep is its own, or follows the loss.
       source: Where batches come from.
+      sets: Evaluation sets by name.
       larger: The steps of later phases of a batch that grows, by the times that their batches are of the first.
     """
 
@@ -49,6 +51,7 @@ class Built:
     optimizer: optax.GradientTransformation
     learning_rate: Callable[[int], float] | None
     source: Source
+    sets: dict[str, EvaluationSet] = field(default_factory=dict)
     larger: dict[int, Step] = field(default_factory=dict)
 
     @property
@@ -81,6 +84,7 @@ def build(job: Job, *, processes: int = 1) -> Built:
     step = assemble(job, devices[: job.mesh.devices or None])
     source = open_data(job)
     check_evaluated(job, source)
+    sets = open_sets(job)
     spec = job.optimizer.at(job.train.global_batch)
     return Built(
         job=job,
@@ -88,6 +92,7 @@ def build(job: Job, *, processes: int = 1) -> Built:
         step=step,
         optimizer=step.optimizer,
         source=source,
+        sets=sets,
         learning_rate=rates(spec, job.train.steps, own=own_functions(job)) if _is_told(job, step) else None,
         larger={times: _step(job, step.layout, step.optimizer, times) for times in job.train.growth.factors[1:]},
     )

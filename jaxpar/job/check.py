@@ -19,7 +19,7 @@ from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.loggers import check_loggers
-from jaxpar.job.parts.measures import derived_of, resolve_measures
+from jaxpar.job.parts.measures import derived_of, resolve_measures, sets_of
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import best_of, check_optimizer, resolve_optimizer
 from jaxpar.job.parts.start import check_start
@@ -42,6 +42,7 @@ from jaxpar.step.block_inputs import offloading
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import check_offload, gradients_of
 from jaxpar.step.measures.beside import check_measures, check_names, measured
+from jaxpar.step.measures.functions import evaluated
 from jaxpar.step.numerics import Numerics
 from jaxpar.units import show_bytes
 
@@ -165,9 +166,12 @@ def _check_data(job: Job) -> None:
             rule="`context`, and with sequence=true `tensor`, divide the sequence that they split",
             fix=f"data.seq = {-(-job.data.seq // ways) * ways}",
         )
+    for each in (job.data, *map(job.data.set_of, job.data.sets)):
+        if each.is_text:
+            look(each)
     if job.data.is_text:
-        look(job.data)
-    elif job.data.source == "arrays":
+        return
+    if job.data.source == "arrays":
         arrays.load_arrays(Path(str(job.data.path)), whole=True)
 
 
@@ -276,7 +280,7 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     check_names(found, said)
     check_rules(layout.parallel, blueprint, used.names)
     if not layout.parallel.exchange.apart:  # members of a population say more, each of their own
-        best_of(job).check({f"eval_{name}": 0.0 for name in (*found, *said)})
+        best_of(job).check({name: 0.0 for each in sets_of(job) for name in evaluated((*found, *said), each)})
 
 
 def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:

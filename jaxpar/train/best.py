@@ -32,7 +32,7 @@ class Best:
           JaxparError: With those that it has.
         """
         # without a loss there is nothing to compare: all members of a population may be lost
-        if self.metric not in found and "eval_loss" in found:
+        if self.metric not in found and any(name.endswith("_loss") for name in found):
             raise refuse(
                 f"checkpoint.best = {self.metric!r}",
                 rule=f"an evaluation has {', '.join(name for name in found if name.startswith('eval_'))}",

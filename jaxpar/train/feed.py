@@ -8,6 +8,7 @@ Which batch a step takes is a pure function of the step and of RUN/skipped_batch
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxpar.data.spec import Batch, Rows, Source, Weighted, some
+from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import refuse
 from jaxpar.optim.growth import Growth
@@ -49,11 +51,20 @@ class Feed:
         growth: Growth | None = None,
         say: Callable[[str], None] = lambda _: None,
     ):
-        self.source, self.layout, self.size = source, layout, size
+        self.source: Any = source
+        self.layout, self.size = layout, size
         self.good, self.skipped, self.faults, self.say = good, skipped, faults or Faults(), say
         self.growth = growth or Growth()
         self.rows: Rows = rows_here(layout, size) if jax.process_count() > 1 else None
+        self._beside: dict[str, Feed] = {}
         self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
+
+    def beside(self, name: str, held: EvaluationSet) -> "Feed":
+        """Returns the feed of an evaluation set, which goes to the same layout in batches of the same size."""
+        if name not in self._beside:
+            made = self._beside[name] = copy(self)
+            made.source, made._bad_out = held, []
+        return self._beside[name]
 
     def batch(self, step: int) -> Mapping[str, Any]:
         """Returns the training batch of a step: in one process as it is, in several on the devices.

@@ -23,7 +23,7 @@ from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.due import Due
 from jaxpar.errors import JaxparError
 from jaxpar.leaving import wishes_to_stop
-from jaxpar.step.measures.functions import derived
+from jaxpar.step.measures.functions import derived, evaluated, is_evaluated
 from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
 from jaxpar.train.feed import Feed
@@ -159,7 +159,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
 def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: "_Stop") -> str | None:
     """Evaluates the step that a run goes on from, if it was saved and the run was stopped or broke before its score."""
     step, store = int(state.step), job.store
-    if store is None or not processes.from_first(step in store.steps() and "eval_loss" not in store.scores(step)):
+    if store is None or not processes.from_first(step in store.steps() and not is_evaluated(store.scores(step))):
         return None
     row: dict[str, Any] = {"step": step}
     by = _evaluate(job, state, feed, row, stop)
@@ -170,10 +170,23 @@ def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: "_Stop") -> 
 
 
 def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) -> dict[str, float] | None:
-    """Returns `eval_loss` and its kin over the held-out examples: weighted sums over all batches, divided once.
+    """Returns `eval_loss` and its kin over the held-out examples, and `eval_wiki_loss` and its kin of the set `wiki`.
 
     A signal breaks it off, and nothing is returned: that of process 0, as all must leave after the same batch.
     """
+    found: dict[str, float] = {}
+    for name, each in {"": feed, **{name: feed.beside(name, held) for name, held in job.sets.items()}}.items():
+        means = _means(job, state, each, stop)
+        if means is None:
+            return None
+        scored = job.step.scored(means)
+        scored = scored | derived(job.derived, scored)
+        found |= dict(zip(evaluated(scored, name), scored.values(), strict=True))
+    return found
+
+
+def _means(job: Run, state: State, feed: Feed, stop: "_Stop | None") -> dict[str, float] | None:
+    """Returns what the loss and measures say of one set: weighted sums over all batches, divided once."""
     totals: dict[str, tuple[float, float]] = {}
     index = 0
     while not job.eval_batches or index < job.eval_batches:
@@ -187,9 +200,7 @@ def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) ->
                 before = totals.get(name, (0.0, 0.0))
                 totals[name] = (before[0] + each.weight * float(total), before[1] + each.weight * float(count))
         index += 1
-    means = {name: total / count for name, (total, count) in totals.items() if count}
-    scored = job.step.scored(means)
-    return {f"eval_{name}": mean for name, mean in (scored | derived(job.derived, scored)).items()}
+    return {name: total / count for name, (total, count) in totals.items() if count}
 
 
 def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[str, Any]:
@@ -213,7 +224,7 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
 
 
 def _scores(job: Run, row: dict[str, Any]) -> dict[str, float]:
-    keys = dict.fromkeys(("loss", "eval_loss", job.best.metric))
+    keys = dict.fromkeys(("loss", "eval_loss", *(f"eval_{name}_loss" for name in job.sets), job.best.metric))
     return {key: row[key] for key in keys if math.isfinite(row.get(key, math.nan))}
 
 

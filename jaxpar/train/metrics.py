@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxpar.errors import check_ranges, reading, refuse, users_code
 from jaxpar.files import FULL, write_text
+from jaxpar.step.measures.functions import is_evaluated
 
 RECENT = 1024  # rows of an earlier run that are remembered
 
@@ -73,7 +74,7 @@ class Log:
         self.recent = [row for _, row in rows[-RECENT:]]
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self.measured = next((row for _, row in reversed(rows) if "noise_trace" in row), {})
-        self.evaluated = [row for _, row in rows if "eval_loss" in row]
+        self.evaluated = [row for _, row in rows if is_evaluated(row)]
         self._file: Any = None
         self._board: Any = None
         self._rows: list[str] = []  # that are not written yet: while the disk is full
@@ -109,7 +110,7 @@ class Log:
 
     def amend(self, more: Mapping[str, Any], *, step: int) -> None:
         """Adds metrics to the last row, which is of this step, with one write over it: a kill leaves a whole row."""
-        if "eval_loss" in more:  # a step that is evaluated again, as it was not scored, has waited once
+        if is_evaluated(more):  # a step that is evaluated again, as it was not scored, has waited once
             before = [row for row in self.evaluated if row["step"] != step]
             self.evaluated = [*before, {"step": step, **_plain(more)}]
         if self._file is None or not more or not self._row:

@@ -1,6 +1,7 @@
 """One live line on a terminal; a plain line per interval where the output is no terminal."""
 
 import json
+import re
 import sys
 import time
 from contextlib import suppress
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from jaxpar.step.measures.functions import is_evaluated
 from jaxpar.units import show_count, show_seconds
 
 
@@ -76,9 +78,8 @@ class Progress:
     def step(self, row: dict[str, Any]) -> None:
         """Shows one finished step."""
         self._last = row["step"]
-        if "eval_loss" in row:
-            accuracy = f" ({row['eval_accuracy']:.2%})" if "eval_accuracy" in row else ""
-            self._eval = f"eval {row['eval_loss']:.4f}{accuracy}"
+        if is_evaluated(row):
+            self._eval = _evaluated(row)
         self._recent = [*self._recent[-19:], row["seconds"]]
         line = self._line(row)
         if self._live and not self.stream.isatty():  # the terminal is gone, and the output goes on in a file
@@ -88,7 +89,7 @@ class Progress:
             from rich.text import Text
 
             self._live.update(Text(line))
-        elif row["step"] % self.every == 0 or row["step"] == self.total or "eval_loss" in row:
+        elif row["step"] % self.every == 0 or row["step"] == self.total or is_evaluated(row):
             print(line, file=self.stream, flush=True)
 
     def _line(self, row: dict[str, Any]) -> str:
@@ -103,3 +104,11 @@ class Progress:
         parts.append(f"{show_seconds(typical)}/step")
         parts.append(f"{show_seconds(max(0.0, typical * (self.total - row['step'])))} left")
         return "  ".join(parts)
+
+
+def _evaluated(row: dict[str, Any]) -> str:
+    """Returns the losses of an evaluation in words: of what is held out, and of each set by its name."""
+    accuracy = f" ({row['eval_accuracy']:.2%})" if "eval_accuracy" in row else ""
+    held = [f"eval {row['eval_loss']:.4f}{accuracy}"] if "eval_loss" in row else []
+    named = [(re.fullmatch("eval_([a-z0-9]+)_loss", name), value) for name, value in row.items()]
+    return "  ".join([*held, *(f"{found[1]} {value:.4f}" for found, value in named if found)])

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.data.spec import Source
+from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.data.validate import BatchSpec
 from jaxpar.optim.growth import Growth
 from jaxpar.step.state import State
@@ -29,7 +30,8 @@ class Run:
       steps: Updates of the whole run.
       global_batch: Examples per step, over all devices; of the first phase, if the batch grows.
       eval_every: Steps between evaluations; 0 evaluates at the end only.
-      eval_batches: Most batches per evaluation; 0 takes all that are held out.
+      eval_batches: Most batches per evaluation and set; 0 takes all that are held out.
+      sets: Evaluation sets by name, beside the examples that the source holds out.
       checkpoints: When they are written.
       store: Where they are written, or None.
       log: Where rows go, or None.
@@ -52,6 +54,7 @@ class Run:
     global_batch: int
     eval_every: int = 0
     eval_batches: int = 0
+    sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     store: Store | None = None
     log: Log | None = None

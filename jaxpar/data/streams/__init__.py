@@ -3,6 +3,7 @@
     a sequence, a map-style dataset, grain.MapDataset    ─► indexed    each process reads its rows alone
     grain.IterDataset, a DataLoader, any iterable        ─► stateful   shards per process, state noted as it is read
     evaluation() of either, or data.evaluation           ─► evaluated
+    data.sets, of any kind of source                     ─► sets
 
 To add a kind: a class that implements `spec.Source`, and its line in `streams.opening.open_own`.
 """

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxpar.data import sources as data
 from jaxpar.data.spec import OURS, Source
+from jaxpar.data.streams.sets import EvaluationSet, open_set
 from jaxpar.data.tokens import KEPT
 from jaxpar.errors import refuse
 from jaxpar.job.file.import_object import import_object
@@ -35,11 +36,25 @@ def with_own_tokenizer(job: Job, folder: Path) -> Job:
     return replace(job, data=replace(job.data, tokenizer=str(folder / "data" / KEPT)))
 
 
+def open_sets(job: Job) -> dict[str, EvaluationSet]:
+    """Returns the evaluation sets of a job, by name.
+
+    Raises:
+      JaxparError: If one cannot be read, or holds no example.
+    """
+    folder, made = Path(job.run.dir or ".") / "data", {}
+    for name, table in job.data.sets.items():
+        source, key = str(table.get("source", "")), f"data.sets.{name}.source"
+        named = import_object(source, key, allowed=job.allow_import) if ":" in source else None
+        made[name] = open_set(job.data, name, folder, job.train.global_batch, named=named)
+    return made
+
+
 def check_evaluated(job: Job, source: Source | None) -> None:
     """Refuses evaluations that a job asks for, of a source (or none) that holds no example out."""
     keys = {"train.eval_every": job.train.eval_every, "checkpoint.keep_best": job.checkpoint.keep_best}
     asked = [f"{key} = {value}" for key, value in keys.items() if value]
-    if not asked or (source is not None and source.evaluation(0, job.train.global_batch)):
+    if not asked or job.data.sets or (source is not None and source.evaluation(0, job.train.global_batch)):
         return
     own = ":" in job.data.source
     fix = "evaluation(index, size) in it, or data.evaluation" if own else "data.held_out = 0.1, or more examples"

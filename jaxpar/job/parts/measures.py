@@ -43,6 +43,12 @@ def derived_of(job: Job) -> tuple[str, ...]:
     return names
 
 
+def sets_of(job: Job) -> tuple[str, ...]:
+    """Returns the names of the sets that a job evaluates: "" are the examples that are held out, if there are any."""
+    held = job.data.held_out > 0 if ":" not in job.data.source or not job.data.sets else True
+    return (*[""] * held, *job.data.sets)
+
+
 def _function(job: Job, name: str) -> Callable:
     if ":" not in name:
         if name not in MEASURES:

@@ -42,6 +42,20 @@ MEASURES: Mapping[str, Callable] = {"accuracy": accuracy}
 DERIVED: Mapping[str, Callable[[float], float]] = {"perplexity": perplexity, "bits_per_byte": bits_per_byte}
 
 
+def evaluated(names: Iterable[str], of: str = "") -> list[str]:
+    """Returns the names of metrics of an evaluation: of an evaluation set with its name, of held-out examples without.
+
+    >>> evaluated(["loss", "accuracy"]), evaluated(["loss"], "wiki")
+    (['eval_loss', 'eval_accuracy'], ['eval_wiki_loss'])
+    """
+    return [f"eval_{of}_{name}" if of else f"eval_{name}" for name in names]
+
+
+def is_evaluated(row: Mapping[str, Any]) -> bool:
+    """Returns whether the row of a step has an evaluation."""
+    return any(name.startswith("eval_") for name in row)
+
+
 def derived(names: Iterable[str], means: Mapping[str, float]) -> dict[str, float]:
     """Returns what follows from mean losses, by name: of `loss`, and of each `loss/0` of a population's members."""
     losses = {name.removeprefix("loss"): mean for name, mean in means.items() if name.split("/")[0] == "loss"}
