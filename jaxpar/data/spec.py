@@ -44,6 +44,8 @@ class Data(Keywords):
         its own row, filled up; apart packs several into a row, which the model is told by `segments` and `positions`.
       seq: Tokens per example.
       held_out: Share of the examples kept for evaluation.
+      ahead: Batches that a thread reads ahead, where reading is uneven; with 0 the next one is read while devices
+        compute. Rows of metrics have input_wait, the seconds that a step waited for its batch, at most.
       shuffle: Whether examples come in a new order every epoch.
     """
 
@@ -63,6 +65,7 @@ class Data(Keywords):
     seq: int = 128
     held_out: float = 0.02
     shuffle: bool = True
+    ahead: int = 0
 
     @property
     def is_text(self) -> bool:
@@ -109,7 +112,7 @@ class Data(Keywords):
         problems: list[Problem] = []
         try:
             check_ranges(
-                self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5)}
+                self, "data", {"seq": (1, 2**24), "vocab": (257, 2**24), "held_out": (0.0, 0.5), "ahead": (0, 1024)}
             )
         except JaxparError as error:
             problems += error.problems

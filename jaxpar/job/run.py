@@ -269,7 +269,7 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: Si
     return loop.Run(
         step=built.step, source=built.source, steps=train.steps, global_batch=train.global_batch,
         eval_every=train.eval_every, eval_batches=train.eval_batches, checkpoints=job.checkpoint,
-        sets=built.sets, store=store, log=log, progress=progress,
+        ahead=job.data.ahead, sets=built.sets, store=store, log=log, progress=progress,
         learning_rate=built.learning_rate, watchdog=watchdog,
         watch=Watch(job.faults, log.recent, span=back, skipped=log.skipped), good=sound(job), skipped=skipped,
         noise=noise, growth=train.growth, best=best_of(job), derived=derived_of(job), larger=built.larger,

@@ -7,6 +7,7 @@
 Which batch a step takes is a pure function of the step and of RUN/skipped_batches.json, so that a run resumes anywhere.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -56,6 +57,7 @@ class Feed:
         self.good, self.skipped, self.faults, self.say = good, skipped, faults or Faults(), say
         self.growth = growth or Growth()
         self.rows: Rows = rows_here(layout, size) if jax.process_count() > 1 else None
+        self._one = threading.Lock()  # batches may be read ahead by a thread, and no source need know of two
         self._beside: dict[str, Feed] = {}
         self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
 
@@ -72,7 +74,7 @@ class Feed:
         Raises:
           JaxparError: If it is corrupt, and the job does not skip such ones; or too many are, one after the other.
         """
-        return self._placed(self.read(step))
+        return self.placed(self.read(step))
 
     def evaluation(self, index: int) -> list[Weighted]:
         """Returns the index-th held-out examples that are not corrupt, with their weights; none after the last.
@@ -80,11 +82,12 @@ class Feed:
         Raises:
           JaxparError: If one is, and the job does not skip such ones.
         """
-        return [Weighted(each.weight, self._placed(each.batch)) for each in self.read_evaluation(index)]
+        return [Weighted(each.weight, self.placed(each.batch)) for each in self.read_evaluation(index)]
 
     def read(self, step: int) -> Batch:
         """Returns the rows that this process holds of the training batch of a step, on the host."""
-        return merged([self._draw(draw, step) for draw in self.growth.draws(step)])
+        with self._one:
+            return merged([self._draw(draw, step) for draw in self.growth.draws(step)])
 
     def _draw(self, draw: int, step: int) -> Batch:
         """Returns the rows that this process holds of a draw, one of those that a step takes."""
@@ -100,6 +103,10 @@ class Feed:
 
     def read_evaluation(self, index: int) -> list[Weighted]:
         """Returns the rows that this process holds of the index-th held-out examples, on the host."""
+        with self._one:
+            return self._read_evaluation(index)
+
+    def _read_evaluation(self, index: int) -> list[Weighted]:
         passed: list[CorruptBatch] = []
         while True:
             at = index
@@ -156,7 +163,7 @@ class Feed:
         self.say(f"{got}; passed over")
         return self.skipped
 
-    def _placed(self, batch: Batch) -> dict[str, Any]:
+    def placed(self, batch: Batch) -> dict[str, Any]:
         """Returns the rows of all processes as one array each; of one process what it has, which the step places."""
         return batch if self.rows is None else {name: self._global(value) for name, value in batch.items()}
 

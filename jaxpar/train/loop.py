@@ -28,6 +28,7 @@ from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
 from jaxpar.train.feed import Feed
 from jaxpar.train.noise import SMALL
+from jaxpar.train.reading.ahead import Reader
 from jaxpar.train.roll_back import roll_back
 from jaxpar.train.run import Outcome, Run
 
@@ -56,12 +57,13 @@ def run(job: Run, state: State) -> Outcome:
         while True:
             start = int(state.step)
             try:
-                return _stretch(job, state, feed, stop)
+                with Reader(feed, ahead=job.ahead, last=job.steps) as reader:
+                    return _stretch(job, state, feed, reader, stop)
             except JaxparError as error:
                 state = roll_back(job, error, start)
 
 
-def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
+def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") -> Outcome:
     """Trains until the end, or to a step that is bad."""
     start = int(state.step)
     flying: collections.deque = collections.deque()
@@ -72,10 +74,10 @@ def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
 
     def land() -> dict[str, Any]:
         nonlocal clock
-        index, metrics = flying.popleft()
+        index, metrics, waited = flying.popleft()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
-        row = _row(job, index, values, now - clock)
+        row = _row(job, index, values | {"input_wait": waited}, now - clock)
         clock = now
         if job.log:
             job.log.write(row)
@@ -84,7 +86,7 @@ def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
     for index in range(start, job.steps):
         done = index + 1
         job.watchdog.at(done, "reading the batch")
-        batch = feed.batch(index)
+        batch, waited = reader.batch(index, flying[-1][1] if flying else None)
         job.watchdog.at(done, "training")
         step, measured = job.step_at(index), {}
         if job.noise.is_due(done):
@@ -92,7 +94,7 @@ def _stretch(job: Run, state: State, feed: Feed, stop: "_Stop") -> Outcome:
             measured = {SMALL: step.part_norm(state, batch)}
         state, metrics = step(state, batch, limit=job.watch.limit(done))
         metrics = metrics | measured
-        flying.append((done, metrics))
+        flying.append((done, metrics, waited))
         stopped = job.watchdog.stopping(stop.name, done)
         last = done == job.steps or stopped is not None
         evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))

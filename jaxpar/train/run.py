@@ -31,6 +31,7 @@ class Run:
       global_batch: Examples per step, over all devices; of the first phase, if the batch grows.
       eval_every: Steps between evaluations; 0 evaluates at the end only.
       eval_batches: Most batches per evaluation and set; 0 takes all that are held out.
+      ahead: Batches that a thread reads ahead; with 0 one is read while devices compute the step before.
       sets: Evaluation sets by name, beside the examples that the source holds out.
       checkpoints: When they are written.
       store: Where they are written, or None.
@@ -54,6 +55,7 @@ class Run:
     global_batch: int
     eval_every: int = 0
     eval_batches: int = 0
+    ahead: int = 0
     sets: Mapping[str, EvaluationSet] = field(default_factory=dict)
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     store: Store | None = None

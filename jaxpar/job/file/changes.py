@@ -21,7 +21,7 @@ from jaxpar.job.file.schema import Job
 
 UNSAID = ("run.", "metrics.")
 # how it is read changes nothing, and the data itself is compared by its fingerprint
-FREE = ("data.path", "data.pattern", "data.sets", "data.source")
+FREE = ("data.ahead", "data.path", "data.pattern", "data.sets", "data.source")
 BINDING = ("data.", "model.", "optimizer.", "parallel.exchange.", "parallel.pipeline.weights", "sweep.",
            "train.adapters.", "train.freeze",
            "train.global_batch", "train.grow", "train.loss", "train.precision.compute", "train.seed")  # fmt: skip
