@@ -24,6 +24,7 @@ from jaxpar.models.islands import KEYS, QUERIES, on_one_device
 from jaxpar.models.named import spec_of
 
 _WHOLE = ("batch", "keys", "kv_heads", "head_dim")
+_SCORES = ("batch", "kv_heads", None, "seq", "keys")
 
 
 def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool, **masks: Any) -> jax.Array:
@@ -70,30 +71,87 @@ def in_16_bits(
     window: int | None = None,
     segments: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention whose scores are float32 and whose matmuls all run in the dtype of `q`, backward too."""
+    """Returns attention whose scores are float32 and whose matmuls all run in the dtype of `q`, backward too.
+
+    Dims of queries and keys have the order of those of scores: then matmuls make scores and their gradients as they
+    lie, and what is kept is read as it was written. In another order XLA lays what all layers keep another way.
+    """
     b, s, heads, head_dim = q_bshk.shape
-    t, groups = k_btgk.shape[1:3]
-    scores = _scores(q_bshk.reshape(b, s, groups, heads // groups, head_dim), k_btgk) / math.sqrt(head_dim)
-    if causal or window is not None or segments is not None:
-        seen = Rule(causal, window).seen(jnp.arange(s), jnp.arange(t), segments, segments)
-        scores = jnp.where(seen, scores, -0.5 * jnp.finfo(jnp.float32).max)
-    shares = jax.nn.softmax(scores, axis=-1).astype(q_bshk.dtype)
-    return jnp.einsum("bgrst,btgk->bsgrk", shares, v_btgk).reshape(q_bshk.shape)
+    groups = k_btgk.shape[2]
+    q_bgrsk = jnp.moveaxis(q_bshk.reshape(b, s, groups, heads // groups, head_dim), 1, 3)
+    k_bgtk, v_bgtk = jnp.moveaxis(k_btgk, 1, 2), jnp.moveaxis(v_btgk, 1, 2)
+    scores = _scores(q_bgrsk, k_bgtk) / math.sqrt(head_dim)
+    shares = _shares(Rule(causal, window), jnp.dtype(q_bshk.dtype), spec_of(_SCORES), scores, segments)
+    y_bgrsk = _after(jnp.einsum("bgrst,bgtk->bgrsk", shares, v_bgtk), shares)
+    return jnp.moveaxis(y_bgrsk, 3, 1).reshape(q_bshk.shape)
 
 
 @jax.custom_vjp
-def _scores(q_bsgrk: jax.Array, k_btgk: jax.Array) -> jax.Array:
+def _after(y: jax.Array, shares: jax.Array) -> jax.Array:
+    """Returns `y`, whose gradient is there once the shares are: else that of the shares is made beside the scores."""
+    return y
+
+
+_after.defvjp(
+    lambda y, shares: (y, shares),
+    lambda shares, gradient: (jax.lax.optimization_barrier((gradient, shares))[0], None),
+)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _shares(
+    rule: Rule, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments: jax.Array | None
+) -> jax.Array:
+    """Returns softmax of the scores that are seen, computed in float32, in 16 bits.
+
+    The backward pass reads these shares, and they are all that is kept of scores: 2 bytes for each, as Megatron-LM's
+    fused softmax keeps it (arXiv:1909.08053). JAX would keep them in float32 besides. They are constrained both ways:
+    left to XLA, slots of a stage have them cut over keys, where ops cut queries.
+    """
+    # the mask and what it fills in are there when the scores are: else XLA makes both before its loop over layers, of
+    # the size of scores, and keeps them
+    scores, least, zero = jax.lax.optimization_barrier(
+        (scores, jnp.asarray(-0.5 * jnp.finfo(jnp.float32).max, jnp.float32), jnp.zeros((), jnp.int32))
+    )
+    s, t = scores.shape[-2:]
+    if rule.causal or rule.window is not None or segments is not None:
+        scores = jnp.where(rule.seen(jnp.arange(s) + zero, jnp.arange(t), segments, segments), scores, least)
+    return _cut(jax.nn.softmax(scores, axis=-1).astype(dtype), spec)
+
+
+def _cut(shares: jax.Array, spec: PartitionSpec | None) -> jax.Array:
+    return shares if spec is None else jax.lax.with_sharding_constraint(shares, spec)
+
+
+def _shares_forward(rule: Rule, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments):
+    shares = _shares(rule, dtype, spec, scores, segments)
+    return shares, shares
+
+
+def _shares_backward(rule: Rule, dtype: jnp.dtype, spec: PartitionSpec | None, shares: jax.Array, gradient: jax.Array):
+    shares, gradient = _cut(shares, spec), _cut(gradient, spec)
+    # read as they are, where they were made again too: else XLA computes them from the scores, and keeps those
+    shares, gradient = jax.lax.optimization_barrier((shares, gradient))
+    wide, gradient = shares.astype(jnp.float32), gradient.astype(jnp.float32)
+    return wide * (gradient - jnp.sum(wide * gradient, axis=-1, keepdims=True)), None
+
+
+_shares.defvjp(_shares_forward, _shares_backward)
+
+
+@jax.custom_vjp
+def _scores(q_bgrsk: jax.Array, k_bgtk: jax.Array) -> jax.Array:
     """Returns q k in float32; its gradient is rounded before the matmuls that take it, as in fused kernels.
 
     Left to JAX these have one operand in float32, which halves their speed and doubles the bytes of keys' gradients.
     """
-    return jnp.einsum("bsgrk,btgk->bgrst", q_bsgrk, k_btgk, preferred_element_type=jnp.float32)
+    return jnp.einsum("bgrsk,bgtk->bgrst", q_bgrsk, k_bgtk, preferred_element_type=jnp.float32)
 
 
 def _scores_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     q, k = kept
     gradient = gradient.astype(q.dtype)
-    return jnp.einsum("bgrst,btgk->bsgrk", gradient, k), jnp.einsum("bgrst,bsgrk->btgk", gradient, q)
+    return jnp.einsum("bgrst,bgtk->bgrsk", gradient, k), jnp.einsum("bgrst,bgrsk->bgtk", gradient, q)
 
 
 _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
