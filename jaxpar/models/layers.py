@@ -15,7 +15,7 @@ from jaxpar.models.blocks.documents import ONE, Documents
 from jaxpar.models.cache import Layer
 from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.named import constrain
-from jaxpar.models.own_backward import swiglu
+from jaxpar.models.own_backward import normalized, swiglu
 from jaxpar.models.rotary import Rope, rotate
 
 
@@ -47,11 +47,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x [..., dim] normalized over its last dim."""
-        y = x.astype(jnp.float32)
-        if self.kind == "layer":
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.eps)
-        y = y.astype(x.dtype) * self.scale[...]
+        y = normalized(x, self.scale[...], self.eps, self.kind == "layer")
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -1,18 +1,66 @@
 """Functions with a backward pass of their own, where the one that JAX derives takes more memory.
 
+    normalized(x, ...)   keeps its input and a number for each token; JAX would keep the input and what is normalized in
+                         float32 beside it, and that in the dtype of `x`
     swiglu(gate, up)     keeps its two inputs; JAX would keep the sigmoid and silu(gate) beside them
     logits(x, head)      makes the gradient of the head as the head lies; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
     attended(q, k, v)    keeps the shares of each query, softmax(q k), which are the largest arrays of a layer; XLA
                          would compute them again from the scores, and keep those
 
-Forward they are what they say, the first two to the bit. These have a custom gradient and are no subject of `jax.jvp`.
+Forward they are what they say, all but the last to the bit. These have a custom gradient and are no subject of
+`jax.jvp`.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def normalized(x: jax.Array, scale: jax.Array, eps: float, centered: bool) -> jax.Array:
+    """Returns x / sqrt(mean(x^2) + eps), in float32 and then in the dtype of `x`, times `scale`.
+
+    Args:
+      x: Shape [..., dim].
+      scale: Shape [dim].
+      eps: Added to the mean square.
+      centered: Whether the mean of `x` is subtracted before.
+    """
+    y = _wide(x, centered)
+    return (y * _share(y, eps)).astype(x.dtype) * scale
+
+
+def _wide(x: jax.Array, centered: bool) -> jax.Array:
+    y = x.astype(jnp.float32)
+    return y - jnp.mean(y, axis=-1, keepdims=True) if centered else y
+
+
+def _share(y: jax.Array, eps: float) -> jax.Array:
+    return jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+
+
+def _normalized_forward(x: jax.Array, scale: jax.Array, eps: float, centered: bool):
+    y = _wide(x, centered)
+    share = _share(y, eps)
+    return (y * share).astype(x.dtype) * scale, (x, share, scale)
+
+
+def _normalized_backward(eps: float, centered: bool, kept: tuple[jax.Array, ...], grad: jax.Array):
+    x, share, scale = kept
+    # numbers that are there when the gradient is: else XLA may find what is normalized in the forward pass, and keep it
+    share, grad = jax.lax.optimization_barrier((share, grad))
+    y = _wide(x, centered) * share
+    to_y = (grad * scale).astype(jnp.float32)
+    to_x = to_y - y * jnp.mean(to_y * y, axis=-1, keepdims=True)
+    to_x = to_x - jnp.mean(to_y, axis=-1, keepdims=True) if centered else to_x
+    to_scale = jnp.sum(grad.astype(jnp.float32) * y.astype(x.dtype), axis=tuple(range(x.ndim - 1)))
+    return (share * to_x).astype(x.dtype), to_scale.astype(scale.dtype)
+
+
+normalized.defvjp(_normalized_forward, _normalized_backward)
 
 
 @jax.custom_vjp
