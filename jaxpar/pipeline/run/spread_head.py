@@ -181,9 +181,10 @@ class Spread:
             (stage.embedded,) = x or (None,)  # outside of ticks of the first part no stage needs an embedding
             ops = {"F": stage.forward, "B": stage.backward, "W": stage.weights}
             done = ops[op](kind, state, row, stage.masked(row, op))
-            return stage.write(kind, state, row, done), done.out
+            return _changed(state, stage.write(kind, state, row, done)), done.out
 
         stages, out = self._on_stages(step)(rows, state["stages"], *x)
+        stages = state["stages"] | stages
         if not kind.first or op != "B":
             return state | {"stages": stages}
         number, microbatch, part = (rows[self.first, COLUMNS.index(key)] for key in ("op", "microbatch", "part"))
@@ -212,19 +213,21 @@ class Spread:
         def chunk(stage: Stage, row: Row, state: dict, *x: Tree):
             (stage.embedded,) = x or (None,)
             done = stage.forward(kind._replace(last=False), state, row, stage.masked(row, "F"))
-            return stage.write(kind, state, row, done._replace(out=None)), done.out
+            return _changed(state, stage.write(kind, state, row, done._replace(out=None))), done.out
 
         # the last stage sends itself the gradient of its output, all others send their output on
         def deliver(stage: Stage, row: Row, state: dict, y: Tree, dy: Tree):
             last = (row.op == OP_NUMBER["F"]) & (row.part == self.program.schedule.parts - 1)
             out = jax.tree.map(lambda a, b: jnp.where(last, a, b), dy, y)
-            return stage.send(kind, state, row, out)
+            return _changed(state, stage.send(kind, state, row, out))
 
         stages, y = self._on_stages(chunk)(rows, state["stages"], *x)
+        stages = state["stages"] | stages
         microbatch = self._each(rows[self.last, COLUMNS.index("microbatch")])
         out = jax.tree.map(lambda leaf: leaf[self.last], y)
         ends, dy = self.around.on_replicas(self._head)(self.head, self.known, out, state["ends"], microbatch)
-        return {"stages": self._on_stages(deliver)(rows, stages, y, self._everywhere(dy)), "ends": ends}
+        delivered = self._on_stages(deliver)(rows, stages, y, self._everywhere(dy))
+        return {"stages": stages | delivered, "ends": ends}
 
     def _each(self, number: jax.Array) -> jax.Array:
         """Returns a number with a leading dim of replicas."""
@@ -278,6 +281,11 @@ class Spread:
     def _added(self, state: dict, more: Tree) -> Tree:
         """Returns the sums of gradients with those of one end."""
         return state["shared"] | self.around.place_head({path: add(state["shared"][path], more[path]) for path in more})
+
+
+def _changed(before: dict, after: dict) -> dict:
+    """Returns the entries that an op has changed: XLA copies what comes back from the stages, in every tick."""
+    return {key: value for key, value in after.items() if value is not before[key]}
 
 
 def _peeled(tree: Tree, dims: int) -> Tree:
