@@ -45,6 +45,6 @@ def test_the_bench_compares_peaks_and_goes_on_after_what_it_has(tmp_path, capsys
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2
     assert "seed 1" in said
-    monkeypatch.setattr("jaxpar.job.benches.peak_memory._compiled", None)  # not called again
+    monkeypatch.setattr("jaxpar.job.benches.peak_memory.compiled", None)  # not called again
     assert main(words) == status
     assert capsys.readouterr().out == said

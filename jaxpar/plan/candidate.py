@@ -138,6 +138,14 @@ class Candidate:
         return found[which].reshape(np.shape(self.schedule))
 
     @property
+    def forwards_first(self) -> Any:
+        """Whether all forwards of the schedule come before its first backward, however many microbatches there are."""
+        names, which = np.unique(self.schedule, return_inverse=True)
+        tables = [_table_of(name) for name in names.tolist()]
+        found = np.array([table.peak[0] == table.microbatches * table.chunks for table in tables])
+        return found[which].reshape(np.shape(self.schedule))
+
+    @property
     def sharing(self) -> Any:
         """Stages that share the embedding and the head."""
         return np.where(np.asarray(self.head) == "spread", self.pipe, 1)

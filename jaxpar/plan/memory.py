@@ -9,6 +9,7 @@
 What a layer keeps is in `model/layer_bytes.py`; what a technique adds, in its file.
 """
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -17,11 +18,12 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.layer_bytes import in_place, layer_bytes, stage_parameters, stash_bytes
+from jaxpar.plan.model.own_program import moments
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.asked import added_bytes
 from jaxpar.plan.techniques.pipe import in_flight
-from jaxpar.plan.techniques.sharding_bytes import gradients as while_reduced
+from jaxpar.plan.techniques.sharding_bytes import while_made
 
 
 class Memory(Causes):
@@ -66,31 +68,59 @@ def by_stage(whole: Any, shard: Any, candidate: Candidate, recipe: Recipe) -> tu
 def memory(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe = JAXPAR) -> Memory:
     """Returns what a device needs, of the first or the last stage, whichever is most in all."""
     kept, everything = layer_bytes(shape, candidate, software)
+    added = added_bytes(shape, candidate, software, recipe)
+    if software.everywhere:
+        every = _of_own_program(shape, candidate, software, recipe, kept)
+    else:
+        every = _of_stages(shape, candidate, software, recipe, kept, everything)
+    return Memory.largest([each.plus(added) for each in every])
+
+
+def _of_own_program(
+    shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe, kept: Any
+) -> Iterator[Memory]:
+    """Yields what every device has at the fullest moments of a step of jaxpar's own."""
+    (flying, late), (_, last) = in_flight(candidate)
+    late = np.maximum(late, last)
+    state = {"everywhere": True, "sharers": software.sharers(candidate)}
+    parameters, _, optimizer = static(shape, candidate, recipe, "last", **state)
+    deep, table = candidate.layers(shape.layers), np.greater(candidate.pipe, 1)
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
+    # one program's slots: an input from its arrival to its backward, and one gradient more
+    message = table * 2 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
+    # XLA copies what a branch returns: one slot and one stash more than the table counts are there as ops end
+    slots = flying + (table & ~in_place(candidate, software))
+    stash = (late + np.greater(late, 0)) * stash_bytes(shape, candidate)
+    activations = deep * (slots * kept + stash) + message * (flying + 1)
+    for gradients, logits, working, there in moments(shape, candidate, software, recipe):
+        yield Memory(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer=optimizer,
+            activations=there * activations,
+            logits=logits,
+            working=working,
+        )
+
+
+def _of_stages(
+    shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe, kept: Any, everything: Any
+) -> Iterator[Memory]:
+    """Yields what devices of the first and of the last stage have, where each stage runs a program of its own."""
     deep = candidate.layers(shape.layers)
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     ways = candidate.tensor * candidate.sharing
     logits = 4 * tokens * shape.vocab / ways  # float32, and the two inputs of norm and matmul
     logits = logits + 4 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
-    one = np.equal(candidate.pipe, 1)
-    added = added_bytes(shape, candidate, software, recipe)
-    moments, stash = [], stash_bytes(shape, candidate)
-    own_state = {"everywhere": software.everywhere, "sharers": software.sharers(candidate)}
-    table = software.everywhere & ~one
-    copied = table & ~in_place(candidate, software)
-    # one program's slots: an input from its arrival to its backward, and one gradient more
-    message = table * 2 * tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
+    one, stash = np.equal(candidate.pipe, 1), stash_bytes(shape, candidate)
     for stage, (flying, late) in zip(("first", "last"), in_flight(candidate), strict=True):
-        parameters, held, optimizer = static(shape, candidate, recipe, stage, **own_state)
+        parameters, held, optimizer = static(shape, candidate, recipe, stage, sharers=software.sharers(candidate))
         at_loss, again = np.where(one | (stage == "last"), logits, 0.0), everything - kept
-        own = Memory(
+        yield Memory(
             parameters=parameters,
-            gradients=while_reduced(shape, candidate, software, recipe, held),
+            gradients=while_made(held, candidate, software, recipe),
             optimizer=optimizer,
-            # XLA copies what a branch returns: one slot and one stash more than the table counts are there as ops end
-            activations=deep * ((flying + copied) * kept + (late + np.greater(late, 0)) * stash)
-            + message * (flying + 1),
+            activations=deep * (flying * kept + (late + np.greater(late, 0)) * stash),
             logits=np.where(at_loss > again, at_loss, 0.0),
             working=np.where(at_loss > again, 0.0, again),
         )
-        moments.append(own.plus(added))
-    return Memory.largest(moments)

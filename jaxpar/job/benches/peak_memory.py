@@ -71,7 +71,7 @@ def _rows(job: Job, asked: Question, layouts: list[Ranked], out: Path | None) ->
     known = {row["layout"]: row for row in kept}
     for ranked in layouts:
         name = describe(ranked.candidate)
-        row = {**known.get(name, {})} or {"layout": name, **_compiled(job, asked, ranked.candidate)}
+        row = {**known.get(name, {})} or {"layout": name, **compiled(job, asked, ranked.candidate)}
         if out and name not in known:
             with out.open("a") as file:
                 file.write(json.dumps(row) + "\n")
@@ -83,7 +83,7 @@ def _rows(job: Job, asked: Question, layouts: list[Ranked], out: Path | None) ->
         yield row
 
 
-def _compiled(job: Job, asked: Question, candidate: Candidate) -> dict[str, Any]:
+def compiled(job: Job, asked: Question, candidate: Candidate) -> dict[str, Any]:
     """Returns the bytes of a device as compiled, or why there are none."""
     each = asked.hardware.per_node
     target = Target(compiled_chip(asked.hardware), -(-asked.devices // each), min(each, asked.devices))

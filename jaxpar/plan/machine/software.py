@@ -28,6 +28,7 @@ class SoftwareModel:
       kernel: The fused kernel, which has shares of its own on the chips that it is known on.
       scores: Bytes per score to and from memory, forward and backward, of unfused attention.
       kept: Bytes per score kept for the backward pass, and of them those of matmuls alone; 0 where attention is fused.
+      worked: Bytes per score that the backward of a layer works with, where nothing of them is kept.
       relaid: How often more scores are kept because XLA lays them forward in one order and backward in another, where
         a device has more than one pair of a row and a head of keys; a quarter as many more while they are worked
         with, where it has more rows than heads of keys.
@@ -68,6 +69,7 @@ class SoftwareModel:
     kernel: Kernel | None = None
     scores: tuple[float, float] = (0.0, 0.0)
     kept: tuple[float, float] = (0.0, 0.0)
+    worked: float = 0.0
     relaid: float = 0.0
     residual: float = 8.0
     stream: tuple[float, float]
@@ -117,7 +119,7 @@ class SoftwareModel:
         check_ranges(
             self,
             "software model",
-            {key: (0.0, 1e4) for key in ("relaid", "residual", "logits", "accumulate", "update", "keep")}
+            {key: (0.0, 1e4) for key in ("worked", "relaid", "residual", "logits", "accumulate", "update", "keep")}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")}
             | {"interference": (0.0, 10.0), "host": (0.0, 60.0)},
         )
@@ -212,7 +214,7 @@ _WHOLE = replace(
     MAXTEXT,
     accumulate=12.0,  # the microbatch's gradient written 4, the sum read 4 and written 4
     wire=(2.0, 2.0),  # cast before they travel: tests/test_collectives.py
-    residual=24.0,  # two norms' inputs and results in float32, and four arrays in bfloat16: seen in the same programs
+    residual=8.0,  # two norms' inputs, and what they hand to matmuls: `models/own_backward.py`
     keep=5.0,  # a scan over layers copies it into one array for all, and each layer's out of it; a buffer is cleared
     eager=True,  # a scan over microbatches; pipelines reduce and gather once, around their table
     copies=None,
@@ -225,7 +227,7 @@ _WHOLE = replace(
     "fuses them; overlap as replayed from compiled programs, not measured",
 )
 
-JAXPAR = replace(
+_UNFUSED = replace(
     _WHOLE,
     attention="unfused",
     kernel=None,
@@ -234,9 +236,17 @@ JAXPAR = replace(
     # backward: dP 4, softmax 4 + 4 and select 4, half of it beside matmuls
     scores=(16.0, 15.0),
     kept=(11.0, 4.0),  # of a Llama 8B as XLA 0.12 compiles it: 6 to 12 by layout; float32 results of matmuls
+    worked=11.0,  # in the same programs
     relaid=1.0,
     source="jaxpar as XLA compiles it where there is no cuDNN: scores in float32, to memory and back; overlap as "
     "replayed from compiled programs, not measured",
 )
 
-JAXPAR_FUSED = replace(_WHOLE, pieces=JAXPAR)
+_PIECES = replace(
+    _UNFUSED,
+    kept=(2.0, 0.0),  # shares in 16 bits: `parallel/techniques/attention_gather.py`
+    worked=6.0,  # scores made again, in float32, and the shares; then these, their gradient and that of scores
+    relaid=0.0,
+)
+JAXPAR = replace(_UNFUSED, pieces=_PIECES)
+JAXPAR_FUSED = replace(_WHOLE, pieces=_PIECES)

@@ -10,7 +10,7 @@ Of a layer, [tokens, dim] being 1 (Korthikanti et al. 2022, arXiv:2205.05198, eq
 
 A stage of jaxpar's keeps the fewest bytes from which elementwise ops make the rest again: two inputs of norms, q, k, v,
 attention's result, the results of the one or two matmuls before the feed-forward's last; unfused, scores as the first
-matmul leaves them (`jaxpar.pipeline.jaxprs.fewest_kept`).
+matmul leaves them (`jaxpar.pipeline.jaxprs.fewest_kept`), and of split sequences shares in 16 bits.
 """
 
 from typing import Any, Literal
@@ -82,8 +82,7 @@ def _lean(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     gathered = 2 * shape.kv_dim * (candidate.context - 1)  # keys and values of the others' tokens
     # float32: the mean square of a norm for each token, the sum of a softmax for each token and head
     inner = 2 * (width + gathered) + 4 * shape.heads
-    twice = 1 + np.greater(candidate.context, 1)  # where keys were gathered: before the softmax, and after it
-    scores = np.not_equal(software.kept[0], 0) * twice * SCORE * tokens * shape.heads * shape.seq
+    scores = min(software.kept[0], SCORE) * tokens * shape.heads * shape.seq
     masks = 2 * software.dropout * rows * shape.dim
     return 2 * rows * (2 * shape.dim + 4) + masks + (tokens * inner + scores) / candidate.tensor
 
@@ -105,11 +104,13 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     everything = (software.residual + 2 * software.dropout) * stream + inner + others + scores
     working = everything + worked_twice / 4 * scores
     everything = everything - software.context_again * others
-    dots = 6 * stream + qkv + (1 + shape.gated) * hidden
+    dots = np.where(software.everywhere, 4, 6) * stream + qkv + (1 + shape.gated) * hidden
+    # a kernel's result is none of a matmul, so that jaxpar's remat makes it again
+    product = result * (not software.everywhere or software.kept[0] > 0)
     lean = software.everywhere & np.greater(candidate.pipe, 1) & ~candidate.split
     kept = {
         "none": np.where(lean, _lean(shape, candidate, software), everything),
-        "all_dots": dots + result + np.equal(candidate.context, 1) * software.kept[1] * (1 + kept_twice) * score,
+        "all_dots": dots + product + np.equal(candidate.context, 1) * software.kept[1] * (1 + kept_twice) * score,
         "dots": dots,
         "selective": everything - scores,
         "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,

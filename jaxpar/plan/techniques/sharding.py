@@ -24,7 +24,7 @@ from jaxpar.plan.model.dims import Named
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 from jaxpar.plan.techniques.base import Technique, Work
-from jaxpar.plan.techniques.sharding_bytes import gathered, scattered
+from jaxpar.plan.techniques.sharding_bytes import gathered
 
 SUMMED = 4  # of a gradient that one program on all stages has summed over its table: reduced as it is, in float32
 
@@ -146,10 +146,10 @@ def stages(size: int) -> Sequence[Mapping[str, int]]:
 
 
 def working(model: Named, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Mapping[str, Any]:
-    """Returns the bytes of a decoder's parameters that are gathered to work with, and of gradients to be scattered."""
-    if not isinstance(model, Shape):
+    """Returns the bytes of a decoder's parameters that are gathered to work with; jaxpar's own are with its moments."""
+    if not isinstance(model, Shape) or software.everywhere:
         return {}
-    return {"working": gathered(model, candidate, software, recipe) + scattered(model, candidate, software, recipe)}
+    return {"working": gathered(model, candidate, software, recipe)}
 
 
 SHARDING = Technique(
