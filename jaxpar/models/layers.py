@@ -47,7 +47,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns x [..., dim] normalized over its last dim."""
-        y = normalized(x, self.scale[...], self.eps, self.kind == "layer")
+        y: Any = normalized(x, self.scale[...], self.eps, self.kind == "layer")
         return y if self.bias is None else y + self.bias[...]
 
 
