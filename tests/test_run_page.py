@@ -53,7 +53,7 @@ def run_folder(path, steps=40, **facts):
     path.mkdir()
     rows = [
         {"step": i, "loss": 5 / i, "grad_norm": 1.0, "tokens": 1000.0, "seconds": 0.5, "tokens_per_second": 2000.0,
-         "learning_rate": 1e-3}
+         "input_wait": 0.1, "learning_rate": 1e-3}
         for i in range(1, steps + 1)
     ]  # fmt: skip
     rows[19] |= {"eval_loss": 0.31}
@@ -96,6 +96,8 @@ def test_speed_is_shown_of_real_devices_alone(tmp_path):
     assert "500 ms" in real.said
     assert "250 ms" in real.said  # predicted, beside it
     assert "2 k per second" in real.said
+    assert "waited at most 3.7 s for their batches, 20.0% of the time" in real.said
+    assert "waited at most" not in simulated.said
     assert not any(word in simulated.said for word in ("500 ms", "250 ms", "per second", "tokens_per_second"))
     assert "Not shown: devices were simulated" in simulated.said
 

@@ -17,7 +17,6 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 
 POINTS = 300  # of a line at most: each is a mean over some steps
 EVENTS = 200  # rows of the table of events, at most: the first and the last of them
-WAITS = ("input_wait", "input_share")  # of metrics: shares of a step that it waited for its batch
 FIRST = 3  # steps whose time is compilation and warming up
 
 
@@ -29,7 +28,7 @@ def write(run: Told) -> str:
         _section("Learning rate", _chart(run, {"learning_rate": "jx-k2"}, "of the update")),
         _section("Throughput", _throughput(run)),
         _section("Predicted and measured", _beside(run)),
-        _section("Waiting for data", _waiting(run)),
+        _section("Waiting for data", _waiting(run), _waited(run)),
         _section("Checkpoints", _checkpoints(run)),
         _section("Events", _events(run)),
         _section("Configuration", _configuration(run)),
@@ -117,6 +116,16 @@ def _throughput(run: Told) -> Markup:
     return _chart(run, {"tokens_per_second": "jx-k3"}, "counted by the loss, per second")
 
 
+def _waited(run: Told) -> Markup:
+    """Returns how long steps waited for their batches, of real devices."""
+    rows = [row for row in run.rows[FIRST:] if "input_wait" in row]
+    if not run.is_timed or not rows:
+        return Markup("")
+    waited, whole = (sum(row[name] for row in rows) for name in ("input_wait", "seconds"))
+    said = f"Steps waited at most {show_seconds(waited)} for their batches, {waited / whole:.1%} of the time."
+    return tag("p", said, cls="jx-small")
+
+
 def _checkpoints(run: Told) -> Markup:
     rows = [
         (
@@ -175,8 +184,8 @@ def _beside(run: Told) -> Markup:
 
 
 def _waiting(run: Told) -> Markup:
-    """Returns the share of each step in which it waited for its batch, where the run has measured that."""
-    return _chart(run, {name: "jx-k4" for name in WAITS}, "of the time of a step") if run.is_timed else Markup("")
+    """Returns what each step waited for its batch, where the run has measured that."""
+    return _chart(run, {"input_wait": "jx-k4"}, "seconds, at most") if run.is_timed else Markup("")
 
 
 def _layout(run: Told) -> Markup:
