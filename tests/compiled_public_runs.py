@@ -3,11 +3,12 @@
 `python tests/compiled_public_runs.py` compiles those of runs for which `test_plan_public_runs.py` has a cheaper first,
 and writes what XLA assigns to `data/public_large_runs_compiled.json`, half an hour; with names of runs, those alone.
 A program has the axes, the ZeRO stage, the microbatches, the chunks and the recomputation of the layout. What of it is
-not the layout's own is more, not less:
+jaxpar's, and not of the software that ran:
 
     layers       as many as all parts together have places for: 128 for 126 on 16 stages
     schedule     phased, which keeps more microbatches; of the same chunks
-    attention    over whole sequences with cuDNN's operands and results (`stand_in_attention`); over pieces, in a ring
+    attention    over whole sequences with cuDNN's operands and results (`stand_in_attention`); over pieces, in a ring;
+                 neither keeps scores, as Megatron-LM did in 2021: what a plan predicts for that counts them
     state        float32 parameters, gradients, mean and variance: 16 bytes per parameter
 """
 

@@ -206,7 +206,7 @@ FOUND = {
     "GPT-3 175B": "compiled",
     "Llama 3.1 405B": "compiled",
     "Llama 3 405B": "compiled",
-    "Llama 3 405B on 8,192": "compiled",
+    "Llama 3 405B on 8,192": "cheaper",
     "Llama 3 405B 128k": "first three",
 }
 
@@ -225,8 +225,8 @@ def test_the_layout_used_is_among_the_first_three_or_the_first_is_cheaper_and_fi
 
 
 def test_at_least_nine_of_eleven_are_as_asked():
-    """All but BLOOM's, whose users timed the plan's first with a model like theirs, too: 6 % slower, in 75 GiB."""
-    assert sum(verdict in ("first three", "compiled") for verdict in FOUND.values()) == 10
+    """BLOOM's is not: its users timed the plan's first too, with a model like theirs, 6 % slower, in 75 GiB."""
+    assert sum(verdict in ("first three", "compiled") for verdict in FOUND.values()) >= 9
 
 
 @pytest.mark.full  # a program for 512 H100s
