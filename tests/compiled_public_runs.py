@@ -81,7 +81,6 @@ def main(names: list[str]) -> None:
     """Compiles the first layout of each run, and adds it to the record."""
     from test_plan_public_runs import RUNS, answer
 
-    found = json.loads(RECORD.read_text()) if RECORD.exists() else {"programs": []}
     for name in names or [each for each in RUNS if answer(each).verdict.startswith("cheaper")]:
         run, first = RUNS[name], answer(name).plan.best[0].candidate
         made = needed(run.shape, first, run.hardware.chip.key)
@@ -90,8 +89,8 @@ def main(names: list[str]) -> None:
             "versions": versions(), "commit": commit(),
         }  # fmt: skip
         print(f"{name}: {row['layout']}: {made / 2**30:.2f} GiB", flush=True)
-        found["programs"] = [*(each for each in found["programs"] if each["run"] != name), row]
-        RECORD.write_text(json.dumps(found, indent=1) + "\n")
+        others = [each for each in json.loads(RECORD.read_text())["programs"] if each["run"] != name]
+        RECORD.write_text(json.dumps({"programs": [*others, row]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
