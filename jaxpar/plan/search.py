@@ -20,7 +20,7 @@ from jaxpar.plan.time import StepTime
 from jaxpar.units import show_bytes
 
 SPARE = 0.05  # of the memory stays free: predictions are off by about as much
-CHUNKED = 0.25  # and so much more where a stage has several chunks: of those, compiled bytes were up to 47 % more
+CHUNKED = 0.05  # and so much more where a stage has several chunks: of those, compiled bytes were up to 9 % more
 ROUNDING = 1e-9  # by how large a share sums in another order may differ
 MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
 
