@@ -79,7 +79,8 @@ def _lean(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     rows = tokens / np.where(candidate.sequence, candidate.tensor, 1)
     width = 2 * shape.dim + 2 * shape.kv_dim + (1 + shape.gated) * shape.width
-    gathered = 2 * shape.kv_dim * (candidate.context - 1)  # keys and values of the others' tokens
+    # keys and values of the others' tokens, and all of them once more, as matmuls going backward read them
+    gathered = 2 * shape.kv_dim * (candidate.context - 1 + np.greater(candidate.context, 1) * candidate.context)
     # float32: the mean square of a norm for each token, the sum of a softmax for each token and head
     inner = 2 * (width + gathered) + 4 * shape.heads
     scores = min(software.kept[0], SCORE) * tokens * shape.heads * shape.seq
@@ -107,6 +108,8 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     dots = np.where(software.everywhere, 4, 6) * stream + qkv + (1 + shape.gated) * hidden
     # a kernel's result is none of a matmul, so that jaxpar's remat makes it again
     product = result * (not software.everywhere or software.kept[0] > 0)
+    # nor do a stage's slots have the products of split sequences as matmuls going backward read them
+    product = product * (1 + software.everywhere * (np.greater(candidate.pipe, 1) & np.greater(candidate.context, 1)))
     lean = software.everywhere & np.greater(candidate.pipe, 1) & ~candidate.split
     kept = {
         "none": np.where(lean, _lean(shape, candidate, software), everything),

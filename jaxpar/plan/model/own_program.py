@@ -161,7 +161,8 @@ def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any
     score = tokens * shape.heads * shape.seq / candidate.tensor
     rows, keys = candidate.microbatch, (shape.kv_heads or shape.heads) / candidate.tensor
     worked = software.worked * (1 + software.relaid * np.greater(rows, keys) / 4)
-    # where matmuls' results are kept, those of attention are among them, but over pieces of sequences
+    # where matmuls' results are kept, those of attention are among them, but over pieces of sequences, whose shares in
+    # 16 bits are also taken out of their stack before a matmul reads them
     there = np.where(np.equal(candidate.remat, "all_dots") & np.equal(candidate.context, 1), software.kept[1], 0.0)
-    there = np.where(np.equal(candidate.remat, "none"), software.kept[0], there)
+    there = np.where(np.equal(candidate.remat, "none") & (software.kept[1] > 0), software.kept[0], there)
     return forward + np.maximum(worked - there, 0.0) * score
