@@ -19,6 +19,7 @@ from jaxpar.mesh.target import find_plugin
 
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 TOLD = {option.name: option.value for option in OVERLAPPED}
+AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 
 
 def step(devices, **numerics):
@@ -32,6 +33,16 @@ def test_several_gpus_are_told_and_one_key_turns_it_off():
     assert step(eight).options == TOLD
     assert step(eight, collectives="plain").options == {}
     assert step(eight[:1]).options == {}
+
+
+@absent
+@pytest.mark.parametrize(("by", "more"), [("ring", AT_ONCE), ("auto", AT_ONCE), ("gather", {}), ("ulysses", {})])
+def test_a_ring_has_keys_and_gradients_under_way_at_once(by, more):
+    settings = jp.DecoderSettings(seq=16, layers=1, dim=16, heads=8)
+    parallel, devices = jp.Parallel(context=8, context_by=by), jp.target_devices("h100:1x8")
+    layout = jp.compose(partial(jp.Decoder, settings), parallel, devices)
+    assert jp.train_step(layout, jp.next_token, optax.sgd(0.1)).options == TOLD | more
+    assert jp.train_step(layout, jp.next_token, optax.sgd(0.1), collectives="plain").options == {}
 
 
 def test_simulated_devices_are_told_nothing():
