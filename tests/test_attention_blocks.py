@@ -15,6 +15,7 @@ import jaxpar as jp
 from jaxpar.errors import JaxparError
 from jaxpar.hlo.text import parse
 from jaxpar.models import islands
+from jaxpar.models.blocks import attention as in_blocks
 from jaxpar.models.blocks import chosen
 from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.pairs import Blocks, pairs
@@ -119,6 +120,18 @@ def test_pairs_in_which_nothing_is_seen_are_not_walked(rule, walked):
     seen = np.asarray(rule.seen(jnp.arange(128), jnp.arange(128), None, None))[0, 0, 0]
     assert table == {(i, j) for i in range(8) for j in range(8) if seen[16 * i :][:16, 16 * j :][:, :16].any()}
     assert len(table) == walked
+
+
+@pytest.mark.slow
+def test_blocks_of_queries_may_be_smaller_than_those_of_keys(monkeypatch):
+    *given, weight = arrays(np.random.default_rng(3), 23, 4, 2, np.float32)
+    monkeypatch.setattr(in_blocks, "most", lambda *_: (3, 5))
+    masks = {"causal": True, "window": 9, "segments": None}
+    mine, jaxs = (
+        both(f, given, weight) for f in (partial(blockwise, rule=Rule(causal=True, window=9)), partial(of_jax, **masks))
+    )
+    for got, want in zip(mine, jaxs, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def program(tokens, block):
