@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxpar.models.blocks.documents import Documents
+from jaxpar.models.blocks.lookup import COLUMNS, ROWS, looked_up
 from jaxpar.models.cache import Cache
 from jaxpar.models.layers import Block, BlockSettings, Norm, dropout, weight
 from jaxpar.models.named import constrain
@@ -31,7 +32,9 @@ class Decoder(nnx.Module):
         s = self.settings = settings
         self.remat = "none"
         self.deterministic = False
-        self.embed = weight(rngs, (s.vocab, s.dim), ("vocab", "embed"), 1.0 if not s.tied else s.dim**-0.5)
+        # a table that is the head too is cut as that is, over the vocabulary; else by its columns
+        names = ("vocab", "embed") if s.tied else (ROWS, COLUMNS)
+        self.embed = weight(rngs, (s.vocab, s.dim), names, 1.0 if not s.tied else s.dim**-0.5)
         self.positions = weight(rngs, (s.seq, s.dim), ("seq_table", "embed"), 0.02) if s.position == "learned" else None
 
         kind = BlockSettings(
@@ -111,7 +114,7 @@ class Decoder(nnx.Module):
 
     def _looked_up(self, table: jax.Array, tokens_bs: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """Returns the stream before the first layer."""
-        x = jnp.take(table, tokens_bs, axis=0)
+        x = jnp.take(table, tokens_bs, axis=0) if self.head is None else looked_up(table, tokens_bs)
         if self.positions is not None:
             held = self.positions[...]
             x = x + (held[: tokens_bs.shape[1]] if positions is None else jnp.take(held, positions, axis=0))

@@ -38,6 +38,13 @@ def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
     return _spec(names, tuple(get_logical_axis_rules()))
 
 
+def axes_of(entry: object) -> tuple[str, ...]:
+    """Returns the mesh axes of one entry of a spec: those that cut a dim, none where nothing is said of it."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)  # pyright: ignore[reportArgumentType]
+
+
 def _spec(names: tuple[str | None, ...], rules: Sequence) -> PartitionSpec | None:
     if not rules:
         return None

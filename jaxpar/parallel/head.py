@@ -53,7 +53,7 @@ def placed_head(layout: Layout, compose: Compose) -> Layout:
 def held(layout: Layout) -> int:
     """Returns the bytes of embedding and head, where they have a dim `vocab`, on a device while the table runs."""
     ends = (place for path, place in layout.placements.items() if path not in layout.stacked)
-    places = (place for place in ends if "vocab" in place.names)
+    places = (place for place in ends if {"vocab", "vocab_table"} & {*place.names})
     return sum(HELD * shard_bytes(p.leaf, p.used, layout.sizes) // np.dtype(p.leaf.dtype).itemsize for p in places)
 
 

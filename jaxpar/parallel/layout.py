@@ -221,7 +221,9 @@ class Layout:
             stored, whole, used = map(self.sharding, place.slice_specs(path, value.ndim, self.sizes))
             if cast:  # else XLA may gather float32 and cast what arrives
                 value = jax.lax.with_sharding_constraint(value, stored)
-            looked_up = place.names[:1] == ("vocab",)
+            looked_up = place.names[:1] == ("vocab",) or (
+                place.names[:1] == ("vocab_table",) and self.sizes["pipe"] > 1
+            )
             summed_once = self.sizes["data"] * self.sizes["context"] == 1
             straight = looked_up or summed_once or any(padding(value.shape, used))
             return cut(value, used, whole) if straight else gather(value, used, stored)

@@ -25,8 +25,8 @@ Axes = str | tuple[str, ...] | None
 # than its memory is worth.
 SMALL = 2**19
 
-# Names that no axis splits by itself.
-WHOLE = ("keys", "embed", "head_dim", "kernel", "classes", "norm")  # keys: the sequence that every query looks at
+# Names that no axis splits by itself. keys: the sequence that every query looks at
+WHOLE = ("keys", "embed", "vocab_table", "head_dim", "kernel", "classes", "norm")
 
 
 def names_of_dims(sizes: Mapping[str, int]) -> dict[str, Axes]:

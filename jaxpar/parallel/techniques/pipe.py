@@ -42,10 +42,15 @@ def problems(parallel: Parallel) -> list[Problem]:
 
 
 def names(parallel: Parallel) -> dict[str, Axes]:
-    """Returns the axes of stacked layers, and of a vocabulary that is spread over the stages."""
+    """Returns the axes of stacked layers, and of a vocabulary that is spread over the stages.
+
+    In a pipeline a table that is looked up is cut by its rows, as a head is: both ends may be spread.
+    """
     even = parallel.pipe > 1 and not parallel.pipeline.layers
     spread = parallel.pipe > 1 and parallel.pipeline.head == "spread"
-    return {"layers": "pipe" if even else None} | ({"vocab": ("pipe", "tensor")} if spread else {})
+    rows: Axes = ("pipe", "tensor") if spread else "tensor"
+    table: dict[str, Axes] = {"vocab_table": rows, "embed_table": None} if parallel.pipe > 1 else {}
+    return {"layers": "pipe" if even else None} | table | ({"vocab": rows} if spread else {})
 
 
 def uncut(layout: Layout) -> list[Problem]:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.models.named import spec_of
+from jaxpar.models.named import axes_of, spec_of
 from jaxpar.models.settings.logits import Logits
 
 Axes = tuple[str, ...]
@@ -104,19 +104,13 @@ def cut_of(rows: int, seq: int) -> Cut | None:
     found, stream = spec_of(("batch", "seq", "vocab")), spec_of(("batch", "seq", "embed"))
     if found is None or stream is None:
         return Cut()
-    batch, whole, vocab = (_axes(entry) for entry in found)
-    pieces = _axes(stream[1])
+    batch, whole, vocab = (axes_of(entry) for entry in found)
+    pieces = axes_of(stream[1])
     inner = pieces[len(whole) :] if pieces[: len(whole)] == whole else ()
     ways = (_pieces(batch), _pieces(whole), _pieces(inner))
     if rows % ways[0] or seq % (ways[1] * ways[2]):
         return None
     return Cut(batch, whole, inner, vocab, ways, inside=True)
-
-
-def _axes(entry: object) -> Axes:
-    if entry is PartitionSpec.UNCONSTRAINED or entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)  # pyright: ignore[reportArgumentType]
 
 
 def _pieces(axes: Axes) -> int:
