@@ -2,7 +2,13 @@
 
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +18,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Staged
+from tokenizing import llama3
 
 import jaxpar as jp
 from jaxpar.cli.main import main
+from jaxpar.data.tokenizers.chat import chat as read_template
+from jaxpar.data.tokenizers.encoders import load as load_tokenizer
+from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
+from jaxpar.job.doors.chat import chat
 from jaxpar.job.file.parse import loads
-from jaxpar.job.sample import _of_text
+from jaxpar.job.sample import Asked, Speaker, _of_text, sample
 from jaxpar.models.decoder import Decoder
 from jaxpar.models.settings.decoder import DecoderSettings
 from jaxpar.step.sampling.draws import Sampling
@@ -234,6 +245,44 @@ class Doubled(Decoder):
 
     def __call__(self, tokens):
         return 2 * super().__call__(tokens)
+
+
+@pytest.mark.slow
+def test_a_chat_in_a_terminal_answers_each_line_until_the_lines_end(trained):
+    ours, theirs = pty.openpty()
+    words = f"-m jaxpar sample {trained / 'run'} --chat --tokens 6 --temperature 0".split()
+    with subprocess.Popen(
+        [sys.executable, *words], stdin=theirs, stdout=theirs, stderr=subprocess.STDOUT, close_fds=True
+    ) as child:
+        os.close(theirs)
+        os.write(ours, b"the quick\nthe fox\n\x04")  # typed ahead; then the end
+        said = b""
+        with suppress(OSError):  # how a terminal ends whose other side is gone
+            while part := os.read(ours, 4096):
+                said += part
+        assert child.wait(60) == 0
+    os.close(ours)
+    assert said.count(b"> ") == 3
+    first = sample(trained / "run", ["the quick\n"], Asked(tokens=6, sampling=Sampling(temperature=0.0))).answers[0]
+    assert first.text.strip() in said.decode(errors="replace").replace("\r\n", "\n")
+
+
+def test_a_chat_is_rendered_by_the_template_and_each_turn_sees_those_before(tmp_path, monkeypatch):
+    kept, seen = llama3(tmp_path / "llama"), []
+
+    def continued(self, rows, asked):
+        seen.extend(self.text.bpe.decode(row, skip_special_tokens=False) for row in rows)
+        return [(f" answer {len(seen)}\n", 3)]
+
+    monkeypatch.setattr(Speaker, "continued", continued)
+    made = Speaker(text=SimpleNamespace(bpe=load_tokenizer(saved(kept))), generator=None, ends=(), tokenizer=str(kept))
+    monkeypatch.setattr("jaxpar.job.doors.chat.speaker", lambda *_, **__: made)
+    answers = []
+    said = chat(tmp_path, ["2 + 2?\n", " ", "sure?"], answers.append, Asked())
+    assert answers == ["answer 1", "answer 2"]
+    assert [each["role"] for each in said] == ["user", "assistant"] * 2
+    template = read_template(saved(kept))
+    assert seen == [template.render(said[:1], True)[0], template.render(said[:3], True)[0]]
 
 
 @pytest.mark.parametrize("model", [Staged, Decoding, pytest.param(Doubled, marks=pytest.mark.slow)])

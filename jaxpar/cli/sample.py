@@ -2,16 +2,21 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.cli.options import add_allow_import, add_json, check_file
+
+if TYPE_CHECKING:
+    from jaxpar.job.sample import Asked
 
 EXAMPLE = """\
   $ jaxpar sample runs/quickstart --prompt "def main(" --tokens 200
   $ jaxpar sample runs/quickstart --prompts prompts.jsonl --out answers.jsonl --top-p 0.9 --stop "\\n\\n"
   $ jaxpar sample runs/quickstart parallel.tensor=2 parallel.fsdp=2
+  $ jaxpar sample runs/tune --chat                          # a line, an answer, until Ctrl-D
 
 Without overrides the model runs on one device. This is no server: to serve a model, `jaxpar checkpoint export RUN
 --format safetensors --to FOLDER` writes what vLLM and others read.
@@ -30,6 +35,7 @@ def add(verbs) -> None:
     verb.add_argument("overrides", metavar="section.key=value", nargs="*", help="where it runs: parallel and mesh")
     verb.add_argument("--prompt", default="\n", help="what the text begins with")
     verb.add_argument("--prompts", metavar="FILE", type=Path, help="a prompt a line; of .jsonl the `prompt` of each")
+    verb.add_argument("--chat", action="store_true", help="answer line by line, by the chat template if there is one")
     verb.add_argument("--out", metavar="FILE", help="write prompt, text and tokens of each as a line of JSON")
     verb.add_argument("--tokens", type=int, default=200, help="how many tokens to add (default 200)")
     verb.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
@@ -52,6 +58,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
 
     sampling = Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, seed=args.seed)
     asked = Asked(tokens=args.tokens, sampling=sampling, stop=tuple(args.stop), overrides=tuple(args.overrides))
+    if args.chat:
+        return _chat(args, asked), 0
     prompts = [args.prompt] if args.prompts is None else read_prompts(args.prompts)
     made = sample(args.folder, prompts, asked, allow_import=args.allow_import)
     if args.out:
@@ -62,3 +70,26 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if made.rate:
         print(f"{made.rate:.1f} tokens per second, starting and compiling included", file=sys.stderr)
     return asdict(made), 0
+
+
+def _chat(args: argparse.Namespace, asked: "Asked") -> dict[str, Any]:
+    """Reads lines and prints answers until the lines end; Ctrl-C ends it too."""
+    from jaxpar.errors import refuse
+    from jaxpar.job.doors.chat import chat
+
+    for option, given in (("--prompts", args.prompts), ("--out", args.out)):
+        if given is not None:
+            raise refuse(f"--chat with {option}", rule="a chat reads lines and prints answers", fix=f"without {option}")
+    said = chat(args.folder, _lines(), lambda answer: print(answer, flush=True), asked, allow_import=args.allow_import)
+    return {"messages": said}
+
+
+def _lines() -> Iterator[str]:
+    """Yields the lines of the standard input, after a mark where a person types them."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            if sys.stdin.isatty():
+                print()
+            return

@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.job.parts.candidate import candidate_of
 from jaxpar.job.parts.loggers import resolve_loggers
 from jaxpar.job.parts.measures import derived_of
 from jaxpar.job.parts.models import sound
 from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.parts.optimizers import best_of
-from jaxpar.job.report.predicted import predicted
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder
@@ -248,8 +249,16 @@ def record(built: Built) -> dict[str, Any]:
         "summary": built.layout.summary(),
         "placed": {path: built.layout.describe(path) for path in built.layout.placements},
         "layout": built.layout.to_dict(),
-        "predicted": predicted(built.job, built.layout),
+        "candidate": _candidate(built),
     }
+
+
+def _candidate(built: Built) -> dict[str, Any]:
+    """Returns the layout as the planner weighs it; nothing where it cannot."""
+    try:
+        return asdict(candidate_of(built.job, built.layout))
+    except JaxparError:
+        return {}
 
 
 def peak(step: Step, devices: list[Any]) -> dict[str, Any]:

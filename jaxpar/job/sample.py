@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from jaxpar.checkpoint import Store
+from jaxpar.data.spec import OURS
 from jaxpar.data.tokens import Text
 from jaxpar.errors import Keywords, refuse
 from jaxpar.files import write_text
@@ -105,30 +106,62 @@ def sample(folder: str | Path, prompts: Sequence[str], asked: Asked, *, allow_im
     Raises:
       JaxparError: If the folder holds no trained model of text, or a prompt is empty.
     """
+    model = speaker(folder, asked, allow_import=allow_import)
+    rows = [model.text.encode(prompt) for prompt in prompts]
+    if not rows or not all(rows):
+        raise refuse("an empty prompt", rule="a prompt has at least one token", fix='--prompt "\\n"')
+    started = time.monotonic()
+    new = model.continued(rows, asked)
+    spent, drawn = time.monotonic() - started, sum(count for _, count in new)
+    rate = 0.0 if is_simulated(list(model.generator.layout.on.devices.flat)) else drawn / spent
+    made = [Answer(prompt=prompt, text=said, tokens=count) for prompt, (said, count) in zip(prompts, new, strict=True)]
+    return Answers(answers=tuple(made), rate=rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speaker:
+    """The model of a run, ready to continue texts.
+
+    Attributes:
+      text: Its tokenizer.
+      generator: The model on its layout.
+      ends: Tokens that end a text.
+      tokenizer: The folder of a tokenizer of Hugging Face's that the run has kept; "" where it is our own.
+    """
+
+    text: Text
+    generator: Generator
+    ends: tuple[int, ...]
+    tokenizer: str
+
+    def continued(self, rows: Sequence[list[int]], asked: Asked) -> list[tuple[str, int]]:
+        """Returns for each row of tokens the text after it, up to where it stops, and how many tokens were drawn."""
+        tokens = {each: self.text.special(each) for each in asked.stop}  # which texts do not show
+        ends = (*self.ends, *(each for each in tokens.values() if each is not None))
+        stop = tuple(each for each, token in tokens.items() if token is None)
+        stops = partial(_stops, self.text, stop, ends)
+        new = self.generator.run(rows, asked.sampling, most=asked.tokens, stops=lambda _, drawn: stops(drawn))
+        return [(_said(self.text, row, each, stop, ends), len(each)) for row, each in zip(rows, new, strict=True)]
+
+
+def speaker(folder: str | Path, asked: Asked, *, allow_import: bool = False) -> Speaker:
+    """Returns the model of a run.
+
+    Raises:
+      JaxparError: If the folder holds no trained model of text.
+    """
     folder = Path(folder)
     job = _of_text(folder, allow_import=allow_import)
     given = loads("", [*asked.overrides])
     if given.mesh.simulate:
         simulate(given.mesh.simulate)
     text = Text(folder / "data", job.data.tokenizer)
-    rows = [text.encode(prompt) for prompt in prompts]
-    if not rows or not all(rows):
-        raise refuse("an empty prompt", rule="a prompt has at least one token", fix='--prompt "\\n"')
     layout, params, model_state = _restored(job, folder, given.parallel if asked.overrides else Parallel())
-    started = time.monotonic()
-    tokens = {each: text.special(each) for each in asked.stop}  # which texts do not show
-    ends = (*end_ids(folder / KEPT), *(each for each in tokens.values() if each is not None))
-    stop = tuple(each for each, token in tokens.items() if token is None)
-    stops = partial(_stops, text, stop, ends)
-    model = Generator(
+    made = Generator(
         layout, params, model_state, window=job.data.seq, known=text.size, cached=asked.cached
     )  # what is above is no token of the text
-    new = model.run(rows, asked.sampling, most=asked.tokens, stops=lambda _, drawn: stops(drawn))
-    spent, drawn = time.monotonic() - started, sum(map(len, new))
-    rate = 0.0 if is_simulated(list(layout.on.devices.flat)) else drawn / spent
-    made = [_said(text, row, each, stop, ends) for row, each in zip(rows, new, strict=True)]
-    answers = zip(prompts, made, new, strict=True)
-    return Answers(answers=tuple(Answer(prompt=p, text=t, tokens=len(n)) for p, t, n in answers), rate=rate)
+    own = "" if job.data.tokenizer in OURS else job.data.tokenizer
+    return Speaker(text=text, generator=made, ends=end_ids(folder / KEPT), tokenizer=own)
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -12,6 +12,7 @@ from jaxpar.html.frame import document, tile
 from jaxpar.html.lines import Line, chart
 from jaxpar.html.markup import Markup, badge, table, tag
 from jaxpar.html.pieces import axes_table, section
+from jaxpar.job.report.predicted import predicted
 from jaxpar.job.report.read import Told
 from jaxpar.units import show_bytes, show_count, show_seconds
 
@@ -165,7 +166,7 @@ def _configuration(run: Told) -> Markup:
 
 def _beside(run: Told) -> Markup:
     """Returns memory and seconds as predicted, compiled and measured; of simulated devices no seconds."""
-    peak, planned = run.facts.get("peak") or {}, run.facts.get("predicted") or {}
+    peak, planned = run.facts.get("peak") or {}, predicted(run.folder, run.facts)
     if not peak and "bytes" not in planned:
         return Markup("")
     size = lambda number: "-" if number is None else show_bytes(int(number))  # noqa: E731
