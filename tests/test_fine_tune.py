@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 from test_huggingface import LLAMA, born
+from tokenizing import llama3
 
 from jaxpar.cli.main import main
+from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import JaxparError
 from jaxpar.job import run
 from jaxpar.job.check import check
@@ -221,3 +223,24 @@ def test_the_tokens_that_end_a_text_are_those_of_the_generation_config_as_in_tra
     assert end_ids(folder) == (2,)
     (folder / "config.json").unlink()
     assert end_ids(folder) == ()
+
+
+@pytest.mark.slow
+def test_a_run_that_began_with_no_folder_is_exported_with_the_tokenizer_that_it_was_trained_with(tmp_path):
+    words = llama3(tmp_path / "words")
+    (tmp_path / "text.txt").write_text("the cat didn't sit on the mat. " * 200)
+    made = loads(f"""
+        model = {{name = "decoder", layers = 2, dim = 16, heads = 2, vocab = 512}}
+        data = {{source = "text", path = "{tmp_path / "text.txt"}", tokenizer = "{words}", seq = 16}}
+        train = {{steps = 1, global_batch = 8}}
+        run.dir = "{tmp_path / "run"}"
+        mesh.devices = 1
+        """)
+    run.train(made, stream=io.StringIO())
+    to = tmp_path / "out"
+    assert main(["checkpoint", "export", str(tmp_path / "run"), "--format", "safetensors", "--to", str(to)]) == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (to / name).read_bytes() == (words / name).read_bytes()
+    kept, config = saved(to), json.loads((to / "config.json").read_text())
+    assert (kept.id_of("bos_token"), kept.id_of("eos_token")) == (0, 1)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)

@@ -1,11 +1,16 @@
 """A decoder of Hugging Face begins a run, and a run's decoder is written as one."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxpar.checkpoint import listing, reading
+from jaxpar.data.spec import OURS
+from jaxpar.data.tokenizers.saved import saved
+from jaxpar.data.tokens import KEPT as KEPT_TOKENIZER
+from jaxpar.files import write_json
 from jaxpar.job.build import Built
 from jaxpar.job.file.parse import load
 from jaxpar.job.parts.batches import with_own_tokenizer
@@ -40,11 +45,19 @@ def begin(built: Built) -> tuple[State, str]:
     return made, f"{origin}, a {found.kind} of Hugging Face's"
 
 
+def _with_tokenizer(source: Path, to: Path) -> list[Path]:
+    """Writes the tokenizer of a run that began with no folder, and the ids by which a text begins and ends."""
+    kept = saved(source)
+    ids = {f"{key}_id": found for key in ("bos_token", "eos_token") if (found := kept.id_of(key)) is not None}
+    write_json(to / CONFIG, json.loads((to / CONFIG).read_text()) | ids)
+    return take_along(source, to)
+
+
 def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     """Writes the decoder of a checkpoint as a folder of Hugging Face's, its adapters merged.
 
     What the run's own folder of Hugging Face's has besides, tokenizer, special ids and generation config, is written
-    too.
+    too; of a run that began with none, the tokenizer that it was trained with.
 
     Raises:
       JaxparError: If it is damaged, belongs to no run of a decoder, or Hugging Face has no such model.
@@ -64,4 +77,6 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     if job.train.adapters.rank:
         params = by_path(merged(as_blueprint(resolve_model(job, resolve_loss(job))), params))
     files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)
+    if not is_folder(run / KEPT) and job.data.tokenizer not in OURS:
+        files += _with_tokenizer(run / "data" / KEPT_TOKENIZER, to)
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in files)}
