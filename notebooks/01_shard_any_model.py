@@ -133,6 +133,12 @@ layout = jp.compose(Model, jp.Parallel(data=2, fsdp=2, tensor=2))
 print(layout.explain())
 
 # %% [markdown]
+# A layout shows itself, too: the devices, what joins them, and who holds which piece of what.
+
+# %%
+layout
+
+# %% [markdown]
 # **Explain the gap** of 131 bytes. `tensor` leaves vectors whole: a device holds 64 of the norm's 128 entries instead of
 # 32, which is 128 bytes more. The scalar `gain` cannot be cut at all: 4 bytes instead of 1.
 #

@@ -30,7 +30,6 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxpar as jp
-from jaxpar.units import show_bytes
 
 # %% [markdown]
 # A small decoder of Llama's kind: a vocabulary of 1,280, sequences of 96, 4 layers that `scan` runs as one, a stream 256
@@ -79,7 +78,7 @@ compare(ddp, all_reduce=4 * P)
 # %%
 def show(entries):
     for e in entries:
-        print(f"{e.kind:<15}{e.times:>3} × {show_bytes(e.payload):<8}  {e.source:<15} {e.cause}")
+        print(f"{e.kind:<15}{e.times:>3} × {e.payload / 1024:>7,.4g} KiB  {e.source:<15} {e.cause}")
 
 
 show(ddp.ledger)
@@ -106,7 +105,8 @@ for name, report, gathers in (("ZeRO-2", zero2, 1), ("ZeRO-3", zero3, 2)):
 
 # %%
 shares = {share.cause: share.bytes for share in zero3.memory}
-print(f"all parameters: {show_bytes(4 * P)}; gathered weights in memory: {show_bytes(shares['gathered weights'])}")
+gathered = shares["gathered weights"]
+print(f"all parameters: {4 * P / 1024:,.1f} KiB; gathered weights in memory: {gathered / 1024:,.1f} KiB")
 
 # %% [markdown]
 # It did: a gathered weight is to `jax.grad` one more value that the backward pass will need. What is missing is the

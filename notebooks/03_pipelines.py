@@ -25,6 +25,7 @@ import jaxpar as jp
 
 jp.simulate(8)  # before anything else uses JAX
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -35,11 +36,7 @@ import optax
 from flax import nnx
 from IPython.display import SVG
 
-from jaxpar.pipeline.draw.compare import compare, table
-from jaxpar.pipeline.draw.schedule import svg
-from jaxpar.pipeline.run.unflushed import history
-from jaxpar.pipeline.tables.library import schedule
-from jaxpar.pipeline.tables.price import Times, price
+from jaxpar.pipeline import history
 
 # %% [markdown]
 # ## 1. One microbatch
@@ -50,7 +47,7 @@ from jaxpar.pipeline.tables.price import Times, price
 # are $1 - 1/P = 75\,\%$.
 
 # %%
-naive = schedule("gpipe", stages=4, microbatches=1)
+naive = jp.schedule("gpipe", stages=4, microbatches=1)
 print(naive)
 print(f"idle: {naive.bubble:.1%}")
 
@@ -64,12 +61,11 @@ print(f"idle: {naive.bubble:.1%}")
 # $(P-1)/(M+P-1) = 3/11 = 27.3\,\%$, whatever forward and backward take. Until its backward, a forward leaves activations:
 # those of all 8 microbatches. Here and below, a backward takes as long as two forwards.
 
+
 # %%
-times = Times(forward=1.0, backward=1.0, weights=1.0)  # of a stage; `B` is `backward` and `weights` together
-
-
+# of a stage a forward takes 1, a backward of inputs 1, one of weights 1; `B` is both together
 def draw(name, **settings):
-    return SVG(svg(schedule(name, stages=4, microbatches=8, **settings), times))
+    return SVG(jp.schedule(name, stages=4, microbatches=8, **settings).svg())
 
 
 draw("gpipe")
@@ -112,7 +108,7 @@ draw("1f1b_phased")
 # %%
 for count in (8, 32, 128):
     for name in ("1f1b", "1f1b_phased"):
-        cost = price(schedule(name, stages=4, microbatches=count), times)
+        cost = jp.schedule(name, stages=4, microbatches=count).price()
         shares = f"{cost.asynchronous_bubble:6.1%} ideal, {cost.barrier_bubble:6.1%} as one program runs it"
         print(f"{count:>4} microbatches  {name:<12} {shares}")
 
@@ -169,7 +165,7 @@ draw("zb_v")
 # longest op of a tick is than the others.
 
 # %%
-print(table(compare(Times(1.0, 1.14, 0.86), stages=4, microbatches=32)))
+print(jp.schedule("gpipe", stages=4, microbatches=32).compared(backward=1.14, weights=0.86))
 
 # %% [markdown]
 # As predicted: `1f1b` loses most, since its whole backward takes twice a forward; split backwards lose less; `gpipe`,
@@ -349,7 +345,7 @@ check(Told)
 # %%
 for weights in ("stash", "vertical", "2bw"):
     print(f"{weights}: updates in the weights of microbatches 0 to 11")
-    for stage, versions in enumerate(history(schedule("1f1b", stages=4, microbatches=12), weights)):
+    for stage, versions in enumerate(history(jp.schedule("1f1b", stages=4, microbatches=12), weights)):
         print(f"  stage {stage}   {' '.join(map(str, versions))}")
 
 # %% [markdown]
@@ -362,7 +358,8 @@ for weights in ("stash", "vertical", "2bw"):
 # %%
 sgd = optax.sgd(0.1)
 plain = jp.train_step(alone, jp.next_token, sgd)
-new = jax.device_get(jp.State(start.step, start.params, sgd.init(start.params), start.model_state))
+begun = replace(start, optimizer=sgd.init(start.params), exchange=())
+new = jax.device_get(begun)
 
 
 def loop(late, microbatches=1):
@@ -370,11 +367,9 @@ def loop(late, microbatches=1):
     for t in range(8 // microbatches):
         old = kept[max(0, t - late)]
         mine = {key: value[np.arange(64) % 8 // microbatches == t] for key, value in data.items()}
-        moved, _ = plain(
-            jax.device_put(jp.State(new.step, old, new.optimizer, new.model_state), jax.devices()[0]), mine
-        )
+        moved, _ = plain(jax.device_put(replace(new, params=old), jax.devices()[0]), mine)
         kept.append(jax.tree.map(lambda w, a, b: w + (a - b), kept[-1], jax.device_get(moved.params), old))
-    return jp.State(new.step, kept[-1], new.optimizer, new.model_state)
+    return replace(new, params=kept[-1])
 
 
 # %% [markdown]
@@ -382,12 +377,11 @@ def loop(late, microbatches=1):
 
 # %%
 loops = {"no delay": loop(0), "3 late": loop(3), "4 at once, 1 late": loop(1, microbatches=4)}
-first = jp.State(start.step, start.params, sgd.init(start.params), start.model_state)
 rules = ("stash", "vertical", "2bw", "none")
 steps = {weights: jp.train_step(layout(schedule="1f1b", weights=weights), jp.next_token, sgd) for weights in rules}
 print(f"{'parameters differ by':<22}" + "".join(f"{name:>20}" for name in loops))
 for weights, step in steps.items():
-    _, state = train(step, first, updates=1)
+    _, state = train(step, begun, updates=1)
     print(f"  {weights:<20}" + "".join(f"{apart(state, other):20.1e}" for other in loops.values()))
 
 # %% [markdown]
@@ -401,7 +395,7 @@ for weights, step in steps.items():
 # %%
 figure, ax = plt.subplots(figsize=(9, 3.4), dpi=110, layout="constrained")
 for weights, look in zip(rules, ("-", "-", "-", "k:"), strict=True):
-    losses, _ = train(steps[weights], first, updates=40)
+    losses, _ = train(steps[weights], begun, updates=40)
     ax.plot(losses, look, label=f"{weights}: {losses[-1]:.3f} at the end")
 ax.set(title="Four rules, the same data and rate", xlabel="step of 8 microbatches", ylabel="nats per token")
 ax.spines[["top", "right"]].set_visible(False)

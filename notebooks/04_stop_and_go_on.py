@@ -15,7 +15,8 @@
 #
 # A run on 2 x 2 x 2 devices is stopped, goes on with FSDP over eight, is stopped again, and ends on a single device.
 # Beside it the same job runs through undisturbed. What should come out the same does; then a byte of a checkpoint is
-# changed, which should not go unnoticed, and does not.
+# changed, which should not go unnoticed, and does not. At the end, two faults that are not the run's own: it is killed without a word, and fed
+# a batch that cannot be.
 #
 # Devices are simulated on one processor: nothing here says how fast GPUs would be.
 
@@ -172,3 +173,62 @@ end(start("checkpoint", "verify", "runs/stopped"))
 
 # %%
 end(start("train", "job.toml", "run.dir=runs/stopped", *ONE))
+
+# %% [markdown]
+# ## Killed without a word
+#
+# SIGKILL asks nobody: no step is finished, nothing is saved. **Predict** what is lost: with `checkpoint.every = 10`, the steps
+# since the last multiple of ten. The same command makes them again, from the same batches: bit for bit as if nothing had been.
+
+# %%
+child = start("train", "job.toml", "run.dir=runs/killed", "train.steps=60")
+while len(rows("killed")) < 33:
+    time.sleep(0.01)
+child.kill()
+child.wait()
+end(start("checkpoint", "ls", "runs/killed"))
+
+# %%
+end(start("train", "job.toml", "run.dir=runs/killed", "train.steps=60"))
+end(start("train", "job.toml", "run.dir=runs/unhurt", "train.steps=60"))
+killed, unhurt = ({row["step"]: row["loss"] for row in rows(run)} for run in ("killed", "unhurt"))
+assert killed == unhurt
+print(f"{len(killed)} losses, all of them the same bits")
+
+# %% [markdown]
+# ## A batch that cannot be
+#
+# Data of one's own, whose batch number 20 is damaged: a token that the vocabulary does not have. Fed to the model it would look up
+# nothing, and the loss would be wrong without a word. **Predict**: batches are looked at before they are fed, so the run stops there, with the row.
+
+# %%
+(folder / "damaged.py").write_text("""
+import numpy as np
+
+TEXT = np.frombuffer(open("text.txt", "rb").read(), np.uint8).astype(np.int32)
+
+
+class Damaged:
+    def batch(self, step, size):
+        rows = [TEXT[at : at + 65] for at in np.random.default_rng(step).integers(0, len(TEXT) - 65, size)]
+        tokens = np.stack(rows)
+        tokens[3, 7] += 70_000 * (step == 20)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+""")
+OWN = ("data.source=damaged:Damaged", "data.path=", "run.dir=runs/damaged", "train.steps=40")
+end(start("train", "job.toml", *OWN))
+
+# %% [markdown]
+# As predicted. If one batch of many is not worth a stop, a job says so in `[faults]`: the next one takes its place. The run goes on from its
+# last checkpoint, and remembers for ever which batch it left out, so that it can be resumed anywhere.
+
+# %%
+end(start("train", "job.toml", *OWN, "faults.on_bad_batch=skip"))
+print((folder / "runs" / "damaged" / "skipped_batches.json").read_text())
+
+# %% [markdown]
+# ## What to try next
+#
+# * `faults.spike = 3.0` with `on_bad_step = "rollback"`: what does a run do about a learning rate that is too high?
+# * Stop a run on eight devices, and go on with a pipeline: `parallel.pipe=2`. Which losses are the same bits now?
+# * `jaxpar report runs/stopped`: where are the stops, and the changes of the mesh?

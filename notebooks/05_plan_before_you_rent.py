@@ -21,19 +21,26 @@
 # nothing runs, and no number below was measured by us. Section 6 says how wrong the model has been where others measured.
 
 # %%
-from dataclasses import replace
+import json
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from jaxpar.bench.planner import predict, published
-from jaxpar.errors import JaxparError
-from jaxpar.job.file.parse import load
-from jaxpar.job.plan import question
-from jaxpar.plan.pages.pareto_svg import kinds
-from jaxpar.plan.pages.text import page
-from jaxpar.plan.search import describe, search
-from jaxpar.units import show_bytes, show_seconds
+import jaxpar as jp
+
+
+def seconds(value):
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def gib(value):
+    return f"{value / 2**30:.4g} GiB"
+
 
 # %% [markdown]
 # ## 1. Ask
@@ -43,10 +50,16 @@ from jaxpar.units import show_bytes, show_seconds
 # for each GPU. Attention is cuDNN's fused kernel, as it is on a GPU in bf16.
 
 # %%
-LLAMA_8B = load("../configs/gpu_llama_8b_fsdp8.toml")
-on_64 = question(LLAMA_8B, devices=64, chip="h100", per_node=8, given={"attention": "fused"})
-plan = search(on_64, top=8)
-print(page(plan))
+LLAMA_8B = "../configs/gpu_llama_8b_fsdp8.toml"
+on_64 = partial(jp.plan, LLAMA_8B, devices=64, chip="h100")
+plan = on_64(top=8)
+print(plan)
+
+# %% [markdown]
+# In a notebook a plan shows itself as a page, whose parts unfold:
+
+# %%
+plan
 
 # %% [markdown]
 # The same from a shell, with the pictures below as a page of their own, and the command that trains the first layout:
@@ -64,8 +77,8 @@ print(page(plan))
 
 # %%
 best = plan.best[0]
-worked = LLAMA_8B.model["vocab"] * LLAMA_8B.model["dim"]
-flop = 6 * (on_64.model.parameters - worked) * 128 * 4096
+looked_up = 128_256 * 4096  # vocab x dim of the embedding
+flop = 6 * (plan.question.model.parameters - looked_up) * 128 * 4096
 print(f"on paper {flop / (64 * 0.711 * 989.5e12):.3f} s, planned {best.time.matmuls:.3f} s of {best.time.total:.3f} s")
 
 # %% [markdown]
@@ -83,13 +96,13 @@ def breakdown(plan, count, title):
     figure, ax = plt.subplots(figsize=(9, 0.7 + 0.5 * count), dpi=100, layout="constrained")
     left = np.zeros(count)
     for cause, colour in COLOURS.items():
-        seconds = np.array([getattr(each.time, cause) for each in plan.best[:count]])
-        label = cause if seconds.max() > 0.002 * plan.best[0].time.total else None
-        ax.barh(range(count), seconds, left=left, height=0.45, color=colour, label=label)
-        left += seconds
+        wide = np.array([getattr(each.time, cause) for each in plan.best[:count]])
+        label = cause if wide.max() > 0.002 * plan.best[0].time.total else None
+        ax.barh(range(count), wide, left=left, height=0.45, color=colour, label=label)
+        left += wide
     for at, each in enumerate(plan.best[:count]):
-        ax.text(0, at - 0.3, describe(each.candidate), va="bottom", size=9)
-        numbers = f"  {show_seconds(each.time.total)}, {show_bytes(each.memory.total)}"
+        ax.text(0, at - 0.3, str(each), va="bottom", size=9)
+        numbers = f"  {seconds(each.time.total)}, {gib(each.memory.total)}"
         ax.text(left[at], at, numbers, va="center", size=9)
     ax.set(title=title, xlabel="seconds of a step, modelled", xlim=(0, left.max() * 1.22), ylim=(count - 0.6, -0.9))
     ax.set_yticks([])
@@ -102,8 +115,8 @@ breakdown(plan, 8, "8B on 64 H100: the first eight")
 
 # %% [markdown]
 # They are close to each other, and that is the answer too: among the first few, choose by what else you care for. The plan
-# names the simplest of those that no other one beats in both time and memory. For five percent more time, ZeRO-3 leaves
-# 14 GiB more on every GPU.
+# names the simplest of those that no other one beats in both time and memory. For four percent more time, two
+# pieces of every matrix leave 7 GiB more on every GPU.
 #
 # ## 3. Memory against time
 #
@@ -111,18 +124,25 @@ breakdown(plan, 8, "8B on 64 H100: the first eight")
 # *and* in memory.
 
 # %%
-DOTS = dict(zip(kinds(plan.points), ["#c4791f", "#8b7fc7", "#3b8fc9"], strict=True))
+DOTS = {"with a pipeline": "#c4791f", "with context or tensor": "#8b7fc7", "data and fsdp alone": "#3b8fc9"}
+
+
+def kinds(points):
+    pipe, split = points.layouts.pipe > 1, (points.layouts.context > 1) | (points.layouts.tensor > 1)
+    return dict(zip(DOTS, (pipe, split & ~pipe, ~split & ~pipe), strict=True))
+
+
 TICKS = (0.7, 0.8, 1, 1.5, 2, 3, 5, 7, 10, 50, 60, 80, 100, 150, 200)
 
 
 def against(plan, title):
     figure, ax = plt.subplots(figsize=(9, 4.2), dpi=80, layout="constrained")
-    seconds, gib = plan.points.seconds, plan.points.bytes / 2**30
+    x, y = plan.points.seconds, plan.points.bytes / 2**30
     for name, which in kinds(plan.points).items():
-        ax.plot(seconds[which], gib[which], ".", ms=2.5, color=DOTS[name])
+        ax.plot(x[which], y[which], ".", ms=2.5, color=DOTS[name])
         ax.plot([], [], "o", ms=5, color=DOTS[name], label=f"{which.sum():,} {name}")
     front, room = plan.points.pareto, plan.question.room / 2**30
-    ax.step(seconds[front], gib[front], where="post", color="black", lw=1.3, label="Pareto front")
+    ax.step(x[front], y[front], where="post", color="black", lw=1.3, label="Pareto front")
     for each, colour, name, look in (
         (plan.best[0], "#0a6b4b", "chosen", {"ms": 8}),
         (plan.fastest, "#b3261e", "fastest", {"ms": 12, "mfc": "none"}),
@@ -143,8 +163,8 @@ def against(plan, title):
 against(plan, "8B on 64 H100: every layout that fits")
 
 # %% [markdown]
-# The front falls steeply and then lies flat: five percent more time saves a third of the memory, a fifth more saves four fifths of
-# it; after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
+# The front falls steeply and then lies flat: five percent more time saves a sixth of the memory, a fifth more saves half of
+# it, half as much again seven eighths; after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
 # and a good network leave it nothing to win.
 #
 # ## 4. What the links decide
@@ -156,12 +176,11 @@ against(plan, "8B on 64 H100: every layout that fits")
 
 # %%
 speeds = np.array([46, 23, 9.2, 4.6, 2.3, 1.0]) * 1e9
-at_speed = [replace(on_64.hardware, between=replace(on_64.hardware.between, bandwidth=speed)) for speed in speeds]
-swept = [search(replace(on_64, hardware=hardware)) for hardware in at_speed]
+swept = [on_64(between=f"{speed / 1e9}GB") for speed in speeds]
 piped = [each.points.seconds[each.points.layouts.pipe > 1].min() for each in swept]
 flat = [each.points.seconds[each.points.layouts.pipe == 1].min() for each in swept]
 for speed, each, with_pipe, without in zip(speeds, swept, piped, flat, strict=True):
-    name = describe(each.best[0].candidate)
+    name = each.best[0]
     print(f"{speed / 1e9:>4.3g} GB/s  without a pipeline {without:5.2f} s, with {with_pipe:5.2f} s  first: {name}")
 
 # %%
@@ -179,17 +198,17 @@ plt.show()
 
 # %% [markdown]
 # Ten and twenty times slower, at 4.6 and 2.3 GB/s, all else still does without a pipeline. At 1 GB/s, an ordinary network, a
-# pipeline wins: all else takes a fifth as long again.
+# pipeline wins: all else takes a quarter as long again.
 #
 # **Predict** the opposite: all 64 GPUs in one NVLink domain. There is nothing a pipeline could avoid.
 
 # %%
-together = search(question(LLAMA_8B, devices=64, chip="h100", per_node=64, given={"attention": "fused"}), top=100)
+together = on_64(per_node=64, top=100)
 first = together.best[0]
 pipe = next(each for each in together.best if each.candidate.pipe > 1)
-print(f"first:          {describe(first.candidate)}, {show_seconds(first.time.total)}")
-print(f"best pipeline:  {describe(pipe.candidate)}, {show_seconds(pipe.time.total)}")
-print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
+print(f"first:          {first}, {seconds(first.time.total)}")
+print(f"best pipeline:  {pipe}, {seconds(pipe.time.total)}")
+print(f"of that waiting for other stages: {seconds(pipe.time.bubble)}")
 
 # %% [markdown]
 # As predicted, and 1 % faster than eight nodes, whose ports together bring as much as a GPU's NVLink: NVLink between all 64
@@ -201,12 +220,12 @@ print(f"of that waiting for other stages: {show_seconds(pipe.time.bubble)}")
 # this is XLA's own attention.
 
 # %%
-long = load("../configs/gpu_llama_8b_fsdp8.toml", ["data.seq=32768", "train.global_batch=4"])
-found = search(question(long, devices=64, chip="h100", per_node=None, given={"attention": "unfused"}), top=200)
+long = ("data.seq=32768", "train.global_batch=4")
+found = jp.plan(LLAMA_8B, *long, devices=64, chip="h100", attention="unfused", top=200)
 whole = next(each for each in found.best if each.candidate.context == 1)
 for name, each in (("first", found.best[0]), ("best without context", whole)):
-    print(f"{name:<21} {describe(each.candidate)}, {show_seconds(each.time.total)}, {show_bytes(each.memory.total)}")
-print(f"of that gathering keys and values: {show_seconds(found.best[0].time.context)}")
+    print(f"{name:<21} {each}, {seconds(each.time.total)}, {gib(each.memory.total)}")
+print(f"of that gathering keys and values: {seconds(found.best[0].time.context)}")
 
 # %% [markdown]
 # ## 5. What fits nowhere
@@ -214,12 +233,12 @@ print(f"of that gathering keys and values: {show_seconds(found.best[0].time.cont
 # A model of 70 billion parameters on one node of eight: 12 bytes of state for each parameter are 847 GB, and there are 607.
 
 # %%
-LLAMA_70B = load("../configs/gpu_llama_70b_fsdp128_tensor8.toml")
-LLAMA_405B = load("../configs/gpu_llama_405b_pipe16_fsdp4_tensor8.toml")
+LLAMA_70B = "../configs/gpu_llama_70b_fsdp128_tensor8.toml"
+LLAMA_405B = "../configs/gpu_llama_405b_pipe16_fsdp4_tensor8.toml"
 for job, devices in ((LLAMA_70B, 8), (LLAMA_405B, 64)):
     try:
-        search(question(job, devices=devices, chip="h100", per_node=8, given={"attention": "fused"}))
-    except JaxparError as error:
+        jp.plan(job, devices=devices, chip="h100")
+    except jp.JaxparError as error:
         print(error, end="\n\n")
 
 # %% [markdown]
@@ -227,10 +246,10 @@ for job, devices in ((LLAMA_70B, 8), (LLAMA_405B, 64)):
 
 # %%
 for job, devices in ((LLAMA_70B, 32), (LLAMA_405B, 128)):
-    found = search(question(job, devices=devices, chip="h100", per_node=8, given={"attention": "fused"}))
+    found = jp.plan(job, devices=devices, chip="h100")
     first = found.best[0]
-    print(f"{devices} GPUs, {found.fitting:,} of {found.considered:,} layouts fit: {describe(first.candidate)}")
-    print(f"    {show_seconds(first.time.total)} a step, {show_bytes(first.memory.total)} per GPU")
+    print(f"{devices} GPUs, {found.fitting:,} of {found.considered:,} layouts fit: {first}")
+    print(f"    {seconds(first.time.total)} a step, {gib(first.memory.total)} per GPU")
 
 # %% [markdown]
 # ## 6. How wrong it may be
@@ -240,7 +259,10 @@ for job, devices in ((LLAMA_70B, 32), (LLAMA_405B, 128)):
 # (`jaxpar bench planner --runs package --leave-out group`).
 
 # %%
-runs = [predict(run) for run in published()]
+file = Path(tempfile.mkdtemp()) / "runs.json"
+bench = [sys.executable, "-m", "jaxpar", "bench", "planner", "--json", str(file)]
+subprocess.run(bench, check=True, stdout=subprocess.DEVNULL)
+runs = json.loads(file.read_text())["runs"]
 figure, ax = plt.subplots(figsize=(9, 3.8), dpi=110, layout="constrained")
 for system, colour in {"Megatron-LM": "#1f4e79", "torchtitan": "#d55e00", "MaxText": "#2f8f6b"}.items():
     own = [(at, 100 * run["error"]) for at, run in enumerate(runs) if run["system"] == system]
@@ -280,8 +302,7 @@ for system in ("Megatron-LM", "torchtitan", "MaxText"):
 # **Predict.** Shards, on a good network; with as much tensor parallelism as it takes to fit.
 
 # %%
-on_512 = question(LLAMA_405B, devices=512, chip="h100", per_node=8, given={"attention": "fused"})
-large = search(on_512)
+large = jp.plan(LLAMA_405B, devices=512, chip="h100")
 print(f"{large.fitting:,} of {large.considered:,} layouts fit")
 breakdown(large, 6, "405B on 512 H100, 46 GB/s between nodes")
 against(large, "405B on 512 H100: every layout that fits")
@@ -292,9 +313,9 @@ against(large, "405B on 512 H100: every layout that fits")
 # network is ten times slower:
 
 # %%
-slow = search(replace(on_512, hardware=at_speed[3]))
+slow = jp.plan(LLAMA_405B, devices=512, chip="h100", between="4.6GB")
 without = slow.points.seconds[slow.points.layouts.pipe == 1].min()
-print(f"first {show_seconds(slow.best[0].time.total)} a step; the best without a pipeline {show_seconds(without)}")
+print(f"first {seconds(slow.best[0].time.total)} a step; the best without a pipeline {seconds(without)}")
 breakdown(slow, 6, "405B on 512 H100, 4.6 GB/s between nodes")
 
 # %% [markdown]

@@ -33,13 +33,18 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpar.exchange.averaging.graphs import contraction, ring
-from jaxpar.exchange.clock.delays import Exponential, Times
-from jaxpar.exchange.clock.events import mean_staleness
-from jaxpar.exchange.clock.stale import Stale
-from jaxpar.exchange.collectives import algorithms, price, programs
-from jaxpar.mesh.links import Link
-from jaxpar.units import show_bytes
+from jaxpar.exchange import (
+    Exponential,
+    Link,
+    Stale,
+    Times,
+    algorithms,
+    contraction,
+    mean_staleness,
+    price,
+    programs,
+    ring,
+)  # fmt: skip
 
 # %% [markdown]
 # ## 1. Ranks
@@ -220,7 +225,7 @@ runs = {"all-reduce": train(METHODS["all-reduce"])}
 def report(*names):
     for name in names:
         losses, sent, _ = runs[name]
-        print(f"{name:<20} loss {end(losses):.4f} at the end, {show_bytes(sent):>11} a step from each device")
+        print(f"{name:<20} loss {end(losses):.4f} at the end, {sent / 1024:>7.4g} KiB a step from each device")
 
 
 report("all-reduce")
@@ -286,7 +291,7 @@ for name in ("top 1 %", "top 1 %, forgetting"):
     runs[name] = train(METHODS[name])
 report("all-reduce", "top 1 %", "top 1 %, forgetting")
 whole = 128 + 128 + 10 + 1280
-print(f"of that the part that goes whole: {show_bytes(2 * 7 / 8 * 4 * whole)}")
+print(f"of that the part that goes whole: {2 * 7 / 8 * 4 * whole / 1024:.4g} KiB")
 
 # %% [markdown]
 # As predicted. Most of what still travels is the part that goes whole; in a large model that is next to nothing. A memory has a price as

@@ -33,8 +33,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 
-from jaxpar.optim.chain import build
-from jaxpar.optim.optimizer import Optimizer
+from jaxpar.optim import Optimizer, build
 
 
 # %%

@@ -192,11 +192,13 @@ def test_the_digits_are_read(steps, least):
 
 def test_print_defaults_is_a_job_and_explains_every_key(capsys):
     from jaxpar.cli.main import main
+    from jaxpar.job.check import check
 
     assert main(["train", "--print-defaults"]) == 0
     text = capsys.readouterr().out
     job = parse.loads(text)
     assert job == parse.loads("")
+    assert check(parse.loads(text, ["parallel.data=-1"])) == []  # on all devices that are there
     for cls in schema.TABLES.values():
         for key, meaning in schema.meanings(cls).items():
             assert key in text

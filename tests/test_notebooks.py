@@ -3,8 +3,10 @@
 `python tests/test_notebooks.py` writes the notebooks anew, executed; with names (`02_what_xla_did`), only those.
 """
 
+import ast
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import jupytext
@@ -59,6 +61,18 @@ def test_every_notebook_has_its_pair():
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_pair_says_the_same(path):
     assert sources(jupytext.read(path)) == sources(jupytext.read(path.with_suffix(".ipynb")))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_a_notebook_takes_what_is_public_alone(path):
+    """The names of `jaxpar`, and those that a room lists in `__all__`: none of its modules."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        inner = node.names if isinstance(node, ast.Import) else ()
+        assert all(each.name == "jaxpar" or not each.name.startswith("jaxpar") for each in inner)
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "jaxpar":
+            room = import_module(node.module)
+            assert node.module.count(".") == 1
+            assert {each.name for each in node.names} <= {*room.__all__}, node.module
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)

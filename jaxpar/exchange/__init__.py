@@ -19,3 +19,26 @@ added(name, kind)`, for as long as a test or a script runs). Say whether replica
 they `agree`; the step, checkpoints, jobs, plans and the inspector read it from there. To add an all-reduce: see
 `collectives`.
 """
+
+from importlib import import_module
+
+_HOMES = {
+    "contraction": "averaging.graphs",
+    "ring": "averaging.graphs",
+    "Exponential": "clock.delays",
+    "Times": "clock.delays",
+    "mean_staleness": "clock.events",
+    "Stale": "clock.stale",
+    "algorithms": "collectives",
+    "price": "collectives",
+    "programs": "collectives",
+    "Link": "jaxpar.mesh.links",
+}
+__all__ = [*_HOMES]  # what a notebook looks at one by one  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES[name] if _HOMES[name].startswith("jaxpar.") else f"{__name__}.{_HOMES[name]}"
+    return import_module(f"{home}.{name}") if home.endswith(".collectives") else getattr(import_module(home), name)

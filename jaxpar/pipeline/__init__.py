@@ -12,3 +12,13 @@ To add a schedule: a generator beside those in `tables/synchronous.py`, and a ro
 ticks and its peak of kept activations as closed forms. No other code changes: the executor runs it, prices and draws
 it, and tests compare both closed forms with the replay of the table. `README.md` has a row for each.
 """
+
+from importlib import import_module
+
+__all__ = ["history"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("jaxpar.pipeline.run.unflushed"), name)

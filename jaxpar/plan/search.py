@@ -128,6 +128,9 @@ class Ranked:
     time: StepTime
     memory: Memory
 
+    def __str__(self) -> str:
+        return describe(self.candidate)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns it as JSON has it: the layout, seconds and bytes by cause."""
         return asdict(self.candidate) | {"seconds": dict(self.time), "bytes": dict(self.memory), "how": "modelled"}
