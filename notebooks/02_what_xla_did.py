@@ -141,18 +141,19 @@ except jp.JaxparError as error:
     print(str(error).replace("; ", ";\n    "))
 
 # %% [markdown]
-# **Explain the gap** of two: the last two lines. The paper counts a layer; around the layers is a vocabulary that is split
-# too. Each device looks up the tokens it has, and the results are summed; each has part of the head, and the gradients of
-# the stream are summed. So $4L + 2$. `at_least` leaves the small ones out: what are they?
+# **Explain the gap** of one, and of a gather. The paper counts a layer; around the layers is a vocabulary. Each device has
+# part of the head, and the gradients of the stream are summed: $4L + 1$. The table of tokens is split by its columns, and
+# what each device looked up is gathered: half the bytes of a sum. `at_least` leaves the small ones out: what are they?
 
 # %%
-jp.assert_collectives(tensor, {"tensor": {"all-reduce": 4 * L + 2}}, at_least=stream)
-compare(tensor, all_reduce=(4 * L + 2) * stream)
+jp.assert_collectives(tensor, {"tensor": {"all-reduce": 4 * L + 1, "all-gather": 1}}, at_least=stream)
+compare(tensor, all_reduce=(4 * L + 1) * stream)
 show(e for e in tensor.ledger if e.payload < stream)
 
 # %% [markdown]
-# Cross-entropy over a split vocabulary: for each of 1,536 tokens a maximum and two sums, 6 KiB each, in place of the
-# logits, which would be 7.5 MiB. And three numbers: parts of the norm of the gradient.
+# Cross-entropy over a split vocabulary: each of eight parts sends two numbers for each of 1,536 tokens, the logarithm of a
+# sum and the label's logit, 96 KiB in all, in place of the logits, which would be 7.5 MiB. And parts of the norm of the
+# gradient, a number each.
 #
 # ## 4. Memory by cause
 #
@@ -193,11 +194,12 @@ plt.show()
 # Recomputing each layer, gathers included, is what lets go of the gathered weights, and of most activations: what is left
 # are the kept streams, one layer at a time, and XLA's own scratch. The price is on the wire, and in FLOP.
 #
-# **Predict.** Now ZeRO-3 gathers twice, as in the paper, but for what is outside of the layers. A forward pass takes a
-# third of the model's FLOP, and all of it but the head is done again.
+# **Predict.** Now ZeRO-3 gathers twice, as in the paper, but for what is outside of the layers, and the scales of their
+# norms, which are gathered for all layers at once. A forward pass takes a third of the model's FLOP, and all of it but the
+# head is done again.
 
 # %%
-compare(full, reduce_scatter=4 * P, all_gather=4 * (P + L * layer))
+compare(full, reduce_scatter=4 * P, all_gather=4 * (P + L * (layer - 2 * D)))
 products = L * (2 * (layer - 2 * D) + 4 * S * D)  # FLOP of a token: its matrices, scores and their use
 again = products / (4 * products + 3 * 2 * V * D)
 print(f"recomputed: predicted {again:.1%}, compiled {full.flop.recomputed / full.flop.total:.1%} of all FLOP")

@@ -74,7 +74,7 @@ def test_zero_3_gathers_inside_the_layer_loop(scan):
     check(found, {("fsdp", "reduce-scatter"): SIZE.all, ("fsdp", "all-gather"): SIZE.all})
     layers = [entry for entry in found.ledger if entry.kind == "all-gather" and "blocks" in entry.cause]
     assert layers
-    assert all(entry.loop == ((L,) if scan else ()) for entry in layers)
+    assert all(entry.loop == ((L,) if scan and "norm" not in entry.cause else ()) for entry in layers)
     assert {entry.cause for entry in layers if entry.payload > 4096 and scan} == {
         f"blocks/{name}"
         for name in (
@@ -91,7 +91,7 @@ def test_zero_3_gathers_inside_the_layer_loop(scan):
 
 @pytest.mark.slow
 def test_zero_3_with_remat_gathers_the_layers_twice():
-    twice = SIZE.all + L * SIZE.layer
+    twice = SIZE.all + L * (SIZE.layer - 2 * SIZE.norm)  # the scales of their norms are gathered once, for all layers
     check(
         report(jp.Parallel(fsdp=8), remat="full"), {("fsdp", "reduce-scatter"): SIZE.all, ("fsdp", "all-gather"): twice}
     )

@@ -42,8 +42,8 @@ def gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.
 
     For HSDP, and with `context`. Left to itself JAX constrains the gradient to `used` first. XLA then sums it whole
     over all axes together, where a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest would do.
-    With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up is left alone:
-    XLA would reshard the activations for it, by replicating them.
+    With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up by rows is left
+    alone: XLA would reshard the activations for it, by replicating them (`models/blocks/lookup.py` has one by columns).
     """
     return constrained(value, used)
 

@@ -22,7 +22,7 @@ from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import SCOPE, Blueprint, Tree, nest, path_of, pick
-from jaxpar.sharding.rules import Axes
+from jaxpar.sharding.rules import SMALL, Axes
 from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.units import show_bytes, show_count
 
@@ -225,8 +225,29 @@ class Layout:
                 place.names[:1] == ("vocab_table",) and self.sizes["pipe"] > 1
             )
             summed_once = self.sizes["data"] * self.sizes["context"] == 1
-            straight = looked_up or summed_once or any(padding(value.shape, used))
+            once = place.names[:1] == ("layers",) and value.ndim == 1  # gathered already: only its gradient has to go
+            straight = looked_up or (summed_once and not once) or any(padding(value.shape, used))
             return cut(value, used, whole) if straight else gather(value, used, stored)
+
+    def small_stacks(self, params: Tree, dtype=None) -> Tree:
+        """Returns the parameters, small vectors of stacked layers gathered over `fsdp` for all layers at once.
+
+        In a loop each turn would gather its own, with `data` or `tensor` apart from the matrices, whose groups of
+        devices XLA writes in another form and so does not compare as equal. Their gradients travel as ever.
+        """
+        if self.parallel.stage != 3 or self.sizes["pipe"] > 1 or self.mesh is None:
+            return params
+
+        def one(keys, value: jax.Array) -> jax.Array:
+            place = self.placements[path := path_of(keys)]
+            vectors = place.names[:1] == ("layers",) and value.ndim == 2 and place.leaf.bytes < SMALL
+            if not vectors or place.stored == place.used:
+                return value
+            with jax.named_scope(SCOPE + path.replace("/", ".")):
+                light = value if dtype is None else value.astype(dtype)
+                return gather(light, self.sharding(place.used), self.sharding(place.stored))
+
+        return jax.tree_util.tree_map_with_path(one, params)
 
     def _use_other(self, path: str, value: jax.Array) -> jax.Array:
         place = self.others[path]

@@ -118,6 +118,10 @@ def updated(
     """
     if layout.parallel.stage in (1, 2):  # the optimizer works on the shards that are stored
         gradients = constrained(layout, gradients, layout.updated)
+    if layout.devices > 1:
+        # sums of squares for a norm wait for the last gradient: else XLA sends the head's together with the gradient of
+        # the stream, which all layers' backward pass then waits for, and which waits for the head's sum over `data`
+        gradients = jax.lax.optimization_barrier(gradients)
     updates, kept = optimizer.update(gradients, held(), params, **given(optimizer, loss))
     return optax.apply_updates(params, updates), kept, gradients
 

@@ -117,6 +117,7 @@ class Whole(Gradients):
             return self.layout.use(path, value, compute.dtype)
 
         def run(params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Sums, Tree]:
+            params = self.layout.small_stacks(params, compute.dtype)
             model = blueprint.bind(params, model_state, use, compute)
             sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
             return sums, blueprint.collect(model)
