@@ -56,7 +56,7 @@ def _normalized_backward(eps: float, centered: bool, kept: tuple[jax.Array, ...]
     to_y = (grad * scale).astype(jnp.float32)
     to_x = to_y - y * jnp.mean(to_y * y, axis=-1, keepdims=True)
     to_x = to_x - jnp.mean(to_y, axis=-1, keepdims=True) if centered else to_x
-    to_scale = jnp.sum(grad.astype(jnp.float32) * y.astype(x.dtype), axis=tuple(range(x.ndim - 1)))
+    to_scale = jax.lax.reduce_sum(grad * y.astype(x.dtype), tuple(range(x.ndim - 1)))  # devices send 16 bits
     return (share * to_x).astype(x.dtype), to_scale.astype(scale.dtype)
 
 

@@ -224,9 +224,7 @@ class Layout:
             looked_up = place.names[:1] == ("vocab",) or (
                 place.names[:1] == ("vocab_table",) and self.sizes["pipe"] > 1
             )
-            summed_once = self.sizes["data"] * self.sizes["context"] == 1
-            once = place.names[:1] == ("layers",) and value.ndim == 1  # gathered already: only its gradient has to go
-            straight = looked_up or (summed_once and not once) or any(padding(value.shape, used))
+            straight = looked_up or any(padding(value.shape, used))
             return cut(value, used, whole) if straight else gather(value, used, stored)
 
     def small_stacks(self, params: Tree, dtype=None) -> Tree:
