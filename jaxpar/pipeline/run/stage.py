@@ -316,9 +316,9 @@ class Stage:
         if done.out is None:
             return state
         out = done.out
-        if done.shared is not None and not self.forward_only:
+        if done.shared is not None and not self.forward_only and self.shards is None:
             # gradients of the ends are added up before a result is sent: left to itself XLA keeps those of many ticks,
-            # and what they are made of, the gradient of all logits
+            # and what they are made of, the gradient of all logits; stage 2 of ZeRO scatters them in the same tick
             out, state["shared"] = jax.lax.optimization_barrier((out, state["shared"]))
         return self.send(kind, state, row, out)
 
