@@ -67,8 +67,8 @@ def test_a_run_says_what_its_steps_waited_and_is_the_same_with_reading_ahead(tmp
     hooked.run(tmp_path / "direct", batch=late)
     hooked.run(tmp_path / "ahead", "data.ahead=3")
     direct, ahead = hooked.rows(tmp_path / "direct"), hooked.rows(tmp_path / "ahead")
-    assert direct[4]["input_wait"] >= 0.4
-    assert all(row["input_wait"] < 0.2 for row in direct if row["step"] != 5)
+    assert direct[4]["input_wait_seconds"] >= 0.4
+    assert all(row["input_wait_seconds"] < 0.2 for row in direct if row["step"] != 5)
     assert [row["loss"] for row in direct] == [row["loss"] for row in ahead]
     assert direct[-1]["eval_loss"] == ahead[-1]["eval_loss"]
 

@@ -29,7 +29,7 @@ from jaxpar.models.huggingface.safetensors import entries
 
 SETTINGS = replace(LLAMA, vocab=512, seq=128, layers=2, dim=32, heads=4, kv_heads=2, hidden=64)
 ROWS, STEPS, EVERY = 2000, 36, 6
-CLOCKS = ("seconds", "tokens_per_second", "input_wait")
+CLOCKS = ("seconds", "tokens_per_second", "input_wait_seconds")
 PAIRS = ("cat sits", "dog runs", "bird sings", "fish swims", "cow eats", "mouse hides", "fox waits")
 JOB = """
 [mesh]

@@ -56,7 +56,7 @@ def run_folder(path, steps=40, **facts):
     path.mkdir()
     rows = [
         {"step": i, "loss": 5 / i, "grad_norm": 1.0, "tokens": 1000.0, "seconds": 0.5, "tokens_per_second": 2000.0,
-         "input_wait": 0.1, "learning_rate": 1e-3}
+         "input_wait_seconds": 0.1, "learning_rate": 1e-3}
         for i in range(1, steps + 1)
     ]  # fmt: skip
     rows[19] |= {"eval_loss": 0.31}

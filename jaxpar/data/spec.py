@@ -45,7 +45,7 @@ class Data(Keywords):
       seq: Tokens per example.
       held_out: Share of the examples kept for evaluation.
       ahead: Batches that a thread reads ahead, where reading is uneven; with 0 the next one is read while devices
-        compute. Rows of metrics have input_wait, the seconds that a step waited for its batch, at most.
+        compute. Rows of metrics have input_wait_seconds, what a step waited for its batch at most.
       shuffle: Whether examples come in a new order every epoch.
     """
 

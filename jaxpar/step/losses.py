@@ -205,8 +205,8 @@ def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 RESERVED = frozenset(
-    ("step", "tokens", "grad_norm", "seconds", "input_wait", "tokens_per_second", "learning_rate", "global_batch",
-     "part_grad_norm", "noise_signal", "noise_trace", "noise_scale", "noise_temperature")
+    ("step", "tokens", "grad_norm", "seconds", "input_wait_seconds", "tokens_per_second", "learning_rate",
+     "global_batch", "part_grad_norm", "noise_signal", "noise_trace", "noise_scale", "noise_temperature")
 )  # fmt: skip
 
 

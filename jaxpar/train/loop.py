@@ -77,7 +77,7 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") 
         index, metrics, waited = flying.popleft()
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         now = time.perf_counter()
-        row = _row(job, index, values | {"input_wait": waited}, now - clock)
+        row = _row(job, index, values | {"input_wait_seconds": waited}, now - clock)
         clock = now
         if job.log:
             job.log.write(row)

@@ -119,10 +119,10 @@ def _throughput(run: Told) -> Markup:
 
 def _waited(run: Told) -> Markup:
     """Returns how long steps waited for their batches, of real devices."""
-    rows = [row for row in run.rows[FIRST:] if "input_wait" in row]
+    rows = [row for row in run.rows[FIRST:] if "input_wait_seconds" in row]
     if not run.is_timed or not rows:
         return Markup("")
-    waited, whole = (sum(row[name] for row in rows) for name in ("input_wait", "seconds"))
+    waited, whole = (sum(row[name] for row in rows) for name in ("input_wait_seconds", "seconds"))
     said = f"Steps waited at most {show_seconds(waited)} for their batches, {waited / whole:.1%} of the time."
     return tag("p", said, cls="jx-small")
 
@@ -186,7 +186,7 @@ def _beside(run: Told) -> Markup:
 
 def _waiting(run: Told) -> Markup:
     """Returns what each step waited for its batch, where the run has measured that."""
-    return _chart(run, {"input_wait": "jx-k4"}, "seconds, at most") if run.is_timed else Markup("")
+    return _chart(run, {"input_wait_seconds": "jx-k4"}, "seconds, at most") if run.is_timed else Markup("")
 
 
 def _layout(run: Told) -> Markup:
