@@ -71,7 +71,8 @@ def exchange(q, k, v, *, causal: bool, window: int | None = None, segments=None,
     many = repeated(k.shape[2], ways)
     copies = many // k.shape[2]
     if copies > 1:
-        note(f"ulysses: {k.shape[2]} heads of keys are repeated {copies} times, {many} are exchanged")
+        had = "1 head of keys is" if k.shape[2] == 1 else f"{k.shape[2]} heads of keys are"
+        note(f"ulysses: {had} repeated {copies} times, {many} are exchanged")
     chunks = (2 if causal and ways.ring > 1 else 1) * ways.ring
     at_most = most(q.shape[1] // ways.ring, q.shape[3])
     blocks = [Blocks.of(x.shape[1] // chunks, n) for x, n in zip((q, k), at_most, strict=True)]
