@@ -97,7 +97,7 @@ def refuse(got: str, *, rule: str, fix: str) -> JaxparError:
 
 @contextmanager
 def users_code(what: str, *, rule: str, fix: str) -> Iterator[None]:
-    """Turns whatever a user's own code raises into a refusal that names the line; jaxpar's refusals pass.
+    """Turns whatever a user's own code raises into a refusal that begins with the line; jaxpar's refusals pass.
 
     The one place that catches everything, because a user's code may raise anything; nothing is
     swallowed: the error is raised again, with its cause. A collective of `pmap` has a rule and a fix of its own.
@@ -110,7 +110,19 @@ def users_code(what: str, *, rule: str, fix: str) -> Iterator[None]:
         if isinstance(error, NameError) and "unbound axis name" in str(error):  # JAX's, of `lax.pmean` and its like
             rule = "a model and its loss see all examples of the batch, so that there are no replicas to average over"
             fix = "no pmean, and jnp.mean or jnp.sum over the batch, with a weight for padding, where a psum stands"
-        raise refuse(f"{what}: {describe_exception(error)}", rule=rule, fix=fix) from error
+        raise refuse(f"{users_line(error)}{what}: {describe_exception(error)}", rule=rule, fix=fix) from error
+
+
+def users_line(error: BaseException) -> str:
+    """Returns the line of the user's code that raised, `loss.py, line 8: x = a @ b` on a line of its own; or ""."""
+    lines = _users(error)
+    return f"{Path(lines[-1].filename).name}, line {lines[-1].lineno}: {lines[-1].line}\n  " if lines else ""
+
+
+def _users(error: BaseException) -> list[traceback.FrameSummary]:
+    """Returns the frames of code that is neither jaxpar's, nor a package's, nor Python's."""
+    known = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "<")
+    return [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(known)]
 
 
 def describe_exception(error: BaseException) -> str:
@@ -119,8 +131,7 @@ def describe_exception(error: BaseException) -> str:
     what = f"no entry {error}" if isinstance(error, KeyError) else text[0] if text else ""
     if type(error).__name__ not in ("KeyError", "TypeError", "ValueError", "OSError"):
         what = f"{type(error).__name__}: {what}".rstrip(": ")
-    known = (str(Path(__file__).parent), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"), "<")
-    lines = [at for at in traceback.extract_tb(error.__traceback__) if not at.filename.startswith(known)]
+    lines = _users(error)
     return (
         f"{what or type(error).__name__} ({Path(lines[-1].filename).name}, line {lines[-1].lineno})"
         if lines

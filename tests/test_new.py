@@ -2,13 +2,17 @@
 
 import json
 import os
+import pty
+import runpy
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError, users_code
 from jaxpar.job.file.parse import load
 
 ROOT = Path(__file__).parent.parent
@@ -63,3 +67,33 @@ def test_train_without_a_job_says_where_one_would_be(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     assert main(["train"]) == 1
     assert "in a folder without a job.toml" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_terminal_says_from_the_start_what_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "mine"]) == 0
+    ours, theirs = pty.openpty()
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}
+    words = [sys.executable, "-m", "jaxpar", "train", "train.steps=3"]
+    with subprocess.Popen(words, cwd="mine", env=own, stdin=theirs, stdout=theirs, stderr=theirs) as child:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # how a terminal ends whose other side is gone
+            while part := os.read(ours, 65536):
+                said += part
+        assert child.wait(60) == 0
+    os.close(ours)
+    waits = (b"starting", b"reading the data", b"compiling the step, ", b"step 3/3")
+    at = [said.find(each) for each in waits]
+    assert -1 not in at
+    assert at == sorted(at)
+
+
+def test_an_error_of_the_users_code_begins_with_its_line(tmp_path):
+    (tmp_path / "mine.py").write_text("def loss():\n    return {}['nothing']\n\n\nloss()\n")
+    with pytest.raises(JaxparError) as caught, users_code("the loss", rule="a rule", fix="a fix"):
+        runpy.run_path(str(tmp_path / "mine.py"))
+    first, second, *_ = str(caught.value).splitlines()
+    assert first == "mine.py, line 2: return {}['nothing']"
+    assert second.startswith("  the loss: no entry 'nothing'")

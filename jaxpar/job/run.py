@@ -51,6 +51,7 @@ from jaxpar.step.inspectable import model_flop
 from jaxpar.step.step import Step
 from jaxpar.train import loop
 from jaxpar.train.faults import Watch
+from jaxpar.train.live.waiting import waiting
 from jaxpar.train.lock import Lock
 from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
@@ -88,7 +89,8 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
             if at is not None:
                 steps = _go_back(store, steps, at, say if watchdog.process == 0 else None)
             changed = changes.changes(folder, job) if steps else []
-            built = build(job, processes=watchdog.count)
+            with waiting("reading the data, laying out the model", stream or sys.stdout):
+                built = build(job, processes=watchdog.count)
             changed += _check_same_run(folder, built, steps)
             watchdog.agree("data", built.source.fingerprint)
             watchdog.agree("list of checkpoints", str(steps))
@@ -153,14 +155,15 @@ def _train(
         stream=stream if first else io.StringIO(), events=_events(folder, steps) if first else None,
     )  # fmt: skip
     store.say = progress.say
-    watchdog.at(0, "restoring" if steps else "starting")
-    start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
-    changes.check(changed, job, at)  # after arrays that do not fit, which no word mends
-    if first:  # one writer
-        changes.keep(folder, job)
-        write_json(folder / "run.json", record(built))
-    log = Log(folder, job.metrics, start=at, writes=first, loggers=resolve_loggers(job) if first else ())
     with progress:
+        progress.waits("restoring the state" if steps else "making the state")
+        watchdog.at(0, "restoring" if steps else "starting")
+        start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
+        changes.check(changed, job, at)  # after arrays that do not fit, which no word mends
+        if first:  # one writer
+            changes.keep(folder, job)
+            write_json(folder / "run.json", record(built))
+        log = Log(folder, job.metrics, start=at, writes=first, loggers=resolve_loggers(job) if first else ())
         batch = job.train.global_batch
         rate, phases = job.optimizer.said_at(batch), job.train.growth.said(batch)
         about = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _unmeasured(built)])]

@@ -85,9 +85,9 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") 
 
     for index in range(start, job.steps):
         done = index + 1
-        job.watchdog.at(done, "reading the batch")
+        _at(job, done, "reading the batch", first=index == start)
         batch, waited = reader.batch(index, flying[-1][1] if flying else None)
-        job.watchdog.at(done, "training")
+        _at(job, done, "training", first=index == start)
         step, measured = job.step_at(index), {}
         if job.noise.is_due(done):
             batch = step.put(batch)
@@ -118,6 +118,13 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") 
         if last or over:
             break
     return Outcome(state=state, last=row, stopped_by=stopped)
+
+
+def _at(job: Run, step: int, what: str, *, first: bool) -> None:
+    """Says what is done now: to the watchdog, and before the first step to whoever waits for it."""
+    job.watchdog.at(step, what)
+    if first and job.progress:
+        job.progress.waits({"training": "compiling the step"}.get(what, what))
 
 
 def _is_over(job: Run) -> bool:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from jaxpar.step.measures.functions import is_evaluated
+from jaxpar.train.live.waiting import Waiting
 from jaxpar.units import show_count, show_seconds
 
 
@@ -62,6 +63,11 @@ class Progress:
     ) -> None:
         if self._live:
             self._live.stop()
+
+    def waits(self, what: str) -> None:
+        """Shows on a terminal what is waited for, and for how long, until the next step."""
+        if self._live:
+            self._live.update(Waiting(what))
 
     def say(self, text: str) -> None:
         """Prints a line that stays, and keeps it among the events of the run."""

@@ -46,10 +46,15 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Trains and returns the outcome."""
-    if args.job is None and not args.print_defaults and Path("job.toml").is_file():
-        args.job = "job.toml"
+    if not args.print_defaults and Path("job.toml").is_file():
+        if args.job is not None and "=" in args.job and not Path(args.job).exists():
+            args.overrides, args.job = [args.job, *args.overrides], None
+        args.job = args.job or "job.toml"
     if args.job is not None and simulates(args.job, args.overrides):
         prefer_huge_pages()
+
+    if sys.stdout.isatty() and not args.print_defaults:
+        print("starting", end="\r", flush=True)  # what is imported now takes seconds; the next line is written over it
 
     from jaxpar.errors import STOPPED, refuse
     from jaxpar.job.file.dump import show_defaults
