@@ -27,7 +27,7 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the folder, and says what to do with it."""
-    from jaxpar.job.new import new
+    from jaxpar.job.template.new import new
 
     files = [str(file) for file in new(args.name)]
     print("\n".join(files))
