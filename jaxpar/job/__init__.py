@@ -6,6 +6,8 @@
     compare/  ways to agree, on one job
     benches/  what `jaxpar bench` measures or compiles of jobs
     report/   a run's folder as one page
+    doors/    what verbs do, for Python: `jp.plan`; a chat
+    template/ the folder that a user begins with
 
 Nouns: a `Job` and its tables, a problem, a verb. One file per verb (`run`, `check`, `inspect`, `plan`, ...) returns
 values; `cli` prints them.

@@ -2,7 +2,8 @@
 
 Nouns: a `Run` and its `Outcome`, `Faults` (how to go on after bad numbers), a rollback, skipped batches, the lock of a
 run folder, metrics, `Noise` (of gradients and updates), and the watchdog by which processes notice each other's end.
-`on_clock` trains as a table of updates says: gradients that are late, simulated.
+`doors/` is what Python has of it: `jp.fit`, `jp.save`, `jp.restore`; `live/` the line on a terminal that says what is
+waited for. `on_clock` trains as a table of updates says: gradients that are late, simulated.
 
 To add a reaction to bad numbers: a value of `Faults.on_bad_step`, and its place in `loop.py` or `roll_back.py`. To add
 a metric sink: a writer beside those in `metrics.py`. To add a fault that is detected: a judgement in
