@@ -171,8 +171,8 @@ def test_outside_zero_2_adds_up_shards_of_gradients(name):
     sent = 7 * layers + 4 * SHARED_BYTES if table.phased else table.ticks * (layers + SHARED_BYTES)
     assert payload(report, "fsdp", "reduce-scatter") == pytest.approx(sent, **EXACT)
     assert payload(report, "fsdp", "all-reduce") == 0
-    # in place, what is scattered of one matrix is there beside the sums, which it is added to; and stage 1 keeps one less,
-    # as it adds up gradients of the ends before it sends, where stage 2 scatters them first
+    # in place, what is scattered of one matrix is there beside the sums, which it is added to; and stage 1 keeps one
+    # less, as it adds up gradients of the ends before it sends, where stage 2 scatters them first
     beside = 1.01 * 2 * 4 * DIM * HIDDEN / 2 if table.phased else 0.1 * layers / 2
     assert temporary(name, ALONE | {"zero": 1}, 4) - program.temporary >= layers / 2 - beside
 
