@@ -33,10 +33,10 @@ def looked_up(table_vd: jax.Array, tokens_bs: jax.Array) -> jax.Array:
 def _cut(table_vd: jax.Array, tokens_bs: jax.Array) -> PartitionSpec | None:
     """Returns how the step cuts what is looked up; None where XLA is to find its own way.
 
-    So outside of a step, for pieces that are not equal, and inside of a pipeline, whose devices each have their tokens.
+    So outside of a step, for pieces that are not equal, and in a pipeline, where it is cut by its rows.
     """
     spec, mesh = spec_of(("batch", "seq", COLUMNS)), jax.sharding.get_abstract_mesh()
-    if spec is None or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if spec is None or mesh.shape.get("pipe", 1) > 1 or any(kind != AxisType.Auto for kind in mesh.axis_types):
         return None
     shape = (*tokens_bs.shape, table_vd.shape[1])
     ways = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
