@@ -186,6 +186,17 @@ def test_three_devices_that_share_a_matrix_straddle_nodes_of_eight():
     assert tensor[0] > 2 * tensor[1]
 
 
+def test_state_is_shared_by_more_than_512_devices_only_where_that_pays_by_a_margin():
+    """No published run that the constants are fitted on has more."""
+    asked = question(devices=4096, rows=32_768, choices=Choices(pipe=1, context=1, tensor=1))
+    plan = search(asked)
+    assert (asked.legal().fsdp > 512).any()
+    assert (plan.points.layouts.fsdp <= 512).all()
+    assert "fsdp over more than 512 devices" in "".join(plan.left_out)
+    less = replace(asked, memory=int(0.99 * plan.points.bytes.min() / (1 - asked.spare)))  # nothing narrower fits
+    assert (search(less).points.layouts.fsdp > 512).all()
+
+
 def test_405b_is_planned_onto_512_gpus():
     plan = search(question(LLAMA_405B, 512, 512, choices=Choices(tensor=8)))
     assert plan.best[0].memory.total < H100.memory

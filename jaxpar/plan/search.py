@@ -21,6 +21,7 @@ from jaxpar.units import show_bytes
 
 SPARE = 0.05  # of the memory stays free: predictions are off by about as much
 CHUNKED = 0.05  # and so much more where a stage has several chunks: of those, compiled bytes were up to 9 % more
+WIDE = 512  # devices that share state, beyond which a layout has to be faster by a margin
 ROUNDING = 1e-9  # by how large a share sums in another order may differ
 MARGIN = 0.05  # a layout that is more complicated wins if it is faster by more than this share
 
@@ -170,7 +171,8 @@ class Plan:
         """Axes and schedules that are not compared, each with the reason or the way to it."""
         apart, share = self.fitting - len(self.points.seconds), f"{self.question.margin:.0%}"
         near = " or ".join(axis for axis, each in TECHNIQUES.items() if each.near)
-        several = f"{near} on several nodes, {apart:,} layouts that fit: none is faster by more than {share}"
+        wide = f", or fsdp over more than {WIDE} devices" * bool(self.question.devices > WIDE)
+        several = f"{near} on several nodes{wide}, {apart:,} layouts that fit: none is faster by more than {share}"
         return (*self.question.left_out, *[several] * bool(apart))
 
     def to_dict(self) -> dict[str, Any]:
@@ -267,19 +269,23 @@ def _order(question: Question, fitting: Candidate, seconds: np.ndarray, needed: 
 
 
 def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np.ndarray:
-    """Returns which layouts are compared: with tensor on several nodes only where one of them is faster by the margin.
+    """Returns which layouts are compared: unusual ones only where one of them is faster by the margin.
 
-    A technique that is `near`, as tensor is, stands in the way of every layer with its collectives, and over nodes
-    these meet gradients and the messages of stages in the same NICs, which no formula here knows of. Source: Narayanan
-    et al. 2021, arXiv:2104.04473, section 3.2: tensor up to the GPUs of a server, pipelines across servers.
+    Those are tensor on several nodes, and state over more than `WIDE` devices. A technique that is `near`, as tensor
+    is, stands in the way of every layer with its collectives, and over nodes these meet gradients and the messages of
+    stages in the same NICs, which no formula here knows of. Source: Narayanan et al. 2021, arXiv:2104.04473, section
+    3.2: tensor up to the GPUs of a server, pipelines across servers.
+    Rings over hundreds of devices wait for the latest of them in every layer, where a formula has means of their hops,
+    and no run that the constants are fitted on shards over more than 512.
     """
     near = [axis for axis, each in TECHNIQUES.items() if each.near]
     span = [np.where(np.greater(fitting.size(axis), 1), fitting.size(axis) * fitting.stride(axis), 1) for axis in near]
     node = question.hardware.holding(question.devices).per_node
     inside = np.all([node % each == 0 for each in span], axis=0)  # else some groups straddle two nodes
-    if inside.all() or not inside.any():
-        return np.full(len(inside), True)
-    return inside | (seconds[~inside].min() * (1 + question.margin) < seconds[inside].min())
+    usual = inside & np.less_equal(fitting.fsdp, WIDE)
+    if usual.all() or not usual.any():
+        return np.full(len(usual), True)
+    return usual | (seconds[~usual].min() * (1 + question.margin) < seconds[usual].min())
 
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
