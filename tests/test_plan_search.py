@@ -258,6 +258,8 @@ def test_interleaved_pipelines_leave_more_memory_to_spare():
     asked = question()
     some = Candidate(pipe=2, chunks=np.array([1, 2, 4]), microbatches=4, schedule="interleaved_phased")
     assert asked.limit(some).tolist() == pytest.approx([asked.room * share for share in (0.95, 0.9, 0.9)])
+    split = Candidate(pipe=2, chunks=np.array([1, 1, 2]), microbatches=4, schedule=np.array(["1f1b", "zb_h1", "zb_v"]))
+    assert asked.limit(split).tolist() == pytest.approx([asked.room * share for share in (0.95, 0.9, 0.9)])
     assert "95%" not in page(search(asked))
     assert "with 5% to spare, interleaved pipelines with 10%; " in page(search(asked))
 
