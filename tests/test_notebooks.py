@@ -91,7 +91,11 @@ def test_stored_outputs_are_whole_and_clean(path):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=pytest.mark.slow) for path in SOURCES],
+    [
+        # what the last one does is in `test_fine_tune.py` too
+        pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem == "09_fine_tune" else pytest.mark.slow)
+        for path in SOURCES
+    ],
 )
 def test_notebook_runs(path):
     if "target_devices(" in path.read_text() and (missing := find_plugin()):

@@ -5,9 +5,10 @@ import itertools
 import pytest
 from browser import CUT, OPEN, PALE, WIDTHS, Reader, shades
 from flax import nnx
+from test_page import report
 
 import jaxpar as jp
-from jaxpar.parallel.pages.who_holds import groups, holders
+from jaxpar.parallel.pages.who_holds import cards, groups, holders
 
 HOSTILE = """<script>alert(1)</script>"' onload='alert(3)' &amp; </style>"""
 HEAD = '<!DOCTYPE html><html><head><meta charset="utf-8"/><meta name="color-scheme" content="light dark"/>'
@@ -87,3 +88,13 @@ def test_in_a_browser_nothing_that_shows_itself_is_cut_off_or_pale(browser, tmp_
             assert browser.ask(CUT) == [], name
             assert browser.ask(PALE) == [], name
             assert browser.complaints(file) == [], name
+
+
+def test_an_inspection_shows_who_holds_what_as_well():
+    layout = jp.compose(decoder, jp.Parallel(data=2, fsdp=2, tensor=2))
+    made = report(cards=tuple(cards(layout.placements, layout.sizes)))
+    page = Reader(made._repr_html_())
+    assert page.wrong == []
+    assert {"Who holds what", "blocks/mlp/gate"} <= {*page.text}
+    assert "cards" not in made.to_dict()
+    assert "Who holds what" not in Reader(report()._repr_html_()).text

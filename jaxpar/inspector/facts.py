@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.flop import Flop
+from jaxpar.html.pieces import Card
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import Share
 from jaxpar.inspector.pages.pipeline import facts
@@ -44,6 +45,7 @@ class Facts:
       flags: Warnings.
       arguments: Every array the program is given.
       schedule: The schedule of its pipeline; None without one.
+      cards: How its parameters are cut, and which devices hold the pieces.
       notes: Remarks for the reader.
       seconds: That compiling took.
       versions: Of jax and jaxlib.
@@ -65,6 +67,7 @@ class Facts:
     flags: tuple[Flag, ...]
     arguments: tuple[Argument, ...] = field(repr=False)
     schedule: Schedule | None = field(default=None, repr=False)
+    cards: tuple[Card, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -117,7 +120,7 @@ class Facts:
             each.name: getattr(self, each.name)
             for each in dataclasses.fields(self)
             if each.name
-            not in ("chip", "pool", "memory", "ledger", "flags", "arguments", "flop", "timeline", "schedule")
+            not in ("chip", "pool", "memory", "ledger", "flags", "arguments", "flop", "timeline", "schedule", "cards")
         }
         made |= {
             "chip": self.chip.name if self.chip else None,

@@ -131,6 +131,7 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         flags=(*find_scores(module, subject, ledger), *find_flags(subject, module, ledger, flop, compiled.said)),
         arguments=subject.arguments,
         schedule=subject.schedule,
+        cards=subject.cards,
         notes=tuple(notes),
         seconds=compiled.seconds,
         versions={name: version(name) for name in ("jax", "jaxlib")},

@@ -12,6 +12,7 @@ from jaxpar.errors import refuse, users_code
 from jaxpar.hlo.attribution import Argument
 from jaxpar.hlo.own_share import OwnShare
 from jaxpar.hlo.text import BITS
+from jaxpar.html.pieces import Card
 from jaxpar.pipeline.tables.schedule import Schedule
 
 ROLES = ("parameters", "optimizer state", "other state", "batch", "arguments")
@@ -37,6 +38,7 @@ class Subject:
       microbatches: How many a step has.
       updates: How often the weights change in a step.
       schedule: The schedule of its pipeline; None without one.
+      cards: How its parameters are cut, and which devices hold the pieces.
       notes: Remarks for the reader of a report.
       own: Whether jaxpar jitted it, without compiler options; a user's `jit` may have some, and its text hides them.
       options: What XLA is told where it compiles it to be run.
@@ -57,6 +59,7 @@ class Subject:
     microbatches: int = 1
     updates: int = 1
     schedule: Schedule | None = field(default=None, repr=False)
+    cards: tuple[Card, ...] = field(default=(), repr=False)
     notes: tuple[str, ...] = ()
     own: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)

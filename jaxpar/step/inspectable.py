@@ -13,6 +13,7 @@ from jaxpar.hlo.traced_flop import forward_flop
 from jaxpar.inspector.subject import Subject, argument
 from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.pages.who_holds import cards
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.names import Compute, path_of
@@ -113,6 +114,7 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
         silent=step.gradients.silent(exchanges=exchanges or step.gradients.meeting(1) * (step.gradients.every == 1)),
         microbatches=step.numerics.accumulate * layout.microbatches,
         updates=step.gradients.updates,
+        cards=tuple(cards(layout.placements, layout.sizes)),
         schedule=layout.schedule if layout.sizes["pipe"] > 1 else None,
         notes=(*notes, *(step.products.notes if step.products else ()), *step.gradients.notes, *_agreement(layout)),
         own=True,

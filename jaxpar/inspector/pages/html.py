@@ -7,6 +7,7 @@ from jaxpar.hlo.attribution import Argument
 from jaxpar.html.bars import memory_bar
 from jaxpar.html.frame import document, in_ascii, style, tile
 from jaxpar.html.markup import HOW, Markup, badge, heading, join, swatch, table, tag
+from jaxpar.html.pieces import section as pieces
 from jaxpar.inspector.facts import Facts
 from jaxpar.inspector.findings import Flag
 from jaxpar.inspector.memory import CAUSES, Share
@@ -45,6 +46,7 @@ def _sections(report: Facts) -> list[tuple[str, Markup]]:
     made: list[tuple[str, Callable[[Facts], Markup]]] = [
         ("Memory", _memory),
         ("Mesh", _mesh),
+        ("Who holds what", lambda report: pieces(report.cards) if report.cards else Markup()),
         ("Pipeline", lambda report: section(report.schedule, report.ledger) if report.schedule else Markup()),
         ("Collectives", collectives),
         ("Timeline", _timeline),
