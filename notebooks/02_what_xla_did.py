@@ -76,9 +76,14 @@ compare(ddp, all_reduce=4 * P)
 
 
 # %%
+def in_words(size):
+    power = min(int(np.log2(size)) // 10, 3)
+    return f"{size / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
 def show(entries):
     for e in entries:
-        print(f"{e.kind:<15}{e.times:>3} × {e.payload / 1024:>7,.4g} KiB  {e.source:<15} {e.cause}")
+        print(f"{e.kind:<15}{e.times:>3} × {in_words(e.payload):<8}  {e.source:<15} {e.cause}")
 
 
 show(ddp.ledger)
@@ -106,7 +111,7 @@ for name, report, gathers in (("ZeRO-2", zero2, 1), ("ZeRO-3", zero3, 2)):
 # %%
 shares = {share.cause: share.bytes for share in zero3.memory}
 gathered = shares["gathered weights"]
-print(f"all parameters: {4 * P / 1024:,.1f} KiB; gathered weights in memory: {gathered / 1024:,.1f} KiB")
+print(f"all parameters: {in_words(4 * P)}; gathered weights in memory: {in_words(gathered)}")
 
 # %% [markdown]
 # It did: a gathered weight is to `jax.grad` one more value that the backward pass will need. What is missing is the
