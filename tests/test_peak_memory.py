@@ -12,8 +12,8 @@ from jaxpar.plan.candidate import Candidate
 
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 SMALL = [
-    "model.layers=16", "model.dim=1024", "model.heads=16", "model.hidden=2816", "model.vocab=32768", "data.seq=2048",
-    "train.global_batch=64",
+    "model.layers=16", "model.dim=1024", "model.heads=16", "model.hidden=2816", "model.vocab=32768", "data.vocab=32768",
+    "data.seq=2048", "train.global_batch=64",
 ]  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from jaxpar.plan.model.shape import Shape
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 JOB = str(Path(__file__).parent.parent / "configs/gpu_llama_8b_fsdp8.toml")
 SMALL = (
-    "model.layers=8 model.dim=1024 model.heads=16 model.hidden=2816 model.vocab=32768 data.seq=2048 "
+    "model.layers=8 model.dim=1024 model.heads=16 model.hidden=2816 model.vocab=32768 data.vocab=32768 data.seq=2048 "
     "train.global_batch=32"
 ).split()
 LAYOUTS = {

@@ -40,7 +40,8 @@ EXAMPLE = """\
   $ jaxpar bench layouts configs/gpu_llama_8b_fsdp8.toml --devices 64
   the planner's seconds and bytes beside what XLA compiles, for thirty layouts drawn by chance; 15 minutes
   $ jaxpar bench memory configs/gpu_llama_8b_fsdp8.toml model.layers=16 model.dim=1024 model.heads=16 \\
-      model.hidden=2816 model.vocab=32768 data.seq=2048 train.global_batch=64 --devices 16 --out peaks.jsonl
+      model.hidden=2816 model.vocab=32768 data.vocab=32768 data.seq=2048 train.global_batch=64 --devices 16 \\
+      --out peaks.jsonl
   the planner's peak memory beside what XLA assigns, for 64 small layouts drawn by the clock; half an hour
   $ jaxpar bench exchanges configs/quickstart.toml parallel.data=8 parallel.fsdp=1 parallel.tensor=1 train.steps=300
   the loss that DiLoCo and compressed gradients cost on real data, beside an all-reduce in every step; an hour
