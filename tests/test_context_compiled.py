@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 
@@ -20,8 +19,7 @@ from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import find_plugin
 from jaxpar.parallel.techniques.exchanged.attention import exchange
-from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.plan.techniques.context_forms import Rows, crossover, exchanged, seconds, work
+from jaxpar.plan.techniques.context_forms import Rows, exchanged, work
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 HEADS, KV_HEADS, HEAD_DIM, SEQ = 8, 2, 128, 32768
@@ -147,16 +145,3 @@ def test_what_comes_next_travels_while_a_turn_is_worked_on():
     # keys in the first turn, in the others forward, and backward; gradients in the others, and in the last
     assert hops == {"bf16": 3, "f32": 2}
     assert alone == 1
-
-
-def test_a_ring_pays_from_a_crossover_on():
-    h100 = HARDWARE["h100"]
-
-    def ratio(tokens):
-        long = replace(row(), seq=tokens)
-        return seconds(long, "ring", h100) / seconds(long, "gather", h100)
-
-    at = crossover(row(), h100)
-    assert 0 < at < 131072
-    assert ratio(at // 2) >= 1 > ratio(at)
-    assert ratio(2**20) < 0.6

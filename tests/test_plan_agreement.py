@@ -252,7 +252,7 @@ def on_record(seed):
     return [
         Checked(
             # what states no head was compiled with all of it on every stage, as it is with head="last"
-            ranked=weigh(asked, Candidate(**{key: each["predicted"].get(key, "last") for key in names})),
+            ranked=weigh(asked, Candidate(**{key: each["predicted"][key] for key in names & each["predicted"].keys()})),
             seconds=each["replayed"]["seconds"],
             bytes=each["compiled"]["bytes"],
         )

@@ -243,6 +243,8 @@ def _layouts(random, count):
     return Candidate(
         pipe=pipe, data=2 ** random.integers(0, 4, count), fsdp=2 ** random.integers(0, 5, count),
         context=2 ** random.integers(0, 4, count), tensor=2 ** random.integers(0, 4, count),
+        context_by=random.choice(["gather", "ring"], count), ulysses=np.ones(count, int),
+        zero_context=random.random(count) < 0.5,
         zero=random.integers(0, 4, count),
         sequence=random.random(count) < 0.5, schedule=name, chunks=np.where(name == "interleaved_phased", 2, 1),
         microbatch=2 ** random.integers(0, 3, count), microbatches=pipe * 2 ** random.integers(1, 5, count),

@@ -43,12 +43,6 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         raise refuse(
             "a job with [sweep]", rule="a plan is of one member: all take the same time", fix="a job without [sweep]"
         )
-    if (way := job.parallel.context_by) != "gather":
-        raise refuse(
-            f"a plan of a job with parallel.context_by = {way!r}",
-            rule="a plan prices context parallelism whose keys are gathered, and no other",
-            fix="parallel.context_by=gather parallel.ulysses=1 after the job",
-        )
     price, schedules = _price(given.get("price")), _schedules(given.get("schedules"))
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key)) is not None}
     if slow := [key for key, rate in rates.items() if rate < 1]:
@@ -128,7 +122,10 @@ def overrides(candidate: Candidate, layers: int) -> list[str]:
     c = candidate
     words = [f"parallel.{axis}={getattr(c, axis)}" for axis in DECLARED]
     words += [f"parallel.axes.{axis}={size}" for axis, size in c.axes.items() if size > 1]
-    words += [f"parallel.zero={c.zero}"] * (c.fsdp > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
+    words += [f"parallel.context_by={c.context_by}"] * (c.context_by != "gather")
+    words += [f"parallel.ulysses={c.ulysses}"] * (c.context_by == "ring" and c.ulysses > 1)
+    words += ['parallel.zero_over="fsdp x context"'] * bool(c.zero_context)
+    words += [f"parallel.zero={c.zero}"] * bool(c.shards > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
     words.append(f"train.remat={c.remat}")
     if c.pipe == 1:
         return [*words, f"train.accumulate={c.microbatches}"]

@@ -38,6 +38,9 @@ class Candidate:
       context: Devices that share each sequence.
       tensor: Devices that share each matrix.
       zero: What fsdp shards: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+      context_by: How pieces of sequences meet: gather, ring or ulysses, as `jaxpar.Parallel` has it.
+      ulysses: Devices of the context axis that exchange heads; all of them where context_by is ulysses.
+      zero_context: Whether the devices of context share what `zero` says, with those of fsdp.
       sequence: Whether the tensor axis shards the stream between blocks as well (sequence parallelism).
       schedule: One of `jaxpar.pipeline.tables.library.LIBRARY`.
       chunks: Parts of the model on each stage.
@@ -56,6 +59,9 @@ class Candidate:
     context: Any = 1
     tensor: Any = 1
     zero: Any = 0
+    context_by: Any = "gather"
+    ulysses: Any = 1
+    zero_context: Any = False
     sequence: Any = False
     schedule: Any = "1f1b"
     chunks: Any = 1
@@ -71,14 +77,19 @@ class Candidate:
             for axis in self.axes
             if axis not in AXES or axis in DECLARED
         ]
-        counts = {key: getattr(self, key) for key in (*DECLARED, "chunks", "microbatch", "microbatches")}
+        counts = {key: getattr(self, key) for key in (*DECLARED, "chunks", "microbatch", "microbatches", "ulysses")}
         for key, value in {**counts, **self.axes}.items():
             numbers = np.asarray(value)
             if not np.issubdtype(numbers.dtype, np.integer) or (numbers < 1).any():
                 problems.append(Problem(f"{key}={value!r:.60}", f"{key} is a positive whole number", f"{key}=1"))
         if not np.isin(self.zero, range(4)).all():
             problems.append(Problem(f"zero={self.zero!r:.60}", "zero is 0, 1, 2 or 3", "zero=3"))
-        for key, known in (("schedule", LIBRARY), ("remat", RECOMPUTES), ("head", ("last", "spread"))):
+        for key, known in (
+            ("schedule", LIBRARY),
+            ("remat", RECOMPUTES),
+            ("head", ("last", "spread")),
+            ("context_by", ("gather", "ring", "ulysses")),
+        ):
             for word in set(np.unique(getattr(self, key)).tolist()) - set(known):
                 problems.append(Problem(f"{key}={word!r}", f"a {key} that has a name", nearest(str(word), known)))
         if problems:
@@ -108,6 +119,11 @@ class Candidate:
     def devices(self) -> Any:
         """Devices all axes together need."""
         return math.prod(self.sizes.values())
+
+    @property
+    def shards(self) -> Any:
+        """Devices that share what `zero` says."""
+        return np.multiply(self.fsdp, np.where(self.zero_context, self.context, 1))
 
     @property
     def replicas(self) -> Any:
@@ -154,7 +170,7 @@ class Candidate:
     def recomputed(self) -> tuple[Any, ...]:
         """The five shares of `RECOMPUTES` that hold for `remat`.
 
-        Over pieces of sequences attention's first matmul is one that no remat sees, so all_dots makes it again.
+        Over gathered keys attention's first matmul is one that no remat sees, so all_dots makes it again.
         """
         remat = np.asarray(self.remat)
         found = [
@@ -162,6 +178,9 @@ class Candidate:
             for i in range(5)
         ]
         found[1] = np.where((remat == "all_dots") & np.greater(self.context, 1), 0.5, found[1])
+        # of what travels, forward and backward are one function each: no policy sees matmuls in them
+        whole = np.isin(remat, ("all_dots", "dots")) & np.not_equal(self.context_by, "gather")
+        found[1], found[2] = (np.where(whole, 1.0, share) for share in found[1:3])
         return tuple(found)
 
 

@@ -293,8 +293,9 @@ def _compared(question: Question, fitting: Candidate, seconds: np.ndarray) -> np
 
 
 def _one_of_each(fitting: Candidate, order: np.ndarray) -> list[int]:
-    """Returns the first of every mesh and ZeRO stage, in order."""
-    keys = np.stack([value[order] for value in (*fitting.sizes.values(), fitting.zero)], axis=1)
+    """Returns the first of every mesh, ZeRO stage and form of context, in order."""
+    forms = np.unique(fitting.context_by, return_inverse=True)[1], fitting.ulysses, fitting.zero_context
+    keys = np.stack([value[order] for value in (*fitting.sizes.values(), fitting.zero, *forms)], axis=1)
     first = np.sort(np.unique(keys, axis=0, return_index=True)[1])
     return order[first].tolist()
 
@@ -342,7 +343,11 @@ def _fits_nowhere(question: Question, candidates: Candidate, needed: np.ndarray)
 def describe(candidate: Candidate) -> str:
     """Returns a layout in a line: `pipe 4 x fsdp 8 (ZeRO-3), 1f1b_phased, 8 microbatches of 2, remat full`."""
     words = " x ".join(f"{axis} {size}" for axis, size in candidate.sizes.items() if size > 1) or "one device"
-    words += f" (ZeRO-{candidate.zero})" * (candidate.fsdp > 1) + ", sequence" * bool(candidate.sequence)
+    over = " over fsdp x context" * bool(candidate.zero_context)
+    words += f" (ZeRO-{candidate.zero}{over})" * bool(candidate.shards > 1) + ", sequence" * bool(candidate.sequence)
+    if candidate.context_by != "gather":
+        both = f" x ulysses {candidate.ulysses}" * (candidate.context_by == "ring" and candidate.ulysses > 1)
+        words += f", context by {candidate.context_by}{both}"
     if candidate.pipe > 1:
         words += f", {candidate.schedule}" + f" of {candidate.chunks} chunks" * (candidate.chunks > 1)
         words += ", head spread" * (candidate.head == "spread")

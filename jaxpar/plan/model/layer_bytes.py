@@ -13,12 +13,14 @@ attention's result, the results of the one or two matmuls before the feed-forwar
 matmul leaves them (`jaxpar.pipeline.jaxprs.fewest_kept`), and of split sequences shares in 16 bits.
 """
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.shape import Shape
 
 SCORE = 4  # bytes: XLA's own attention has its scores in float32
@@ -51,7 +53,17 @@ def block_parameters(shape: Shape, candidate: Candidate) -> Any:
 def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns what a layer keeps of one microbatch with the candidate's remat, and what its backward works with."""
     kept, working = software.cost(lambda own: _layer_bytes(shape, candidate, own), candidate)
-    return kept, working
+    far = exchanged.travels(candidate)
+    if not far.any():
+        return kept, working
+    own = replace(software.pieces or software, scores=(0.0, 0.0), kept=(0.0, 0.0), context_again=False)
+    there = _layer_bytes(shape, replace(candidate, context_by="gather"), own)
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
+    # in place of gathered keys and values, and of q, k and v as they were before they set out
+    less = 2 * tokens * (shape.dim + 2 * shape.kv_dim * candidate.context) / candidate.tensor
+    more, again = exchanged.kept_bytes(shape, candidate) - less, exchanged.worked_bytes(shape, candidate)
+    keeps = np.equal(candidate.remat, "none")
+    return np.where(far, there[0] + keeps * more, kept), np.where(far, there[1] + more + again, working)
 
 
 def stash_bytes(shape: Shape, candidate: Candidate) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.layer_bytes import layer_bytes
 from jaxpar.plan.model.shape import Shape
 
@@ -85,14 +86,25 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         return flop / (peak * ahead), flop * (2.5 if fused else 2.0) / (peak * back)
 
     forward, backward = software.cost(seconds, candidate)
-    return forward, backward
+    far, share = exchanged.travels(candidate), exchanged.walked(shape, candidate)
+    own = software.pieces or software
+    there = every * share / (peak * own.core[0]), 2.5 * every * share / (peak * own.core[1])  # no score is kept
+    return np.where(far, there[0], forward), np.where(far, there[1], backward)
 
 
 def scores(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
-    """Returns the seconds of reading and writing the scores [rows, heads / t, seq, seq], forward and backward."""
+    """Returns the seconds of reading and writing the scores [rows, heads / t, seq, seq], forward and backward.
+
+    Where pieces travel, those of the pairs of blocks that a device walks, and the small kernels of each pair.
+    """
     count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
     forward, backward = software.cost(lambda own: (own.scores[0] * count, own.scores[1] * count), candidate)
-    return hardware.stream(forward), hardware.stream(backward)
+    far, share = exchanged.travels(candidate), exchanged.walked(shape, candidate)
+    small = software.pair * exchanged.pairs(shape, candidate)
+    there = (hardware.stream(size * share * count) + small for size in software.blocks)
+    pairs = zip(there, (forward, backward), strict=True)
+    ahead, back = (np.where(far, met, hardware.stream(size)) for met, size in pairs)
+    return ahead, back
 
 
 def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
@@ -123,10 +135,10 @@ def summed(parameters: Any, candidate: Candidate, software: SoftwareModel) -> An
     """
     reduced = software.eager & ~(software.everywhere & np.greater(candidate.pipe, 1))
     alone = reduced & np.equal(candidate.microbatches, 1)
-    copied = reduced & np.isin(candidate.zero, (1, 2)) & np.greater(candidate.fsdp, 1)
+    copied = reduced & np.isin(candidate.zero, (1, 2)) & np.greater(candidate.shards, 1)
     sharded = reduced & np.greater_equal(candidate.zero, np.where(alone, 1, 2))
     each = software.accumulate - np.where(copied, SUM - software.wire[1], 0.0) - np.where(alone, 2 * SUM, 0.0)
-    return each * parameters / np.where(sharded, candidate.fsdp, 1)
+    return each * parameters / np.where(sharded, candidate.shards, 1)
 
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost, Cost]:

@@ -9,6 +9,7 @@ most, and every stage has logits. Counted in the buffers of compiled programs: `
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from jaxpar.models.settings.logits import CHUNK, LARGEST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
+from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.layer_bytes import block_parameters, in_place, stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
@@ -148,7 +150,11 @@ def working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     Feed-forward: the gradients of its inner arrays and their product, and, made again, those arrays; five arrays as
     wide as the stream. Attention whose scores are in memory: those, as the software has it, less what of them is kept.
     """
-    return software.cost(lambda own: (_working(shape, candidate, own),), candidate)[0]
+    found = software.cost(lambda own: (_working(shape, candidate, own),), candidate)[0]
+    if not (far := exchanged.travels(candidate)).any():
+        return found
+    own = replace(software.pieces or software, worked=0.0, kept=(0.0, 0.0))
+    return np.where(far, _working(shape, candidate, own) + exchanged.worked_bytes(shape, candidate), found)
 
 
 def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.collective import Collective
 from jaxpar.plan.candidate import Candidate
@@ -30,6 +32,7 @@ from jaxpar.plan.model.dims import Named
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
 
+LOCAL = ("collective-permute", "all-to-all")  # kinds whose messages have a distance of their own
 BYTES = 2  # of a bfloat16: activations travel in it
 
 
@@ -40,32 +43,47 @@ class Sent:
     Attributes:
       collective: Its kind, axis, group, payload, and how often it runs; `backward` says in which pass.
       exposed: Share of its time that computation does not hide.
+      beside: Returns the seconds of computation that each of its sends runs beside, on given hardware: it is waited for
+        where it takes longer. None where `exposed` says how much is.
       again: Whether it is one of the forward pass, sent once more where the backward pass computes that again.
     """
 
     collective: Collective
     exposed: Any = 1.0
+    beside: Callable[[Hardware], Any] | None = None
     again: bool = False
 
 
 def seconds(sent: Iterable[Sent], candidate: Candidate, hardware: Hardware) -> tuple[Any, Any]:
     """Returns the seconds of collectives that are waited for, forward and backward.
 
-    Rings pass over all axes of a collective, the innermost of which has the nearest neighbours.
+    Rings pass over all axes of a collective, the innermost of which has the nearest neighbours. Of an all-to-all, each
+    device's neighbours are those next to it; a permute is as slow as the farthest of its messages.
     """
     every, once, sums = list(sent), {}, {"forward": 0.0, "backward": 0.0, "again": 0.0}
     for each in every:
         found = each.collective
-        key = found.axes, id(found.payload), id(found.group)  # alike ones, as of both passes, are priced once
+        # alike ones, as of both passes, are priced once
+        key = found.axes, found.kind in LOCAL and found.kind, id(found.payload), id(found.group)
         if key not in once:
-            members = math.prod(hardware.members(candidate.size(axis), candidate.stride(axis)) for axis in found.axes)
-            stride = candidate.stride(found.axes[-1])
-            once[key] = hardware.gather(found.payload, found.group, stride, members=members)
+            once[key] = _once(found, candidate, hardware)
         times: Any = found.times  # a number, or an array
         passes = 2 if found.kind == "all-reduce" else 1  # a scatter, and a gather
         when = "again" if each.again else "backward" if found.backward else "forward"
-        sums[when] = sums[when] + each.exposed * (passes * times * once[key])
+        left = each.exposed * once[key] if each.beside is None else np.maximum(once[key] - each.beside(hardware), 0.0)
+        sums[when] = sums[when] + passes * times * left
     return sums["forward"], sums["backward"] + sums["again"]
+
+
+def _once(found: Collective, candidate: Candidate, hardware: Hardware) -> Any:
+    stride = candidate.stride(found.axes[-1])
+    if found.kind == "collective-permute":
+        return hardware.send(found.payload, stride, candidate.size(found.axes[-1]))
+    if found.kind == "all-to-all":
+        members = hardware.members(found.group, stride)
+    else:
+        members = math.prod(hardware.members(candidate.size(axis), candidate.stride(axis)) for axis in found.axes)
+    return hardware.gather(found.payload, found.group, stride, members=members)
 
 
 @dataclass(frozen=True, kw_only=True)

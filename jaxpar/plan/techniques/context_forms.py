@@ -1,4 +1,4 @@
-"""What each form of context parallelism sends and waits for, in closed form, and from how many tokens on a ring pays.
+"""What each form of context parallelism sends, in closed form, and how much a ring computes.
 
                   forward                                        backward
     gather        all-gather of K, V                             reduce-scatter of their gradients
@@ -6,8 +6,7 @@
       causal      and through the door, once: q, K, V, out       their gradients
     ulysses       all_to_all of q, K, V, out                     of their gradients
 
-A ring's turn takes as long as the slower of its sends and its matmuls: 2 of the 4 chunk pairs where causal. Gathered
-keys are waited for first; scores of the whole square are then computed, half of them to be masked, and go to memory.
+Of one layer on one device, for tests and readers; a plan prices many layouts at once, in `context.py`.
 Sources: arXiv:2310.01889 (ring), arXiv:2407.21783, 3.3.2 (gather), arXiv:2309.14509 (all_to_all).
 """
 
@@ -17,11 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from jaxpar.mesh.collective import Collective
-from jaxpar.plan.machine.hardware import Hardware
-from jaxpar.plan.machine.software import JAXPAR, SoftwareModel
 
 BF16, FP32 = 2, 4  # bytes
 
@@ -107,50 +102,6 @@ def work(row: Rows) -> float:
     0.53125
     """
     return (2 * row.ring + 1) / (4 * row.ring) if row.causal else 1.0
-
-
-def seconds(row: Rows, form: str, hardware: Hardware, software: SoftwareModel = JAXPAR) -> float:
-    """Returns the modelled seconds of one layer's attention, forward and backward, what is waited for among them.
-
-    Args:
-      row: The layer's attention.
-      form: gather or ring.
-      hardware: The nodes.
-      software: Shares of the peak and bytes of scores, as of attention whose scores go to memory.
-    """
-    square = row.rows * row.seq**2 / row.context * row.heads
-    share = 1.0 if form == "gather" else work(row)
-
-    def compute(way: int) -> float:
-        flop = 4 * square * row.head_dim * (1, 2.5)[way]
-        core = flop / (hardware.chip.bf16_flops * software.core[way])
-        return share * float(core + hardware.stream(software.scores[way] * square))
-
-    if form == "gather":
-        size = 2 * BF16 * row.context * row.entries(row.kv_heads)
-        return sum(map(compute, (0, 1))) + 2 * float(hardware.gather(size, row.context, 1))
-    total = 0.0
-    for way in (0, 1):
-        hop = _send(row, hardware, 2 * (BF16 + FP32 * way) * row.entries(row.kv_heads))
-        turn = compute(way) * 2 / (2 * row.ring + 1) if row.causal else compute(way) / row.ring
-        door = _send(row, hardware, BF16 * moved(row.ring) * row.entries(2 * row.heads + 2 * row.kv_heads))
-        total += compute(way) - turn * (row.ring - 1) + (row.ring - 1) * max(hop, turn) + way * hop
-        total += door if row.causal else 0.0
-    return total
-
-
-def crossover(row: Rows, hardware: Hardware, software: SoftwareModel = JAXPAR) -> int:
-    """Returns from how many tokens of a row on a ring is faster than gathered keys; 0 where it never is."""
-    least = 2 * row.context
-    for tokens in least * 2 ** np.arange(0, 20, dtype=np.int64):
-        longer = replace(row, seq=int(tokens))
-        if seconds(longer, "ring", hardware, software) < seconds(longer, "gather", hardware, software):
-            return int(tokens)
-    return 0
-
-
-def _send(row: Rows, hardware: Hardware, size: float) -> float:
-    return float(hardware.send(size, 1, row.context))
 
 
 def _bf16(kind: str, **given: Any) -> Collective:

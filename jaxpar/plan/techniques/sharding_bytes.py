@@ -18,7 +18,7 @@ from jaxpar.plan.model.state_bytes import Recipe
 def gathered_for_a_step(candidate: Candidate, recipe: Recipe) -> Any:
     """Returns whether all parameters are gathered once for a step, being shards between steps."""
     between = np.greater_equal(candidate.zero, recipe.since) & np.less(candidate.zero, 3)
-    return between & np.greater(candidate.fsdp, 1)
+    return between & np.greater(candidate.shards, 1)
 
 
 def while_made(
@@ -35,7 +35,7 @@ def while_made(
     scattered = one & ~several & np.equal(candidate.zero, 1)
     lighter = np.where(gathered_for_a_step(candidate, recipe), software.wire[1] / max(recipe.gradients, 1e-9), 1.0)
     beside = np.where(one & several, stacked * lighter * held, 0.0)
-    return np.where(scattered, held / candidate.fsdp, held) + beside
+    return np.where(scattered, held / candidate.shards, held) + beside
 
 
 def gathered(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe: Recipe) -> Any:

@@ -1,0 +1,158 @@
+"""Every form of context parallelism in a plan: what travels, what is kept, and from where on a ring is faster."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from covering import some
+
+from jaxpar.job.file.parse import load
+from jaxpar.job.inspect import observe
+from jaxpar.job.plan import overrides, planned, question
+from jaxpar.mesh.target import find_plugin
+from jaxpar.models.blocks import chosen, pairs
+from jaxpar.models.blocks.rule import Rule
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
+from jaxpar.plan.model import exchanged
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.search import describe, search, weigh
+from jaxpar.plan.techniques import context
+from jaxpar.plan.techniques.asked import collectives
+from jaxpar.plan.techniques.context_forms import Rows, gathered
+from jaxpar.plan.techniques.context_forms import exchanged as of_row
+from jaxpar.plan.techniques.crossover import crossover, seconds
+
+LLAMA = Shape(layers=1, dim=4096, heads=32, kv_heads=8, hidden=14336, vocab=128256, seq=32768, gated=True)
+JOB = "configs/gpu_llama_8b_128k_context8.toml"
+FORMS = {"gather": ("gather", 1), "ring": ("ring", 1), "ulysses": ("ulysses", 8), "both": ("ring", 2)}
+gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+
+
+def form(name, **more):
+    by, ulysses = FORMS[name]
+    return Candidate(context=8, context_by=by, ulysses=ulysses, **more)
+
+
+def wire(entries):
+    found = Counter()
+    for each in entries:
+        found[each.kind, each.dtype] += each.step_wire
+    return found
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_plan_names_the_collectives_that_compiled_programs_are_held_to(name):
+    row = Rows(seq=LLAMA.seq, heads=32, kv_heads=8, head_dim=128, context=8, ulysses=FORMS[name][1])
+    want = wire(gathered(row) if name == "gather" else of_row(row))
+    got = wire(each for each in collectives(LLAMA, form(name), JAXPAR) if each.axes == ("context",))
+    assert got == pytest.approx(want)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_pairs_and_the_share_of_the_square_are_those_of_the_tables(ring, causal):
+    ulysses, shape = 8 // ring, replace(LLAMA, causal=causal)
+    one = Candidate(context=8, context_by="ring" if ring > 1 else "ulysses", ulysses=ulysses)
+    chunks = 2 * ring if causal and ring > 1 else ring
+    blocks = pairs.Blocks.of(shape.seq // chunks)
+    own = len(pairs.pairs(Rule(causal), blocks, blocks))
+    full = blocks.count**2
+    walked = own if chunks == 1 else (2 * own + full + (ring - 1) * 2 * full if causal else ring * full)
+    assert exchanged.pairs(shape, one) == walked
+    square = shape.seq / ring * shape.seq / blocks.size**2
+    assert exchanged.walked(shape, one) == pytest.approx(walked / square)
+    assert pairs.BLOCK == exchanged.BLOCK
+    assert chosen.LONG == context.LONG
+
+
+def crossing(shape, far, hardware, software):
+    """Returns where the modelled times cross, by halving; None where they do not below two million tokens."""
+
+    def slower(seq):
+        row = replace(shape, seq=int(seq))
+        near = replace(far, context_by="gather", ulysses=1)
+        return seconds(row, far, hardware, software) >= seconds(row, near, hardware, software)
+
+    grid = np.geomspace(512, 2**21, 64)
+    last = max((i for i, seq in enumerate(grid) if slower(seq)), default=None)
+    if last is None or last == len(grid) - 1:
+        return None
+    low, high = grid[last], grid[last + 1]
+    while high - low > 1:
+        middle = (low + high) / 2
+        low, high = (middle, high) if slower(middle) else (low, middle)
+    return high
+
+
+# blocks as XLA compiles them, and as a kernel would run them, whose scores stay on chip
+PROGRAMS = {"compiled": JAXPAR, "kernel": replace(JAXPAR, blocks=(2.0, 3.0), pair=5e-6)}
+CASES = [
+    (program, chip, size, remat)
+    for program in PROGRAMS
+    for chip in ("h100", "a100")
+    for size in (2, 8, 16)
+    for remat in ("none", "full")
+]
+
+
+@pytest.mark.parametrize(
+    ("program", "chip", "size", "remat"),
+    some(CASES, [("kernel", "h100", 8, "full"), ("compiled", "h100", 8, "full")]),
+)
+def test_the_modelled_times_cross_where_the_formula_says(program, chip, size, remat):
+    far, software = Candidate(context=size, context_by="ring", remat=remat), PROGRAMS[program]
+    found = crossing(LLAMA, far, HARDWARE[chip], software)
+    formula = crossover(LLAMA, far, HARDWARE[chip], software)
+    if program == "compiled" and found is None:
+        assert formula > 2**20  # as good as never: gathered keys are faster wherever they fit
+        return
+    assert found is not None
+    assert formula == pytest.approx(found, rel=0.1)
+
+
+def asked(seq, devices=8):
+    job = load(JOB, [f"data.seq={seq}"])
+    return job, question(job, devices=devices, chip="h100", per_node=None, given={})
+
+
+def test_keys_are_gathered_below_the_crossover_and_go_around_above():
+    software = PROGRAMS["kernel"]
+    at = crossover(LLAMA, form("ring", remat="full"), HARDWARE["h100"], software)
+    for seq, first in ((at / 2, "gather"), (2 * at, "ring")):
+        _, one = asked(int(seq) // 16 * 16)
+        one = replace(one, software=software)
+        each = {name: weigh(one, form(name, remat="full", zero=3, zero_context=True)).time.total for name in FORMS}
+        assert each[first] == min(each["gather"], each["ring"])
+
+
+def test_a_plan_tries_every_form_of_long_rows_and_writes_the_job_that_runs_it():
+    job, one = asked(131072)
+    plan = search(one, top=40)
+    forms = {(each.candidate.context_by, each.candidate.ulysses) for each in plan.best if each.candidate.context == 8}
+    assert {("ring", 1), ("ring", 2), ("ulysses", 8)} <= forms
+    assert not any(
+        each.candidate.context > 1 and each.candidate.context_by == "gather" for each in plan.best
+    )  # no room
+    (ring,) = [each for each in plan.best if (each.candidate.context, each.candidate.ulysses) == (8, 1)]
+    assert describe(ring.candidate).startswith("context 8 (ZeRO-3 over fsdp x context), context by ring")
+    made = planned(job, ring.candidate, 32)
+    assert replace(made.parallel, zero=None) == job.parallel
+    both = next(each for each in plan.best if each.candidate.ulysses == 2).candidate
+    assert {"parallel.context_by=ring", "parallel.ulysses=2"} <= {*overrides(both, 32)}
+
+
+@gpu_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("seq", [32768, 131072])
+def test_hops_hide_behind_the_turns_of_an_8b_model_as_compiled(seq):
+    job, one = asked(seq)
+    found = observe(job, job.mesh.target)
+    assert found.fits
+    assert found.timeline is not None
+    assert found.timeline.exposed["context"] <= 0.05 * found.timeline.seconds
+    predicted = weigh(one, form("ring", remat="full", zero=3, zero_context=True)).time
+    assert predicted.total == pytest.approx(found.timeline.seconds, rel=0.15)
+    assert predicted.context <= 0.05 * predicted.total
