@@ -7,16 +7,19 @@ import numpy as np
 import pytest
 from covering import some
 
+from jaxpar.cli.main import main
 from jaxpar.job.file.parse import load
 from jaxpar.job.inspect import observe
 from jaxpar.job.plan import overrides, planned, question
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models.blocks import chosen, pairs
 from jaxpar.models.blocks.rule import Rule
+from jaxpar.models.settings.logits import Logits
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.model import exchanged
+from jaxpar.plan.model.layer_bytes import logit_chunks
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.search import describe, search, weigh
 from jaxpar.plan.techniques import context
@@ -156,3 +159,22 @@ def test_hops_hide_behind_the_turns_of_an_8b_model_as_compiled(seq):
     predicted = weigh(one, form("ring", remat="full", zero=3, zero_context=True)).time
     assert predicted.total == pytest.approx(found.timeline.seconds, rel=0.15)
     assert predicted.context <= 0.05 * predicted.total
+
+
+@pytest.mark.slow
+def test_a_check_refuses_scores_that_no_device_holds_and_says_how_many_bytes_they_are(capsys):
+    """[1, 32, 131072 / 8, 131072] in float32."""
+    assert main(["check", JOB, "parallel.context_by=gather"]) == 1
+    said = capsys.readouterr().err
+    assert "a device holds parameters 3.739 GiB and optimizer state 7.479 GiB and scores of attention" in said
+    assert "256 GiB" in said
+    assert "parallel.context_by = 'ring', which keeps no scores" in said
+    assert main(["check", JOB]) == 0
+
+
+@pytest.mark.parametrize("tokens", [2**13, 2**14, 2**17])
+def test_a_plan_counts_logits_in_as_many_chunks_as_a_step_makes(tokens):
+    made = Logits(tokens, 128256)
+    assert logit_chunks(tokens, 128256, JAXPAR) == pytest.approx(made.chunks, rel=0.1)
+    whole = replace(JAXPAR, run="asynchronous", pieces=None)
+    assert logit_chunks(tokens, 128256, whole) == 1

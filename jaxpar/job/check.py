@@ -27,6 +27,7 @@ from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible
 from jaxpar.mesh.memory_pool import taken
 from jaxpar.mesh.target import parse_target
+from jaxpar.models.blocks.whole_scores import noted
 from jaxpar.models.huggingface.folder import is_folder
 from jaxpar.models.settings.computing import by_model
 from jaxpar.parallel.compose import compose
@@ -98,8 +99,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     if layout:
         attempt(partial(check_offload, layout, offload=job.train.offload))
     if layout and whole and not problems:
-        attempt(_trace, job, layout, loss)
-        attempt(_check_room, job, layout)
+        scores = attempt(_trace, job, layout, loss)
+        attempt(_check_room, job, layout, scores or 0)
         attempt(_check_noise, job, layout)
     if whole and not problems:
         attempt(_check_evaluation, job)
@@ -214,8 +215,11 @@ def _check_batch(job: Job, sizes: dict[str, int], parallel: Parallel) -> list[Pr
     return problems
 
 
-def _check_room(job: Job, layout: Layout) -> None:
-    """Refuses a state that is more than a run gets of the GPUs the job is meant for, activations or not."""
+def _check_room(job: Job, layout: Layout, scores: int) -> None:
+    """Refuses a state that is more than a run gets of the GPUs the job is meant for, activations or not.
+
+    With it the scores of one layer, where they are materialised: `scores` is their bytes.
+    """
     if not job.mesh.target or job.mesh.simulate:
         return
     chip, pool = parse_target(job.mesh.target).chip, taken(os.environ)
@@ -226,14 +230,17 @@ def _check_room(job: Job, layout: Layout) -> None:
         held["optimizer state"] = (shapes.optimizer, placed.optimizer)
     held["state of the exchange"] = (shapes.exchange, placed.exchange)
     sizes = {what: sum(jax.tree.leaves(jax.tree.map(partial(_held, layout), *each))) for what, each in held.items()}
-    room = pool.room(chip.visible)
+    state_alone, room = sum(sizes.values()), pool.room(chip.visible)
+    sizes |= {"scores of attention, in each layer,": scores} if scores else {}
     if sum(sizes.values()) > room:
         words = " and ".join(f"{what} {show_bytes(size)}" for what, size in sizes.items() if size)
         of = f"{show_bytes(room)} of its {show_bytes(chip.visible)}"
         raise refuse(
             f"a device holds {words}",
             rule=f"an {chip.name} has {of} for them: {pool}",
-            fix="parallel.zero = 3, a larger parallel.fsdp, parallel.tensor or parallel.pipe; or train.offload = true",
+            fix="parallel.zero = 3, a larger parallel.fsdp, parallel.tensor or parallel.pipe; or train.offload = true"
+            if state_alone > room
+            else "parallel.context_by = 'ring', which keeps no scores",
         )
 
 
@@ -248,8 +255,11 @@ def _held(layout: Layout, leaf: Any, spec: Any) -> int:
     return shard_bytes(leaf, spec, layout.sizes)
 
 
-def _trace(job: Job, layout: Layout, loss: Callable) -> None:
-    """Runs model and loss on shapes alone: what would fail in the first step fails here, with one message."""
+def _trace(job: Job, layout: Layout, loss: Callable) -> int:
+    """Runs model and loss on shapes alone: what would fail in the first step fails here, with one message.
+
+    Returns the bytes of the scores that one layer materialises for a microbatch, or 0.
+    """
     blueprint = layout.blueprint
     batch = abstract_batch(job)
 
@@ -271,7 +281,7 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     check_measures(layout, measures)
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
-        with traced(layout, used):
+        with traced(layout, used), noted() as scores:
             found = jax.eval_shape(layers if job.train.remat == "offload" else forward, jax.random.key(0), batch)
             beside = jax.eval_shape(lambda key, batch: measured(measures, bound(key), batch), jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
@@ -281,6 +291,7 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> None:
     check_rules(layout.parallel, blueprint, used.names)
     if not layout.parallel.exchange.apart:  # members of a population say more, each of their own
         best_of(job).check({name: 0.0 for each in sets_of(job) for name in evaluated((*found, *said), each)})
+    return max(scores, default=0) // (job.train.accumulate * layout.microbatches)
 
 
 def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:

@@ -5,6 +5,7 @@
     cutting   sequences cut in chunks and blocks, and joined again
     kernel    one walk over a table of pairs, forward and backward
     attention attention on one device, with a backward pass of its own
+    whole_scores scores that are there all at once, where keys are gathered
     documents documents that share a row, on their way through the layers
 
 A ring over devices (`parallel/techniques/exchanged/ring.py`) walks the same tables, with keys that come and go.

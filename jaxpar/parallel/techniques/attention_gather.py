@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.models.blocks.rule import Rule
+from jaxpar.models.blocks.whole_scores import note
 from jaxpar.models.islands import KEYS, QUERIES, on_one_device
 from jaxpar.models.named import spec_of
 
@@ -35,6 +36,8 @@ def gather(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: b
     """
     k_btgk, v_btgk = _gathered(k_btgk), _gathered(v_btgk)
     low, splits = q_bshk.dtype in (jnp.bfloat16, jnp.float16), _splits()
+    if splits:
+        note(_scores_of_a_device(q_bshk.shape, k_btgk.shape[1]))
     attend = in_16_bits if low and splits else partial(on_one_device, blocks=not splits)
     return attend(q_bshk, k_btgk, v_btgk, causal=causal, **masks)
 
@@ -155,6 +158,16 @@ def _scores_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> 
 
 
 _scores.defvjp(lambda q, k: (_scores(q, k), (q, k)), _scores_backward)
+
+
+def _scores_of_a_device(shape: tuple[int, ...], keys: int) -> int:
+    """Returns the bytes of the scores [batch, heads, queries, keys] of a device, in float32."""
+    sizes, ways = jax.sharding.get_abstract_mesh().shape, 1
+    for entry in spec_of(QUERIES) or ():
+        if entry is not None and entry is not PartitionSpec.UNCONSTRAINED:
+            axes = (entry,) if isinstance(entry, str) else entry
+            ways *= math.prod(sizes[axis] for axis in axes)
+    return 4 * math.prod(shape[:3]) * keys // ways
 
 
 def _splits() -> bool:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxpar.models.settings.logits import CHUNK, LARGEST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import exchanged
@@ -79,6 +80,15 @@ def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
     again = shape.gated * np.not_equal(candidate.remat, "none")
     inner = 2 * tokens * (qkv + result + (2 + shape.gated + again) * shape.width) / candidate.tensor
     return inner + 16 * stream
+
+
+def logit_chunks(tokens: Any, vocab: Any, software: SoftwareModel) -> Any:
+    """Returns in how many chunks a loss makes the logits of a device's tokens; 1 where it makes them whole.
+
+    As `jaxpar.models.settings.logits.Logits` has it, but for the search for equal chunks. Others' programs have none.
+    """
+    size = 4.0 * tokens * vocab
+    return np.where(software.everywhere & np.greater(size, LARGEST), np.ceil(size / CHUNK), 1.0)
 
 
 def in_place(candidate: Candidate, software: SoftwareModel) -> Any:

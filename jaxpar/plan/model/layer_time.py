@@ -17,7 +17,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import exchanged
-from jaxpar.plan.model.layer_bytes import layer_bytes
+from jaxpar.plan.model.layer_bytes import layer_bytes, logit_chunks
 from jaxpar.plan.model.shape import Shape
 
 SUM = 4  # bytes of a gradient's sum over microbatches: float32
@@ -155,10 +155,13 @@ def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: Soft
 def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost]:
     """Returns what logits and loss cost forward and backward, on the last stage or on each that shares them.
 
-    The logits are cut over the vocab.
+    The logits are cut over the vocab, and where they are many made in chunks of tokens, by the same matmuls.
     """
     count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
     once, twice = both_ways(count, shape.dim, shape.vocab / ways, hardware)
     loss = hardware.stream(software.logits * count * shape.vocab / ways)
     sums = hardware.stream(summed(shape.vocab * shape.dim / ways, candidate, software))
+    chunks = logit_chunks(count, shape.vocab / ways, software)
+    # each chunk reads the sum of the head's gradient and writes it
+    sums = sums + hardware.stream(np.greater(chunks, 1) * 2 * SUM * chunks * shape.vocab * shape.dim / ways)
     return Cost(once, 0.0, 0.0, loss / 2), Cost(twice, 0.0, 0.0, loss / 2 + sums)
