@@ -51,6 +51,7 @@ class Compiled:
       outputs: Bytes of outputs.
       aliased: Bytes of outputs that take over an argument's memory.
       temporary: Bytes of temporary memory.
+      host: Bytes of temporary memory on the host.
       platform: `cpu` or `gpu`.
       seconds: That compiling took.
       said: Lines of XLA's log about resharding.
@@ -64,6 +65,7 @@ class Compiled:
     outputs: int
     aliased: int
     temporary: int
+    host: int
     platform: str
     seconds: float
     said: tuple[str, ...] = ()
@@ -142,6 +144,7 @@ def _compiled(lowered: Any, platform: str, options: dict[str, Any]) -> Compiled:
             outputs=stats.output_size_in_bytes,
             aliased=stats.alias_size_in_bytes,
             temporary=stats.temp_size_in_bytes,
+            host=stats.host_temp_size_in_bytes,
             platform=platform,
             seconds=seconds,
             said=tuple(line for line in lines if REMATERIALIZED in line),

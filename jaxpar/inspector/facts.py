@@ -46,6 +46,7 @@ class Facts:
       arguments: Every array the program is given.
       schedule: The schedule of its pipeline; None without one.
       cards: How its parameters are cut, and which devices hold the pieces.
+      host: Bytes of temporary arrays in the host's memory, per device, as compiled.
       notes: Remarks for the reader.
       seconds: That compiling took.
       versions: Of jax and jaxlib.
@@ -68,6 +69,7 @@ class Facts:
     arguments: tuple[Argument, ...] = field(repr=False)
     schedule: Schedule | None = field(default=None, repr=False)
     cards: tuple[Card, ...] = field(default=(), repr=False)
+    host: int = 0
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)

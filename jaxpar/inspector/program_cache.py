@@ -22,7 +22,7 @@ import jax
 
 from jaxpar.mesh.absent import description_of
 
-FORM = 1  # of an entry: one more whenever the fields or their meaning change
+FORM = 2  # of an entry: one more whenever the fields or their meaning change
 _COMPILERS = ("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin")
 _OF_CACHES = ("jax_compilation_cache", "jax_persistent_cache")  # settings that change no program
 _DIGEST = hashlib.sha256().digest_size

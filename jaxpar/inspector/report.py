@@ -28,10 +28,11 @@ from jaxpar.inspector.pages import html as pages
 from jaxpar.inspector.pages import terminal
 from jaxpar.inspector.scores import find_scores
 from jaxpar.inspector.subject import Subject, of_function
-from jaxpar.inspector.timeline import replay
+from jaxpar.inspector.timeline import LINE, replay
 from jaxpar.mesh.chips import Chip, find_chip
 from jaxpar.mesh.devices import took
 from jaxpar.mesh.memory_pool import Pool, taken
+from jaxpar.units import show_bytes, show_seconds
 
 
 class Report(Facts):
@@ -112,6 +113,8 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         )
     elif chip is None:
         notes.append(f"{devices[0].device_kind} is no GPU of jaxpar's table of chips: no capacity, no time")
+    if compiled.host:
+        notes.append(_on_host(compiled.host, subject.microbatches, chip))
     timed = chip if chip and (chip.network or len(nodes) == 1) else None
     if chip and not timed:
         notes.append(f"what joins machines with {chip.name} is not in jaxpar's table of chips: no time")
@@ -132,10 +135,20 @@ def report(subject: Subject, chip: Chip | None = None) -> Report:
         arguments=subject.arguments,
         schedule=subject.schedule,
         cards=subject.cards,
+        host=compiled.host,
         notes=tuple(notes),
         seconds=compiled.seconds,
         versions={name: version(name) for name in ("jax", "jaxlib")},
     )
+
+
+def _on_host(size: int, microbatches: int, chip: Chip | None) -> str:
+    """Returns what is in host memory while a step runs, and how long it takes to get there and back."""
+    held = f"{show_bytes(size)} of temporary arrays are in host memory, per device (compiled)"
+    if chip is None or chip.pcie is None:
+        return f"{held}; how fast {chip.name if chip else 'it'} reaches that, jaxpar's table of chips does not know"
+    took = show_seconds(microbatches * size / (LINE * chip.pcie))
+    return f"{held}; over PCIe they take {took} of a step there and {took} back, beside computation (modelled)"
 
 
 def _pool(device: Any, chip: Chip | None) -> Pool:

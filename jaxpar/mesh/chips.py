@@ -51,6 +51,7 @@ class Chip:
       nvlink: Bytes per second one way, per chip, to the chips of the same machine: over NVLink, PCIe where there is
         none, or all links of a TPU's torus together, of which one of its axes has a half (v5p: a third).
       network: Bytes per second one way, per chip, to other machines; None where that is the machine's own.
+      pcie: Bytes per second one way, per chip, to the memory of its host; None where no source states it.
       domain: Chips that `nvlink` joins; None where that is the machine's own.
       reported: Bytes of device memory that the driver reports; None where not known.
       gpu: The description that XLA's compiler needs; None where it is only planned for.
@@ -66,6 +67,7 @@ class Chip:
     bandwidth: float
     nvlink: float
     network: float | None = None
+    pcie: float | None = None
     domain: int | None = None
     reported: int | None = None
     gpu: Gpu | None = None
@@ -93,23 +95,24 @@ CHIPS = (
     Chip(
         key="h200", name="NVIDIA H200 SXM", matches=r"\bh200\b", bf16_flops=989.5e12, f32_flops=494.7e12,
         memory=141 * 10**9, reported=151_397_597_184, bandwidth=4.8e12, nvlink=450e9, network=50e9, domain=8,
-        gpu=_HOPPER,
+        pcie=64e9, gpu=_HOPPER,
         source="NVIDIA H200 datasheet: 1,979 TFLOPS bf16 and 989 TF32 with sparsity, half without; 141 GB at 4.8 TB/s; "
-        "NVLink 900 GB/s both ways; DGX H200 datasheet: 8 x 400 Gb/s; CUDA C++ programming guide",
+        "NVLink 900 GB/s, PCIe 5.0 128 GB/s, both ways; DGX H200 datasheet: 8 x 400 Gb/s; CUDA C++ programming guide",
     ),
     Chip(
         key="h100", name="NVIDIA H100 SXM", matches=r"\bh100\b", bf16_flops=989.5e12, f32_flops=494.7e12,
         memory=80 * 10**9, reported=84_942_979_072, bandwidth=3.35e12, nvlink=450e9, network=50e9, domain=8,
-        gpu=_HOPPER,
+        pcie=64e9, gpu=_HOPPER,
         source="NVIDIA H100 datasheet, SXM: 1,979 TFLOPS bf16 and 989 TF32 with sparsity, half without; 80 GB at "
-        "3.35 TB/s; NVLink 900 GB/s both ways; DGX H100 datasheet: 8 x 400 Gb/s; CUDA C++ programming guide",
+        "3.35 TB/s; NVLink 900 GB/s, PCIe 5.0 128 GB/s, both ways; DGX H100 datasheet: 8 x 400 Gb/s; CUDA C++ "
+        "programming guide",
     ),
     Chip(
         key="a100", name="NVIDIA A100 SXM 80GB", matches=r"\ba100\b", bf16_flops=312e12, f32_flops=156e12,
         memory=80 * 10**9, reported=85_198_045_184, bandwidth=2.039e12, nvlink=300e9, network=25e9, domain=8,
-        gpu=_AMPERE,
+        pcie=32e9, gpu=_AMPERE,
         source="NVIDIA A100 datasheet, SXM 80GB: 312 TFLOPS bf16 and 156 TF32 without sparsity; 80 GB at 2,039 GB/s; "
-        "NVLink 600 GB/s both ways; DGX A100 datasheet: 8 x 200 Gb/s; CUDA C++ programming guide",
+        "NVLink 600 GB/s, PCIe 4.0 64 GB/s, both ways; DGX A100 datasheet: 8 x 200 Gb/s; CUDA C++ programming guide",
     ),
     Chip(
         key="b200", name="NVIDIA B200 SXM", matches=r"\bb200\b", bf16_flops=2250e12, f32_flops=1100e12,
@@ -127,13 +130,13 @@ CHIPS = (
     ),
     Chip(
         key="rtx4090", name="NVIDIA GeForce RTX 4090", matches=r"\brtx 4090\b(?! laptop)", bf16_flops=165.2e12,
-        f32_flops=82.6e12, memory=24 * 10**9, bandwidth=1.008e12, nvlink=31.5e9,
+        f32_flops=82.6e12, memory=24 * 10**9, bandwidth=1.008e12, nvlink=31.5e9, pcie=31.5e9,
         source="NVIDIA Ada GPU architecture whitepaper, appendix A: 165.2 TFLOPS bf16 that adds in float32 and 82.6 "
         "TF32 without sparsity; 24 GB at 1,008 GB/s; no NVLink: PCIe 4.0 x16, 31.5 GB/s (PCI-SIG)",
     ),
     Chip(
         key="rtx5090", name="NVIDIA GeForce RTX 5090", matches=r"\brtx 5090\b(?! laptop)", bf16_flops=209.5e12,
-        f32_flops=104.8e12, memory=32 * 10**9, bandwidth=1.792e12, nvlink=63e9,
+        f32_flops=104.8e12, memory=32 * 10**9, bandwidth=1.792e12, nvlink=63e9, pcie=63e9,
         source="NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A: 209.5 TFLOPS bf16 that adds in float32 "
         "and 104.8 TF32 without sparsity; 32 GB at 1,792 GB/s; no NVLink: PCIe 5.0 x16, 63 GB/s (PCI-SIG)",
     ),
