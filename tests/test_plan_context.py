@@ -16,11 +16,13 @@ from jaxpar.models.blocks import chosen, pairs
 from jaxpar.models.blocks.rule import Rule
 from jaxpar.models.settings.logits import Logits
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.layer_bytes import logit_chunks
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import describe, search, weigh
 from jaxpar.plan.techniques import context
 from jaxpar.plan.techniques.asked import collectives
@@ -178,3 +180,23 @@ def test_a_plan_counts_logits_in_as_many_chunks_as_a_step_makes(tokens):
     assert logit_chunks(tokens, 128256, JAXPAR) == pytest.approx(made.chunks, rel=0.1)
     whole = replace(JAXPAR, run="asynchronous", pieces=None)
     assert logit_chunks(tokens, 128256, whole) == 1
+
+
+def test_a_plan_of_a_job_that_offloads_says_what_is_on_the_host_and_its_time():
+    """32 layers with inputs of 16,384 tokens x 4,096 in bf16: 4 GiB, one of which stays on the device at a time."""
+    job = load(JOB, ["train.remat=offload"])
+    one = question(job, devices=8, chip="h100", per_node=None, given={})
+    remats = one.legal()
+    assert set(remats.remat[remats.pipe > 1]) == set(remats.remat) - {"offload"}
+    full, away = (weigh(one, form("ring", remat=remat, zero=3, zero_context=True)) for remat in ("full", "offload"))
+    assert one.model.on_host(away.candidate) == 4 * 2**30
+    assert one.model.on_host(full.candidate) == 0
+    assert full.memory.activations - away.memory.activations == pytest.approx(4 * 2**30 * 31 / 32)
+    assert away.time.host == 0  # a layer of 131,072 tokens takes far longer than its input
+    slow = replace(one.hardware, chip=replace(one.hardware.chip, pcie=1e6))
+    waits = weigh(replace(one, hardware=slow), away.candidate).time.host
+    assert waits == pytest.approx(2 * 4 * 2**30 / 1e6 / 0.82, rel=0.05)
+    shown = page(search(replace(one, choices=Choices(remats=("offload",))), top=40))
+    assert "In host memory:" in shown
+    assert "4 GiB per device, 81.8 ms each way over PCIe, 0 ms of it waited for" in shown
+    assert "offload" not in set(asked(131072)[1].legal().remat)

@@ -64,12 +64,12 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         devices=devices,
         rows=job.train.global_batch,
         hardware=dataclasses.replace(known, **links),
+        choices=_choices(job, schedules),
         software=dataclasses.replace(JAXPAR if unfused else JAXPAR_FUSED, exchange=job.parallel.exchange),
         memory=pool.room(known.chip.visible) if memory is None else parse_bytes(memory),
         why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
         steps=0 if job.train.grow else job.train.steps,  # a batch that grows has steps of several lengths
         price=price,
-        choices=Choices(schedules=schedules) if schedules else Choices(),
     )
 
 
@@ -94,6 +94,12 @@ def _price(text: str | None) -> float:
     if text is not None and not 0 < price < float("inf"):
         raise refuse(f"--price {text}", rule="a GPU-hour costs a number above 0, in whatever money", fix="--price 2.5")
     return price
+
+
+def _choices(job: Job, schedules: tuple[str, ...]) -> Choices:
+    """Returns what may vary: inputs of layers in host memory too, where the job itself has them there."""
+    usual = Choices(schedules=schedules) if schedules else Choices()
+    return dataclasses.replace(usual, remats=(*usual.remats, "offload")) if job.train.remat == "offload" else usual
 
 
 def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> Hardware:

@@ -24,6 +24,7 @@ RECOMPUTES = {
     "selective": (0.0, 1.0, 1.0, 0.0, 0.0),
     "op": (0.5, 0.0, 0.0, 1.0, 0.0),
     "full": (1.0, 1.0, 1.0, 1.0, 1.0),
+    "offload": (1.0, 1.0, 1.0, 1.0, 1.0),
 }
 
 
@@ -46,7 +47,7 @@ class Candidate:
       chunks: Parts of the model on each stage.
       microbatch: Rows of one microbatch on one replica.
       microbatches: Microbatches of a step.
-      remat: What is computed again: none, all_dots, dots, full as in jaxpar.models.remat; selective: attention
+      remat: What is computed again: none, all_dots, dots, full, offload as in jaxpar.models.remat; selective: attention
         between its projections (Korthikanti et al. 2022, arXiv:2205.05198, section 5); op: every other matmul with
         weights, and elementwise ops (torchtitan's selective checkpointing by operation).
       head: Where a pipeline runs embedding and head, as `jaxpar.Pipeline` has it: last, or spread over the stages.

@@ -62,7 +62,9 @@ def every(model: Named, *, devices: int, rows: int, choices: Choices) -> Candida
     for each in TECHNIQUES.values():
         if settings := each.settings:
             table = _each(table, settings.needs, lambda *row, ways=settings.ways: ways(model, choices, *row))
-    table = _each(table, (), lambda: [{"remat": remat} for remat in choices.remats])
+    remats = [{"remat": remat} for remat in choices.remats]
+    kept_here = [each for each in remats if each["remat"] != "offload"]  # a pipeline offloads nothing
+    table = _each(table, ("pipe",), lambda pipe: remats if pipe == 1 else kept_here)
     further = {axis: table.pop(axis) for axis in TECHNIQUES if axis not in DECLARED}
     found = Candidate(**table, head=np.full(len(table["remat"]), "last"), axes=further)
     for each in TECHNIQUES.values():

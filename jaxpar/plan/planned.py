@@ -11,7 +11,7 @@ from jaxpar.plan.enumerate import legal
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory, memory
-from jaxpar.plan.model.layer_bytes import layer_bytes
+from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
 from jaxpar.plan.techniques.asked import collectives, without
@@ -62,6 +62,10 @@ class Model(Protocol):
 
     def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
         """Returns the collectives of a step of one layout, those that techniques name, as a ledger has them."""
+        ...
+
+    def on_host(self, candidate: Candidate) -> float:
+        """Returns the bytes of a device's layers that are in host memory while a step runs."""
         ...
 
     def largest(self, software: SoftwareModel) -> float:
@@ -128,6 +132,10 @@ class Transformer:
     def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
         """Returns the collectives of a step; see `jaxpar.plan.techniques.asked`."""
         return collectives(self.shape, candidate, software)
+
+    def on_host(self, candidate: Candidate) -> float:
+        """Returns the bytes of a device's layers that are in host memory while a step runs."""
+        return float(host_bytes(self.shape, candidate))
 
     def largest(self, software: SoftwareModel) -> float:
         """Returns the bytes of a block with what it keeps, or of an embedding."""

@@ -34,6 +34,7 @@ class StepTime(Causes):
     bubble       waiting for other stages, as the table has it
     send         what messages between stages add to that, those of ends that are spread too
     stragglers   waiting for the slowest device, whose kernels take longer than the mean: the more there are, the more
+    host         inputs of layers on their way to host memory and back, as far as no layer's computation hides them
     optimizer    the update, and what the host takes around it
     """
 
@@ -45,6 +46,13 @@ def optimizer(held: Any, candidate: Candidate, hardware: Hardware, software: Sof
     """
     moved = software.update * held / np.where(np.greater(candidate.zero, 0), software.sharers(candidate), 1)
     return hardware.stream(moved) + software.host
+
+
+def _host(shape: Shape, candidate: Candidate, hardware: Hardware, layer: tuple[Any, Any]) -> dict[str, Any]:
+    """Returns the cause `host`, where some layout has inputs of layers in host memory."""
+    if not np.any(np.equal(candidate.remat, "offload")):
+        return {}
+    return {"host": layer_time.on_host(shape, candidate, hardware, layer)}
 
 
 def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
@@ -91,4 +99,5 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         send=np.maximum(moving - still, 0.0) + heads * sum(spread),
         stragglers=moving * hardware.waits(candidate.devices),
         optimizer=optimizer(held, candidate, hardware, software),
+        **_host(shape, candidate, hardware, (forward.total + ahead, backward.total + again.total + back)),
     ).times(hardware.pace)

@@ -181,6 +181,10 @@ class Traced:
         """Returns the collectives of a step of one layout that techniques name."""
         return collectives(self, candidate, self._software(software))
 
+    def on_host(self, candidate: Candidate) -> float:
+        """Returns 0.0: of a traced model nothing is offloaded."""
+        return 0.0
+
     def largest(self, software: SoftwareModel) -> float:
         """Returns the bytes of the largest piece's state, and of what a block keeps of one row."""
         return self.recipe.total * self.piece + self.trace.kept["none"] / max(self.trace.blocks, 1)

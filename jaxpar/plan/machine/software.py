@@ -220,9 +220,9 @@ _WHOLE = replace(
     wire=(2.0, 2.0),  # cast before they travel: tests/test_collectives.py
     residual=8.0,  # two norms' inputs, and what they hand to matmuls: `models/own_backward.py`
     keep=5.0,  # a scan over layers copies it into one array for all, and each layer's out of it; a buffer is cleared
-    # replayed from an 8B model's rings at 16,384 and 32,768 tokens on 8 H100s, remat none and full
-    blocks=(35.0, 66.0),
-    pair=20e-6,
+    # replayed from an 8B model's rings and exchanged heads at 16,384 and 32,768 tokens on 8 H100s, remat none and full
+    blocks=(39.0, 67.0),
+    pair=12e-6,
     eager=True,  # a scan over microbatches; pipelines reduce and gather once, around their table
     copies=None,
     ends=False,  # in what is replayed

@@ -82,6 +82,14 @@ def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
     return inner + 16 * stream
 
 
+def host_bytes(shape: Shape, candidate: Candidate) -> Any:
+    """Returns what is in host memory while a step runs: with remat offload the inputs of all layers of a microbatch."""
+    tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
+    stream = tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
+    away = np.equal(candidate.remat, "offload")
+    return np.where(away, 2 * stream * candidate.layers(shape.layers), 0.0)
+
+
 def logit_chunks(tokens: Any, vocab: Any, software: SoftwareModel) -> Any:
     """Returns in how many chunks a loss makes the logits of a device's tokens; 1 where it makes them whole.
 
@@ -140,6 +148,7 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
         "selective": everything - scores,
         "op": 4 * stream + result + (qkv + (1 + shape.gated) * hidden) / 2,
         "full": 2 * stream,
+        "offload": 2 * stream / candidate.layers(shape.layers),  # that of the layer whose turn it is
     }
     remat = np.asarray(candidate.remat)
     return np.select([remat == name for name in kept], list(kept.values())), working

@@ -17,7 +17,7 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import exchanged
-from jaxpar.plan.model.layer_bytes import layer_bytes, logit_chunks
+from jaxpar.plan.model.layer_bytes import host_bytes, layer_bytes, logit_chunks
 from jaxpar.plan.model.shape import Shape
 
 SUM = 4  # bytes of a gradient's sum over microbatches: float32
@@ -139,6 +139,23 @@ def summed(parameters: Any, candidate: Candidate, software: SoftwareModel) -> An
     sharded = reduced & np.greater_equal(candidate.zero, np.where(alone, 1, 2))
     each = software.accumulate - np.where(copied, SUM - software.wire[1], 0.0) - np.where(alone, 2 * SUM, 0.0)
     return each * parameters / np.where(sharded, candidate.shards, 1)
+
+
+def pcie_seconds(hardware: Hardware) -> float:
+    """Returns the seconds of a byte to host memory, at the share of line rate that NVLink reaches; 0 where unknown."""
+    chip = hardware.chip
+    return chip.nvlink / hardware.inside.bandwidth / chip.pcie if chip.pcie else 0.0
+
+
+def on_host(shape: Shape, candidate: Candidate, hardware: Hardware, layer: tuple[Any, Any]) -> Any:
+    """Returns the seconds of a step in which a layer waits for its input on its way to host memory, or back.
+
+    Copies run beside a layer's computation each way, of which `layer` has the seconds, and the slower of both counts.
+    """
+    size = host_bytes(shape, candidate) / candidate.layers(shape.layers)
+    once = size * pcie_seconds(hardware)
+    waits = sum(np.maximum(once - each, 0.0) for each in layer)
+    return np.where(np.greater(size, 0), waits * candidate.layers(shape.layers) * candidate.microbatches, 0.0)
 
 
 def block(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Cost, Cost, Cost]:

@@ -161,7 +161,7 @@ def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     hidden = 2 * tokens * shape.width / candidate.tensor
     projected = 2 * tokens * (2 * shape.dim + 2 * shape.kv_dim) / candidate.tensor
-    full = np.equal(candidate.remat, "full")
+    full = np.isin(candidate.remat, ("full", "offload"))
     stream = 10 * tokens * shape.dim
     forward = full * ((1 + shape.gated) * hidden + projected) + (2 + shape.gated) * hidden + stream
     score = tokens * shape.heads * shape.seq / candidate.tensor

@@ -11,6 +11,7 @@ SECONDS = {  # of what a model computes: work is blue
     "elementwise": Look(letter="E", shade=153, light="#a9cfea", dark="#c4e0f5"),
     "recompute": Look(letter="R", shade=140, light="#7264ad", dark="#a698e2", on=_ON_DARK),
     "stragglers": Look(letter="W", shade=244, light="#c9ced6", dark="#8b93a0"),
+    "host": Look(letter="H", shade=137, light="#a17a4c", dark="#c9a679"),
     "optimizer": Look(letter="O", shade=78, light="#2f8f6b", dark="#58c79d"),
 }
 # causes of memory that a model has: the classes that the inspector's page gives them

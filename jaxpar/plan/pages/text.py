@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxpar.plan.enumerate import at
 from jaxpar.plan.measured.trust import trusted
+from jaxpar.plan.model.layer_time import pcie_seconds
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
 from jaxpar.plan.speed import cost, speed, ways_out
@@ -22,7 +23,7 @@ def page(plan: Plan, *, colour: bool = False) -> str:
     drawn = bars(plan, colour=colour)
     told = f"The first one costs {cost(plan.question, plan.best[0])}."
     parts = [_head(plan), _left_out(plan), _table(plan), told, _hopeless(plan), drawn, _causes(plan)]
-    parts += [_leaner(plan), _doubts(plan)]
+    parts += [_on_host(plan), _leaner(plan), _doubts(plan)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -47,6 +48,18 @@ def _head(plan: Plan) -> str:
         f"attention: {attention}" if attention else "",
     ]
     return "\n".join(line for line in lines if line)
+
+
+def _on_host(plan: Plan) -> str:
+    """Returns what the layouts that are shown have in host memory, and its time over PCIe, each way."""
+    asked, lines = plan.question, []
+    for rank, each in enumerate(plan.best, start=1):
+        if size := asked.model.on_host(each.candidate):
+            took = each.candidate.microbatches * size * pcie_seconds(asked.hardware)
+            waits = show_seconds(each.time.get("host", 0.0))
+            there = f"{show_seconds(took)} each way over PCIe, {waits} of it waited for"
+            lines.append(f"  {rank}: {show_bytes(size)} per device, {there if took else 'how fast is not known'}")
+    return "\n".join(["In host memory:", *lines]) if lines else ""
 
 
 def _left_out(plan: Plan) -> str:
