@@ -154,8 +154,9 @@ class OnlyAttention(nnx.Module):
     """A model of your own, of nothing but attention."""
 
     def __init__(self, vocab, dim, heads, kv_heads, head_dim, *, rngs):
-        sizes = {"embed": (vocab, dim), "q": (dim, heads, head_dim), "out": (heads, head_dim, dim)}
-        for name, shape in sizes.items() | {(name, (dim, kv_heads, head_dim)) for name in "kv"}:
+        shapes = {"embed": (vocab, dim), "q": (dim, heads, head_dim), "out": (heads, head_dim, dim)}
+        shapes |= {name: (dim, kv_heads, head_dim) for name in "kv"}
+        for name, shape in shapes.items():
             setattr(self, name, nnx.Param(nnx.initializers.normal(0.1)(rngs.params(), shape)))
 
     def __call__(self, tokens, segments=None, positions=None):
@@ -294,8 +295,8 @@ for by, per_length in reports.items():
 
 # %% [markdown]
 # **Explain the gap.** The ring is a bit better than predicted: of the two chunk pairs on the diagonal, blocks in which
-# nothing is seen are not computed either. Gathering has the scores three times: as they are, as shares, and as
-# gradients. Of 131,072 tokens they would be four times as large, and no GPU has that; the ring's memory would be twice.
+# nothing is seen are not computed either. Gathering has the scores of its one layer in float32, and half as much in the
+# shares that are made of them. Of 131,072 tokens it would be four times that, and no GPU has it; of the ring, twice.
 #
 # ## Which one
 #
