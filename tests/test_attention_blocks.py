@@ -1,5 +1,6 @@
 """Attention block by block: the values and gradients of attention, and memory that grows as the sequence does."""
 
+import math
 import re
 from functools import partial
 
@@ -200,3 +201,16 @@ def test_a_window_over_another_sequence_and_an_implementation_without_windows_ar
     with islands.implemented({"attention": lambda q, k, v, *, causal: q}):
         with pytest.raises(JaxparError, match=re.escape("jp.attention(window=...), run by <lambda>")):
             jp.attention(Q, Q, Q, window=3)
+
+
+@pytest.mark.parametrize("parallel", [{}, pytest.param({"context": 8, "context_by": "ring"}, marks=pytest.mark.slow)])
+def test_masks_are_not_kept_for_a_scan_over_layers(parallel):
+    """What layers share is computed before their scan, and kept: of places alone the masks of all pairs of blocks."""
+    decoder = jp.DecoderSettings(vocab=32, seq=16384, layers=2, dim=16, heads=2, hidden=32)
+    devices = jax.devices()[: max(parallel.get("context", 1), 1)]
+    layout = jp.compose(partial(jp.Decoder, decoder), jp.Parallel(**parallel), devices)
+    step = jp.train_step(layout, jp.next_token, optax.sgd(0.1), remat="full")
+    rows = jax.ShapeDtypeStruct((1, decoder.seq), jnp.int32)
+    text = step.lower(step.abstract(), {"inputs": rows, "targets": rows}).as_text()
+    masks = {math.prod(map(int, found.split("x")[:-1])) for found in re.findall(r"tensor<((?:\d+x)+i1)>", text)}
+    assert max(masks) <= 2 * 512 * 512  # heads of one pair of blocks

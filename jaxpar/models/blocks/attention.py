@@ -19,6 +19,7 @@ from jaxpar.models.blocks.kernel import (
     meet_back,
     no_grads,
     nothing_met,
+    tied,
     wide,
 )
 from jaxpar.models.blocks.pairs import Blocks, most, pairs
@@ -94,4 +95,5 @@ def _cut(q, k, v, segments, of_q: Blocks, of_k: Blocks) -> tuple[Queries, Keys]:
     """Returns queries, and keys and values, in blocks."""
     places = [None if segments is None else cut_segments(segments, blocks) for blocks in (of_q, of_k)]
     at_q, at_k = (cut_positions(jnp.arange(blocks.tokens), blocks) for blocks in (of_q, of_k))
-    return Queries(cut_heads(q, of_q, k.shape[2]), at_q, places[0]), Keys(cut_keys(k, v, of_k), at_k, places[1])
+    queries = Queries(cut_heads(q, of_q, k.shape[2]), at_q, places[0])
+    return tied(queries), tied(Keys(cut_keys(k, v, of_k), at_k, places[1]))

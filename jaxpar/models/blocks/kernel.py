@@ -8,7 +8,7 @@ is exact only with the logsumexp and the output over all keys, so a ring walks b
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,9 @@ class Keys(NamedTuple):
     segments: jax.Array | None  # [n, b, c]
 
 
+Placed = TypeVar("Placed", Queries, Keys)
+
+
 class Sums(NamedTuple):
     """What queries have gathered from the keys that they have met."""
 
@@ -49,6 +52,15 @@ class Ended(NamedTuple):
     grad: jax.Array  # [n, b, g, r, q, k]: the gradient of the output
     delta: jax.Array  # [n, b, g, r, q]: sum of gradient times output
     logsumexp: jax.Array  # [n, b, g, r, q]
+
+
+def tied(blocks: Placed) -> Placed:
+    """Returns queries or keys in blocks, tied to where they stand.
+
+    A scan over layers is differentiated without what is the same in all of them: JAX computes that before the scan and
+    keeps it. Of places alone that would be the masks of all pairs of blocks, as many entries as there are scores.
+    """
+    return type(blocks)(*jax.lax.optimization_barrier(tuple(blocks)))
 
 
 def wide(x: jax.Array) -> jnp.dtype:

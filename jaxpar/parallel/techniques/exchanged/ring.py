@@ -27,6 +27,7 @@ from jaxpar.models.blocks.kernel import (
     meet_back,
     no_grads,
     nothing_met,
+    tied,
     wide,
 )
 from jaxpar.parallel.techniques.exchanged.walks import Walks
@@ -49,11 +50,11 @@ class Ring:
 
     def queries(self, q: jax.Array) -> Queries:
         """Returns the group's queries, where they stand."""
-        return Queries(q, *self.walks.stand(self.ways.group, self.segments, self.walks.queries))
+        return tied(Queries(q, *self.walks.stand(self.ways.group, self.segments, self.walks.queries)))
 
     def keys(self, kv: jax.Array, turn: int | jax.Array) -> Keys:
         """Returns keys and values, where those that have come by a turn stand."""
-        return Keys(kv, *self.walks.stand(self.whose(turn), self.segments, self.walks.keys))
+        return tied(Keys(kv, *self.walks.stand(self.whose(turn), self.segments, self.walks.keys)))
 
     def whose(self, turn: int | jax.Array) -> jax.Array:
         """Returns the group whose keys have come by a turn."""
