@@ -1,5 +1,6 @@
 """Context parallelism: sequences in pieces, keys and values gathered, the same losses and parameters as one device."""
 
+import dataclasses
 from functools import cache, partial
 
 import jax
@@ -182,6 +183,14 @@ def test_cudnn_is_left_alone_where_sequences_are_in_pieces(backend, sizes, want,
     """Its kernel refuses them: attention is jaxpar's own there."""
     asked, _ = lowered(monkeypatch, LLAMA, backend, **sizes)
     assert asked == want
+
+
+@pytest.mark.parametrize(("dim", "want"), [(24, None), (32, "cudnn"), (528, None)])
+def test_heads_that_cudnn_does_not_have_run_as_matmuls_and_it_is_said(dim, want, monkeypatch):
+    settings = dataclasses.replace(LLAMA, dim=dim, heads=2, kv_heads=2)
+    asked, step = lowered(monkeypatch, settings, "gpu", data=8)
+    assert asked == {want}
+    assert any(f"no heads of {dim // 2}" in form for form in step.forms) == (want is None)
 
 
 def test_all_products_of_long_sequences_run_in_16_bits(monkeypatch):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import refuse
 from jaxpar.models.blocks.attention import blockwise
-from jaxpar.models.blocks.chosen import LONG, fits_cudnn, in_blocks
+from jaxpar.models.blocks.chosen import LONG, fits_cudnn, head_fits, in_blocks, wants_cudnn
 from jaxpar.models.blocks.masks import check_masks
 from jaxpar.models.blocks.pairs import BLOCK
 from jaxpar.models.blocks.rule import Rule
@@ -96,7 +96,9 @@ def whole(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bo
     low = q_bshk.dtype in (jnp.bfloat16, jnp.float16)
     if low and (kernel := _kernel.get()) is not None:
         return kernel(q_bshk, k_btgk, v_btgk, causal=causal)
-    fused = "cudnn" if low and jax.default_backend() == "gpu" else None
+    if wants_cudnn(q_bshk) and not head_fits(q_bshk.shape[-1]):
+        note(f"attention runs as XLA's matmuls: cuDNN's kernel has no heads of {q_bshk.shape[-1]}")
+    fused = "cudnn" if fits_cudnn(q_bshk, causal=causal) else None
     return jax.nn.dot_product_attention(q_bshk, k_btgk, v_btgk, is_causal=causal, implementation=fused)
 
 

@@ -5,22 +5,20 @@ what is minimized. Means of means would depend on masks, accumulation and layout
 a count do not.
 """
 
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 
 from jaxpar.errors import refuse
-from jaxpar.models.named import axes_of, spec_of
 from jaxpar.models.returned import as_computed
 from jaxpar.models.settings.logits import LARGEST, Logits, note
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.cut import Cut, cut_of
 from jaxpar.step.head.offered import Head, offered, offers, vocab_of
+from jaxpar.step.head.parts import at, of_parts, parts
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -150,7 +148,7 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
         # the exponentials of the forward pass, to the bit, but in another form: of the same form XLA computes them
         # once, and keeps them in float32 beside the logits
         powers = jnp.exp(-(highest - logits.astype(jnp.float32)))
-        at_label = jnp.sum(jnp.where(_at(labels, logits), slopes, 0.0), axis=-1)
+        at_label = jnp.sum(jnp.where(at(labels, logits), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
     return losses, jnp.where(_known(labels, logits), along(logits, highest, total, slopes), 0.0)
@@ -163,41 +161,15 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
     each other two numbers for each row, once, where a highest logit would have to be known before there are sums.
     """
     wide = logits.astype(jnp.float32)
-    if (ways := _parts(logits.shape[-1])) > 1:
-        total, at_label = _of_parts(wide, labels, ways)
+    if (ways := parts(logits.shape[-1])) > 1:
+        total, at_label = of_parts(wide, labels, ways)
         losses = jnp.where(_known(labels, logits), total - at_label, jnp.nan)
         return losses, total[..., None], jnp.ones_like(total)
     highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(wide - highest), axis=-1)
-    at_label = jnp.sum(jnp.where(_at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
+    at_label = jnp.sum(jnp.where(at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.log(total) - jnp.squeeze(at_label - highest, axis=-1)
     return jnp.where(_known(labels, logits), losses, jnp.nan), highest, total
-
-
-def _parts(vocab: int) -> int:
-    """Returns in how many parts the step that is traced cuts a vocabulary; 1 where they are not equal, or not XLA's."""
-    (entry,) = spec_of(("vocab",)) or (None,)
-    axes = axes_of(entry)
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if any(kinds[axis] != AxisType.Auto for axis in axes):
-        return 1
-    ways = math.prod(mesh.shape[axis] for axis in axes)
-    return 1 if vocab % ways else ways
-
-
-def _of_parts(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the logarithm of the sum of exponentials, and the label's logit, of rows that are cut in equal parts."""
-    shape = (*wide.shape[:-1], ways, wide.shape[-1] // ways)
-    here = _at(labels, wide).reshape(shape)
-    own = jax.nn.logsumexp(wide.reshape(shape), axis=-1), jnp.sum(jnp.where(here, wide.reshape(shape), 0.0), axis=-1)
-    free = (PartitionSpec.UNCONSTRAINED,) * (wide.ndim - 1)
-    said = jax.lax.with_sharding_constraint(jnp.stack(own, axis=-1), PartitionSpec(*free, None, None))
-    return jax.nn.logsumexp(said[..., 0], axis=-1), jnp.sum(said[..., 1], axis=-1)
-
-
-def _at(labels: jax.Array, logits: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
 def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:

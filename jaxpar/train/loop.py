@@ -26,9 +26,8 @@ from jaxpar.leaving import wishes_to_stop
 from jaxpar.step.measures.functions import derived, evaluated, is_evaluated
 from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
-from jaxpar.train.feed import Feed
+from jaxpar.train.feed import Feed, Reader
 from jaxpar.train.noise import SMALL
-from jaxpar.train.reading.ahead import Reader
 from jaxpar.train.roll_back import roll_back
 from jaxpar.train.run import Outcome, Run
 

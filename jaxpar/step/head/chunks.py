@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxpar.models.named import constrain
 from jaxpar.step.head.cut import Cut
+from jaxpar.step.head.parts import at, of_parts, parts
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _forward(how: Chunks, hidden: jax.Array, head: jax.Array, labels: jax.Array,
         logits = _logits(how, x, head)
         losses, powers, total = _losses(logits, labels)
         counts = (weights != 0) & _known(labels, logits)
-        slope = jnp.where(_at(labels, logits), powers / total - 1, powers / total)
+        slope = jnp.where(at(labels, logits), powers / total - 1, powers / total)
         slope = jnp.where(counts[..., None], slope * weights[..., None], 0.0).astype(x.dtype)
         # computed once, over the logits: else XLA computes it for each of the two matmuls that read it
         slope = cut.over_vocab(jax.lax.optimization_barrier(slope))
@@ -123,20 +124,20 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
     cut over the vocabulary stay cut.
     """
     wide = logits.astype(jnp.float32)
+    if (ways := parts(logits.shape[-1])) > 1:
+        total, at_label = of_parts(wide, labels, ways)
+        losses = jnp.where(_known(labels, logits), total - at_label, jnp.nan)
+        return losses, jnp.exp(wide - total[..., None]), jnp.ones_like(total)[..., None]
     highest = jnp.max(wide, axis=-1, keepdims=True)
     powers = jnp.exp(wide - highest)
     total = jnp.sum(powers, axis=-1, keepdims=True)
-    at_label = jnp.sum(jnp.where(_at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
+    at_label = jnp.sum(jnp.where(at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.squeeze(jnp.log(total) - (at_label - highest), axis=-1)
     return jnp.where(_known(labels, logits), losses, jnp.nan), powers, total
 
 
 def _summed(losses: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights == 0, 0.0, losses * weights))
-
-
-def _at(labels: jax.Array, logits: jax.Array) -> jax.Array:
-    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
 def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:

@@ -1,0 +1,36 @@
+"""Rows of logits whose vocabulary is cut in equal parts: what devices send each other of them, for a loss."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxpar.models.named import axes_of, spec_of
+
+
+def parts(vocab: int) -> int:
+    """Returns in how many parts the step that is traced cuts a vocabulary; 1 where they are not equal, or not XLA's."""
+    (entry,) = spec_of(("vocab",)) or (None,)
+    axes = axes_of(entry)
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if any(kinds[axis] != AxisType.Auto for axis in axes):
+        return 1
+    ways = math.prod(mesh.shape[axis] for axis in axes)
+    return 1 if vocab % ways else ways
+
+
+def of_parts(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the logarithm of the sum of exponentials, and the label's logit, of rows that are cut in equal parts."""
+    shape = (*wide.shape[:-1], ways, wide.shape[-1] // ways)
+    here = at(labels, wide).reshape(shape)
+    own = jax.nn.logsumexp(wide.reshape(shape), axis=-1), jnp.sum(jnp.where(here, wide.reshape(shape), 0.0), axis=-1)
+    free = (PartitionSpec.UNCONSTRAINED,) * (wide.ndim - 1)
+    said = jax.lax.with_sharding_constraint(jnp.stack(own, axis=-1), PartitionSpec(*free, None, None))
+    return jax.nn.logsumexp(said[..., 0], axis=-1), jnp.sum(said[..., 1], axis=-1)
+
+
+def at(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    """Returns which entry of each row of logits is the label."""
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
