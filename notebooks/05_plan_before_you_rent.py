@@ -221,7 +221,7 @@ print(f"of that waiting for other stages: {seconds(pipe.time.bubble)}")
 
 # %%
 long = ("data.seq=32768", "train.global_batch=4")
-found = jp.plan(LLAMA_8B, *long, devices=64, chip="h100", attention="unfused", top=200)
+found = jp.plan(LLAMA_8B, *long, devices=64, chip="h100", attention="unfused", top=5000)
 whole = next(each for each in found.best if each.candidate.context == 1)
 for name, each in (("first", found.best[0]), ("best without context", whole)):
     print(f"{name:<21} {each}, {seconds(each.time.total)}, {gib(each.memory.total)}")

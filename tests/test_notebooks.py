@@ -89,11 +89,14 @@ def test_stored_outputs_are_whole_and_clean(path):
         assert place not in text, f"{path.stem} shows a path of the machine that ran it: {place}"
 
 
+LONG = ("00_by_hand", "08_long_sequences", "09_fine_tune")
+
+
 @pytest.mark.parametrize(
     "path",
     [
-        # what the last one does is in `test_fine_tune.py` too
-        pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem == "09_fine_tune" else pytest.mark.slow)
+        # what these do is in tests of their own, too: `test_step.py`, `test_context_compiled.py`, `test_fine_tune.py`
+        pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem in LONG else pytest.mark.slow)
         for path in SOURCES
     ],
 )

@@ -112,7 +112,7 @@ def test_outside_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what
 @pytest.mark.slow
 @pytest.mark.parametrize(("given", "wanted"), [
     ({"rows": 128}, False),
-    ({"devices": 2048}, True),
+    pytest.param({"devices": 2048}, True, marks=pytest.mark.full),
     ({"hardware": replace(H100, between=replace(H100.between, bandwidth=1e8))}, True),
 ])  # fmt: skip
 def test_outside_a_first_choice_is_called_hopeless_by_mfu_and_bubble_alone(given, wanted):

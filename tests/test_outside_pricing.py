@@ -127,7 +127,7 @@ def test_a_gather_of_fsdp_pays_its_hops_once_for_each_layer_and_pass():
     layout = Candidate(fsdp=16384, zero=3)
     hops = 2048 * 7 * H100.inside.latency + 2047 * H100.between.latency
     each, once = gradients(0.0, layout, H100, JAXPAR, layers=32)
-    assert (float(each), float(once)) == (pytest.approx(3 * 33 * (H100.launch + hops)), 0.0)
+    assert (float(each), float(once)) == (pytest.approx((2 * 33 + 34) * (H100.launch + hops)), 0.0)
     assert float(each) > 1.97
     together, _ = gradients(0.0, layout, H100, replace(MEGATRON_2022, layerwise=False), layers=32)
     assert float(together) == pytest.approx(3 * (H100.launch + hops))
@@ -157,7 +157,7 @@ def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat
             found[kind] += prod(visit.loop) * (groups.shape[1] == sizes["fsdp"])
     passes = 1 if "pipe" in sizes else 2
     priced = int(pieces(layers // sizes.get("pipe", 1), Candidate(**sizes), JAXPAR))
-    assert found["reduce-scatter"] == priced
+    assert found["reduce-scatter"] == priced + (priced > 1)  # the head's by itself
     assert passes * priced - 1 <= found["all-gather"] <= passes * priced  # the head's comes once, for both passes
 
 

@@ -262,22 +262,19 @@ def on_record(seed):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "count", "rank", "seconds", "bytes_"),
-    [((5,), 31, 0.95, 0.1, 0.05), ((6,), 31, 0.95, 0.09, 0.05), ((5, 6), 62, 0.95, 0.095, 0.045)],
+    ("seeds", "count", "rank", "seconds"),
+    [((5,), 31, 0.95, 0.1), ((6,), 31, 0.95, 0.09), ((5, 6), 62, 0.95, 0.095)],
 )
-def test_predictions_still_agree_with_the_compiled_programs_on_record(seeds, count, rank, seconds, bytes_):
+def test_predictions_still_agree_with_the_compiled_programs_on_record(seeds, count, rank, seconds):
     """In sight of seed 5 two terms were mended, then seed 6 was drawn.
 
     ZeRO-1 and 2 (18 layouts of each) became other programs twice, were compiled again, and showed five terms more.
-    Stages of pipelines keep less since: those without remat are left out, and bytes are of layouts without a pipeline;
-    `jaxpar bench memory` has theirs.
+    Programs keep less since, stages first and then all of them: pipelines without remat are left out, and the bytes on
+    record are of programs that are gone. `jaxpar bench memory` compiles those of today, and has their bounds.
     """
     every = [each for seed in seeds for each in on_record(seed)]
     every = [each for each in every if each.ranked.candidate.pipe == 1 or each.ranked.candidate.remat != "none"]
-    found = agreement(every) | {
-        "mean_error_bytes": agreement([each for each in every if each.ranked.candidate.pipe == 1])["mean_error_bytes"]
-    }
+    found = agreement(every)
     assert found["layouts"] == count
     assert found["rank_correlation"] >= rank
     assert found["mean_error_seconds"] <= seconds
-    assert found["mean_error_bytes"] <= bytes_

@@ -131,9 +131,9 @@ def test_bars_of_a_terminal_are_as_long_as_the_steps_and_coloured_only_if_asked(
 def test_every_cause_has_a_letter_and_a_colour_of_its_own():
     first = plan().best[0]
     found = looks()
-    assert {*found} == {*first.time, "exchange"}  # which only jobs have whose replicas agree by one
-    assert len({look.letter for look in found.values()}) == len({look.shade for look in found.values()}) == 12
-    assert len({look.light for look in found.values()}) == len({look.dark for look in found.values()}) == 12
+    assert {*found} == {*first.time, "exchange", "host"}  # of jobs whose replicas agree by one, or that offload
+    assert len({look.letter for look in found.values()}) == len({look.shade for look in found.values()}) == len(found)
+    assert len({look.light for look in found.values()}) == len({look.dark for look in found.values()}) == len(found)
     assert {*BYTES} == {*first.memory, "state"}  # which only models have that keep arrays beside parameters
 
 

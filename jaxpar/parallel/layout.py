@@ -224,7 +224,9 @@ class Layout:
             looked_up = place.names[:1] == ("vocab",) or (
                 place.names[:1] == ("vocab_table",) and self.sizes["pipe"] > 1
             )
-            straight = looked_up or any(padding(value.shape, used))
+            # an axis of one's own that shards parameters, too, exchanges them by itself
+            own = bool(self.parallel.axes) and self.sizes["data"] * self.sizes["context"] == 1
+            straight = looked_up or own or any(padding(value.shape, used))
             return cut(value, used, whole) if straight else gather(value, used, stored)
 
     def small_stacks(self, params: Tree, dtype=None) -> Tree:

@@ -23,10 +23,11 @@ from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.due import Due
 from jaxpar.errors import JaxparError
 from jaxpar.leaving import wishes_to_stop
-from jaxpar.step.measures.functions import derived, evaluated, is_evaluated
+from jaxpar.step.measures.functions import derived, evaluated
 from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
 from jaxpar.train.feed import Feed, Reader
+from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
 from jaxpar.train.roll_back import roll_back
 from jaxpar.train.run import Outcome, Run

@@ -11,7 +11,6 @@ from typing import Any
 
 from jaxpar.errors import check_ranges, reading, refuse, users_code
 from jaxpar.files import FULL, write_text
-from jaxpar.step.measures.functions import is_evaluated
 
 RECENT = 1024  # rows of an earlier run that are remembered
 
@@ -187,3 +186,8 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _line(row: Mapping[str, Any]) -> str:
     return json.dumps(row) + "\n"
+
+
+def is_evaluated(row: Mapping[str, Any]) -> bool:
+    """Returns whether the row of a step has an evaluation."""
+    return any(name.startswith("eval_") for name in row)

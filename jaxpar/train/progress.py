@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from jaxpar.step.measures.functions import is_evaluated
 from jaxpar.train.live.waiting import Waiting
+from jaxpar.train.metrics import is_evaluated
 from jaxpar.units import show_count, show_seconds
 
 

@@ -32,6 +32,8 @@ def names_of(parallel: Parallel) -> dict[str, Axes]:
     for each in TECHNIQUES.values():
         names |= each.names(parallel)
     user = dict(parallel.rules)
+    if "vocab" in user:  # of a table that is looked up too: only by themselves are its rows another matter
+        user.setdefault("vocab_table", user["vocab"])
     return with_vocabularies({**user, **{name: axes for name, axes in names.items() if name not in user}})
 
 

@@ -53,7 +53,11 @@ def gradients(
     over, count = _over(candidate, software), pieces(layers, candidate, software)
     around = software.everywhere & np.greater(candidate.pipe, 1)
     wires = software.wire[0], np.where(around, SUMMED, software.wire[1])
-    gather, scatter = (hardware.gather(size * parameters, *over, pieces=count) for size in wires)
+    # gradients of the head are scattered when they are made, by themselves
+    counts = count, count + np.greater(count, 1)
+    gather, scatter = (
+        hardware.gather(size * parameters, *over, pieces=pieces) for size, pieces in zip(wires, counts, strict=True)
+    )
     whole = hardware.gather(software.wire[0] * parameters, *over)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
     eager = _eager(candidate, software)

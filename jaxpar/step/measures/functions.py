@@ -51,11 +51,6 @@ def evaluated(names: Iterable[str], of: str = "") -> list[str]:
     return [f"eval_{of}_{name}" if of else f"eval_{name}" for name in names]
 
 
-def is_evaluated(row: Mapping[str, Any]) -> bool:
-    """Returns whether the row of a step has an evaluation."""
-    return any(name.startswith("eval_") for name in row)
-
-
 def derived(names: Iterable[str], means: Mapping[str, float]) -> dict[str, float]:
     """Returns what follows from mean losses, by name: of `loss`, and of each `loss/0` of a population's members."""
     losses = {name.removeprefix("loss"): mean for name, mean in means.items() if name.split("/")[0] == "loss"}
