@@ -18,7 +18,7 @@ from jaxpar.models.settings.logits import LARGEST, Logits, note
 from jaxpar.step.head.chunks import Chunks, sum_of_losses
 from jaxpar.step.head.cut import Cut, cut_of
 from jaxpar.step.head.offered import Head, offered, offers, vocab_of
-from jaxpar.step.head.parts import at, of_parts, parts
+from jaxpar.step.head.parts import of_parts, parts
 
 Sums = dict[str, tuple[jax.Array, jax.Array]]
 
@@ -148,7 +148,7 @@ def _cross_entropy_slope(primals: tuple, tangents: tuple) -> tuple[jax.Array, ja
         # the exponentials of the forward pass, to the bit, but in another form: of the same form XLA computes them
         # once, and keeps them in float32 beside the logits
         powers = jnp.exp(-(highest - logits.astype(jnp.float32)))
-        at_label = jnp.sum(jnp.where(at(labels, logits), slopes, 0.0), axis=-1)
+        at_label = jnp.sum(jnp.where(_at(labels, logits), slopes, 0.0), axis=-1)
         return jnp.sum(powers * slopes, axis=-1) / total - at_label
 
     return losses, jnp.where(_known(labels, logits), along(logits, highest, total, slopes), 0.0)
@@ -167,9 +167,13 @@ def _losses(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array,
         return losses, total[..., None], jnp.ones_like(total)
     highest = jax.lax.stop_gradient(jnp.max(wide, axis=-1, keepdims=True))
     total = jnp.sum(jnp.exp(wide - highest), axis=-1)
-    at_label = jnp.sum(jnp.where(at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
+    at_label = jnp.sum(jnp.where(_at(labels, logits), wide, 0.0), axis=-1, keepdims=True)
     losses = jnp.log(total) - jnp.squeeze(at_label - highest, axis=-1)
     return jnp.where(_known(labels, logits), losses, jnp.nan), highest, total
+
+
+def _at(labels: jax.Array, logits: jax.Array) -> jax.Array:
+    return jax.lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1) == labels[..., None]
 
 
 def _known(labels: jax.Array, logits: jax.Array) -> jax.Array:
