@@ -2,14 +2,13 @@
 
 import json
 import os
-import pty
 import runpy
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from terminal import said
 
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError, users_code
@@ -73,19 +72,10 @@ def test_train_without_a_job_says_where_one_would_be(tmp_path, monkeypatch, caps
 def test_a_terminal_says_from_the_start_what_is_waited_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["new", "mine"]) == 0
-    ours, theirs = pty.openpty()
     own = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"}
-    words = [sys.executable, "-m", "jaxpar", "train", "train.steps=3"]
-    with subprocess.Popen(words, cwd="mine", env=own, stdin=theirs, stdout=theirs, stderr=theirs) as child:
-        os.close(theirs)
-        said = b""
-        with suppress(OSError):  # how a terminal ends whose other side is gone
-            while part := os.read(ours, 65536):
-                said += part
-        assert child.wait(60) == 0
-    os.close(ours)
+    heard = said(["train", "train.steps=3"], cwd="mine", env=own)
     waits = (b"starting", b"reading the data", b"compiling the step, ", b"step 3/3")
-    at = [said.find(each) for each in waits]
+    at = [heard.find(each) for each in waits]
     assert -1 not in at
     assert at == sorted(at)
 

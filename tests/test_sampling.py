@@ -2,11 +2,6 @@
 
 import io
 import json
-import os
-import pty
-import subprocess
-import sys
-from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,6 +12,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from terminal import said
 from tiny import Staged
 from tokenizing import llama3
 
@@ -249,22 +245,11 @@ class Doubled(Decoder):
 
 @pytest.mark.slow
 def test_a_chat_in_a_terminal_answers_each_line_until_the_lines_end(trained):
-    ours, theirs = pty.openpty()
-    words = f"-m jaxpar sample {trained / 'run'} --chat --tokens 6 --temperature 0".split()
-    with subprocess.Popen(
-        [sys.executable, *words], stdin=theirs, stdout=theirs, stderr=subprocess.STDOUT, close_fds=True
-    ) as child:
-        os.close(theirs)
-        os.write(ours, b"the quick\nthe fox\n\x04")  # typed ahead; then the end
-        said = b""
-        with suppress(OSError):  # how a terminal ends whose other side is gone
-            while part := os.read(ours, 4096):
-                said += part
-        assert child.wait(60) == 0
-    os.close(ours)
-    assert said.count(b"> ") == 3
+    words = f"sample {trained / 'run'} --chat --tokens 6 --temperature 0".split()
+    heard = said(words, typed=b"the quick\nthe fox\n\x04")  # then the end
+    assert heard.count(b"> ") == 3
     first = sample(trained / "run", ["the quick\n"], Asked(tokens=6, sampling=Sampling(temperature=0.0))).answers[0]
-    assert first.text.strip() in said.decode(errors="replace").replace("\r\n", "\n")
+    assert first.text.strip() in heard.decode(errors="replace").replace("\r\n", "\n")
 
 
 def test_a_chat_is_rendered_by_the_template_and_each_turn_sees_those_before(tmp_path, monkeypatch):
