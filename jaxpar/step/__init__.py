@@ -11,6 +11,7 @@
     head/        the loss of the next token without all logits at once
     checks/      what a step looks at before it runs
     keyed/       gradients of a loss that wants a random key
+    norm/        the norm of all gradients, by one sum over devices
     measures/    what evaluations say beside the loss
     guard        a step that changes nothing where its numbers are not finite
     state        parameters, optimizer and model state, and that of the exchange, born sharded

@@ -18,6 +18,8 @@ from jaxpar.optim.extra import given
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.step.losses import Sums
+from jaxpar.step.norm.known import with_norm
+from jaxpar.step.norm.of_shards import norm as norm_of
 from jaxpar.step.state import State
 
 Batch = Mapping[str, jax.Array]
@@ -93,8 +95,8 @@ def one_update(
     """Returns a state after one update by what `Gradients.gradients` made of it, and the metrics of that."""
     gradients, sums, model_state = made
     held, (total, count) = (lambda: on_device(state.optimizer)), sums["loss"]
-    params, kept, gradients = updated(layout, optimizer, gradients, held, state.params, loss=total / count)
-    return State(state.step + 1, params, kept, model_state), metrics(sums, optax.tree.norm(gradients))
+    params, kept, norm = updated(layout, optimizer, gradients, held, state.params, loss=total / count)
+    return State(state.step + 1, params, kept, model_state), metrics(sums, norm)
 
 
 def updated(
@@ -105,8 +107,8 @@ def updated(
     params: Tree,
     *,
     loss: jax.Array,
-) -> tuple[Tree, Any, Tree]:
-    """Returns parameters and optimizer state after an update, and the gradients as it took them.
+) -> tuple[Tree, Any, jax.Array]:
+    """Returns parameters and optimizer state after an update, and the norm of the gradients.
 
     Args:
       layout: Where arrays live.
@@ -122,8 +124,13 @@ def updated(
         # sums of squares for a norm wait for the last gradient: else XLA sends the head's together with the gradient of
         # the stream, which all layers' backward pass then waits for, and which waits for the head's sum over `data`
         gradients = jax.lax.optimization_barrier(gradients)
-    updates, kept = optimizer.update(gradients, held(), params, **given(optimizer, loss))
-    return optax.apply_updates(params, updates), kept, gradients
+    norm, kept = norm_of(layout, gradients), held()
+
+    def update(gradients: Tree) -> tuple[Tree, Any]:
+        return optimizer.update(gradients, kept, params, **given(optimizer, loss))
+
+    updates, kept = with_norm(update, gradients, norm)
+    return optax.apply_updates(params, updates), kept, norm
 
 
 def metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:

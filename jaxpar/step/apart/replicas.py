@@ -78,8 +78,7 @@ class Apart(Gradients):
 
         def one(gradients: Tree, held: Any, params: Tree, loss: jax.Array):
             gradients = zeroed(self.one.frozen, self.one.layout, gradients)
-            params, kept, gradients = updated(self.one.layout, optimizer, gradients, lambda: held, params, loss=loss)
-            return params, kept, optax.tree.norm(gradients)
+            return updated(self.one.layout, optimizer, gradients, lambda: held, params, loss=loss)
 
         update = jax.vmap(one, spmd_axis_name=AXIS) if self.exchange.differ else one
         params, kept, norm = update(gradients, on_device(state.optimizer), state.params, total / count)
