@@ -16,7 +16,7 @@ from jaxpar.models.islands import whole
 from jaxpar.models.own_backward import attended, logits, normalized, swiglu
 from jaxpar.step.losses import cross_entropy
 
-ROWS, DIM, VOCAB = 256, 32, 4096
+ROWS, DIM, VOCAB = 256, 32, 2**17
 of_jax = jax.nn.dot_product_attention
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 

@@ -18,6 +18,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxpar.models.named import axes_of, spec_of
+
+AT_ONCE = 2**26  # bytes of a device's logits, above which their gradient is gone before the layers' backward pass
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def normalized(x: jax.Array, scale: jax.Array, eps: float, centered: bool) -> jax.Array:
@@ -90,9 +94,17 @@ def logits(x_bsd: jax.Array, head_dv: jax.Array) -> jax.Array:
 
 def _logits_backward(kept: tuple[jax.Array, jax.Array], grad_bsv: jax.Array) -> tuple[jax.Array, jax.Array]:
     x_bsd, head_dv = kept
-    to_x, to_head = jnp.einsum("bsv,dv->bsd", grad_bsv, head_dv), jnp.einsum("bsd,bsv->dv", x_bsd, grad_bsv)
-    # both at once: XLA for GPUs would make the head's last of all, and keep the gradient of the logits until then
-    return jax.lax.optimization_barrier((to_x, to_head))
+    made = jnp.einsum("bsv,dv->bsd", grad_bsv, head_dv), jnp.einsum("bsd,bsv->dv", x_bsd, grad_bsv)
+    # both at once: XLA for GPUs would make the head's last of all, and keep the gradient of the logits until then. The
+    # head's is then sent by itself, which small logits are not worth
+    return jax.lax.optimization_barrier(made) if _own_bytes(grad_bsv) > AT_ONCE else made
+
+
+def _own_bytes(logits_bsv: jax.Array) -> int:
+    """Returns how many bytes of logits a device has, as the step that is traced cuts them; of all outside of one."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = [axis for entry in spec_of(("batch", "seq", "vocab")) or () for axis in axes_of(entry)]
+    return logits_bsv.nbytes // math.prod(sizes[axis] for axis in axes)
 
 
 logits.defvjp(lambda x_bsd, head_dv: (logits(x_bsd, head_dv), (x_bsd, head_dv)), _logits_backward)
