@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.sharding.shard_bytes import pieces
 
@@ -57,3 +57,36 @@ def _gather_backward(used, stored, _, gradient):
 
 
 gather.defvjp(_gather_forward, _gather_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather_beside(value: jax.Array, used: NamedSharding, stored: NamedSharding, axis: str) -> jax.Array:
+    """Returns what `gather` does, of an array that an axis does not cut, in one collective with arrays that it cuts.
+
+    XLA writes the groups of devices of a gather in the order of what cuts the array: those of a matrix over `fsdp` and
+    `tensor` in another one than those of a vector over `fsdp`, and it combines what is written alike. So here each
+    device along the axis has a copy of its own, as a piece of a dim that the axis cuts.
+    """
+    copies = jnp.broadcast_to(value[..., None], (*value.shape, used.mesh.shape[axis]))
+    for on in (stored, used):
+        dims = (*on.spec, *(None,) * (value.ndim - len(on.spec)))
+        copies = constrained(copies, NamedSharding(on.mesh, PartitionSpec(*dims, axis)))
+    own = jax.shard_map(
+        lambda copy: copy[..., 0],
+        in_specs=PartitionSpec(*(None,) * value.ndim, axis),
+        out_specs=PartitionSpec(),
+        axis_names={axis},
+        check_vma=False,
+    )(copies)
+    return constrained(own, used)
+
+
+def _gather_beside_forward(value, used, stored, axis):
+    return gather_beside(value, used, stored, axis), None
+
+
+def _gather_beside_backward(used, stored, axis, _, gradient):
+    return (constrained(gradient, stored),)
+
+
+gather_beside.defvjp(_gather_beside_forward, _gather_beside_backward)

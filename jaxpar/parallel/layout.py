@@ -13,8 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.exchange.part import Part
 from jaxpar.exchange.sent import Sent
+from jaxpar.models.named import axes_of
 from jaxpar.parallel.declare import Parallel
-from jaxpar.parallel.gather import constrained, cut, gather, padding
+from jaxpar.parallel.gather import constrained, cut, gather, gather_beside, padding
 from jaxpar.parallel.pages.fragment import Shown, fragment, to_dict
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.unsplit import told
@@ -230,22 +231,26 @@ class Layout:
             return cut(value, used, whole) if straight else gather(value, used, stored)
 
     def small_stacks(self, params: Tree, dtype=None) -> Tree:
-        """Returns the parameters, small vectors of stacked layers gathered over `fsdp` for all layers at once.
+        """Returns the parameters, small vectors gathered over `fsdp`, those of stacked layers for all layers at once.
 
         In a loop each turn would gather its own, with `data` or `tensor` apart from the matrices, whose groups of
-        devices XLA writes in another form and so does not compare as equal. Their gradients travel as ever.
+        devices XLA writes in another form and so does not compare as equal. Beside `tensor` they are written as those
+        of matrices are. Their gradients travel as ever.
         """
         if self.parallel.stage != 3 or self.sizes["pipe"] > 1 or self.mesh is None:
             return params
 
         def one(keys, value: jax.Array) -> jax.Array:
             place = self.placements[path := path_of(keys)]
-            vectors = place.names[:1] == ("layers",) and value.ndim == 2 and place.leaf.bytes < SMALL
-            if not vectors or place.stored == place.used:
+            vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1) and place.leaf.bytes < SMALL
+            if not vector or place.stored == place.used:
                 return value
             with jax.named_scope(SCOPE + path.replace("/", ".")):
                 light = value if dtype is None else value.astype(dtype)
-                return gather(light, self.sharding(place.used), self.sharding(place.stored))
+                used, stored = self.sharding(place.used), self.sharding(place.stored)
+                if self.sizes["tensor"] > 1 and not any("tensor" in axes_of(entry) for entry in place.stored):
+                    return gather_beside(light, used, stored, "tensor")
+                return gather(light, used, stored)
 
         return jax.tree_util.tree_map_with_path(one, params)
 
