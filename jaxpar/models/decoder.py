@@ -123,6 +123,10 @@ class Decoder(nnx.Module):
 
     def _read_out(self, x: jax.Array, table: jax.Array) -> jax.Array:
         """Returns the logits of the hidden state."""
-        made = jnp.einsum("bsd,dv->bsv", x, table.T) if self.head is None else logits(x, self.head[...])
+        made = (
+            jnp.einsum("bsd,dv->bsv", x, table.T)
+            if self.head is None
+            else logits(x, self.head[...], looped=self.settings.scan)
+        )
         # logits stay split over the vocabulary: the loss sums over it, and never needs all of a token's
         return constrain(made, "batch", "seq", "vocab")

@@ -13,6 +13,7 @@ Forward they are what they say, all but the last to the bit. These have a custom
 """
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jaxpar.models.named import axes_of, spec_of
 
 AT_ONCE = 2**26  # bytes of a device's logits, above which their gradient is gone before the layers' backward pass
+ALONE = 2**23  # bytes that it sends for the head's gradient: over NVLink some 30 us, several times what a launch costs
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -86,28 +88,51 @@ def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tupl
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
-@jax.custom_vjp
-def logits(x_bsd: jax.Array, head_dv: jax.Array) -> jax.Array:
-    """Returns x @ head. Shape [batch, seq, vocab]."""
+def logits(x_bsd: jax.Array, head_dv: jax.Array, *, looped: bool = False) -> jax.Array:
+    """Returns x @ head. Shape [batch, seq, vocab].
+
+    Args:
+      x_bsd: Shape [batch, seq, dim].
+      head_dv: Shape [dim, vocab].
+      looped: Whether what made `x` is a loop: XLA comes to the head's gradient before that or after, not in between.
+    """
+    device = _OfDevice.of((*x_bsd.shape[:2], head_dv.shape[1]), head_dv)
+    return _logits(x_bsd, head_dv, device.logits > AT_ONCE or (looped and device.sent > ALONE))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _logits(x_bsd: jax.Array, head_dv: jax.Array, at_once: bool) -> jax.Array:
     return jnp.einsum("bsd,dv->bsv", x_bsd, head_dv)
 
 
-def _logits_backward(kept: tuple[jax.Array, jax.Array], grad_bsv: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _logits_backward(at_once: bool, kept: tuple[jax.Array, jax.Array], grad_bsv: jax.Array):
     x_bsd, head_dv = kept
     made = jnp.einsum("bsv,dv->bsd", grad_bsv, head_dv), jnp.einsum("bsd,bsv->dv", x_bsd, grad_bsv)
     # both at once: XLA for GPUs would make the head's last of all, and keep the gradient of the logits until then. The
-    # head's is then sent by itself, which small logits are not worth
-    return jax.lax.optimization_barrier(made) if _own_bytes(grad_bsv) > AT_ONCE else made
+    # head's is then sent by itself, which small logits are not worth, or it is large enough for that
+    return jax.lax.optimization_barrier(made) if at_once else made
 
 
-def _own_bytes(logits_bsv: jax.Array) -> int:
-    """Returns how many bytes of logits a device has, as the step that is traced cuts them; of all outside of one."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    axes = [axis for entry in spec_of(("batch", "seq", "vocab")) or () for axis in axes_of(entry)]
-    return logits_bsv.nbytes // math.prod(sizes[axis] for axis in axes)
+_logits.defvjp(lambda x_bsd, head_dv, at_once: (_logits(x_bsd, head_dv, at_once), (x_bsd, head_dv)), _logits_backward)
 
 
-logits.defvjp(lambda x_bsd, head_dv: (logits(x_bsd, head_dv), (x_bsd, head_dv)), _logits_backward)
+@dataclass(frozen=True)
+class _OfDevice:
+    """Bytes of a device's logits, and those that it sends for the gradient of the head, by ring algorithms."""
+
+    logits: float
+    sent: float
+
+    @staticmethod
+    def of(shape: tuple[int, int, int], head_dv: jax.Array) -> "_OfDevice":
+        """Returns them as the step that is traced cuts logits of this shape; outside of one nothing is cut."""
+        sizes, width = jax.sharding.get_abstract_mesh().shape, head_dv.dtype.itemsize
+        batch, seq, vocab = map(axes_of, spec_of(("batch", "seq", "vocab")) or (None,) * 3)
+        ways = lambda axes: math.prod(sizes[axis] for axis in axes)  # noqa: E731
+        shards, gradient = ways([axis for axis in batch if axis == "fsdp"]), width * head_dv.size / ways(vocab)
+        replicas = ways((*batch, *seq)) // shards
+        sent = (1 - 1 / shards) * gradient + 2 * (1 - 1 / replicas) * gradient / shards
+        return _OfDevice(width * math.prod(shape) / ways((*batch, *seq, *vocab)), sent)
 
 
 def attended(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:

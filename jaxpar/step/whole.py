@@ -22,6 +22,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.beside import beside
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
+from jaxpar.pipeline.jaxprs.summed_once import summed_once
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.block_inputs import offloading
 from jaxpar.step.checks.given_state import check_kept
@@ -149,7 +150,10 @@ class Whole(Gradients):
 
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, by_model(self.numerics.remat))
-        gradients, (sums, after) = jax.grad(objective, has_aux=True)(without(self.frozen, params))
+        differentiated = jax.grad(objective, has_aux=True)
+        if (replicas := self.layout.sizes["data"]) > 1:
+            differentiated = summed_once(differentiated, "data", replicas)
+        gradients, (sums, after) = differentiated(without(self.frozen, params))
         stored = without(self.frozen, self.layout.params)
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
         return constrained(self.layout, gradients, specs), sums, after

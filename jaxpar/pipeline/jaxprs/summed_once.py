@@ -1,0 +1,187 @@
+"""Gradients of stacked layers that are summed over an axis of the mesh once, after the scan that makes them.
+
+    as XLA has it   backward scan: gradient of a layer ─► sum over `data` ─► stack            a sum per layer
+    summed once     backward scan: each replica's gradient of a layer ─► stack ─► sum over `data`
+
+The sum over examples that ends a gradient, of a matmul or of an elementwise op, is taken apart: over the examples of
+each replica in the scan, over replicas after it. What a model computes is left as it is, also where its layers look at
+the whole batch.
+
+A sum per layer travels while the next layer is computed, so this is for layers whose sum takes no longer than to start
+it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    jaxpr_as_fun,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, consts_of, jaxpr_of, parts
+
+FREE = PartitionSpec.UNCONSTRAINED
+SMALL = 2**23  # bytes of a layer's gradients: over NVLink some 50 us, little more than a sum costs to start
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A gradient of a layer: a sum over examples, and what is done to it.
+
+    Attributes:
+      eqn: The equation that sums, over dim 0 of what it reads among others.
+      after: Equations of one input that make the gradient of it.
+    """
+
+    eqn: JaxprEqn
+    after: tuple[JaxprEqn, ...]
+
+
+def summed_once(function: Callable, axis: str, ways: int) -> Callable:
+    """Returns a function of pytrees of arrays, whose scans over layers leave sums over an axis for after them.
+
+    Args:
+      function: Makes gradients, by scans that are equations of its own.
+      axis: Of the mesh, the outermost that cuts dim 0 of activations.
+      ways: Its size.
+    """
+
+    def run(*args: Any) -> Any:
+        traced = Traced(function, *args)
+        jaxpr = traced.closed.jaxpr
+        found = {id(eqn): sums for eqn in jaxpr.eqns if (sums := _sums(eqn, ways))}
+        if not found:
+            return traced(*args)
+        env = Env(jaxpr, traced.closed.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+        for eqn in jaxpr.eqns:
+            if id(eqn) in found:
+                with jax.named_scope(
+                    str(eqn.source_info.name_stack) or "summed_once"
+                ):  # says that it is a backward pass
+                    _run(eqn, found[id(eqn)], env, axis, ways)
+            else:
+                env.run(eqn)
+        return jax.tree.unflatten(traced.outputs, [env[var] for var in jaxpr.outvars])
+
+    return run
+
+
+def _body(scan: Scan) -> tuple[Jaxpr, Sequence]:
+    """Returns the body of a scan, of one layer that is computed again also that of the layer."""
+    body, consts = scan.body, scan.body_consts
+    if len(body.eqns) == 1 and body.eqns[0].primitive.name in REMAT and not body.eqns[0].params["prevent_cse"]:
+        (eqn,) = body.eqns
+        inner = jaxpr_of(eqn.params["jaxpr"])
+        outer = dict(zip(eqn.invars, inner.invars, strict=True)), dict(zip(eqn.outvars, inner.outvars, strict=True))
+        plain = len(outer[0]) == len(eqn.invars) and all(var in outer[0] for var in body.invars)
+        if plain and not consts and all(var in outer[1] for var in body.outvars):
+            ins, outs = [outer[0][var] for var in body.invars], [outer[1][var] for var in body.outvars]
+            return inner.replace(invars=ins, outvars=outs), consts_of(eqn.params["jaxpr"])
+    return body, consts
+
+
+def _sums(eqn: JaxprEqn, ways: int) -> dict[int, Sum]:
+    """Returns the sums over examples among the stacks that a scan makes, by their number; none where they are large."""
+    if eqn.primitive.name != "scan":
+        return {}
+    scan = Scan(eqn)
+    body, _ = _body(scan)
+    made = {var: each for each in body.eqns for var in each.outvars}
+    read = [var for each in body.eqns for var in each.invars if not isinstance(var, Literal)]
+    times = {var: read.count(var) for var in {*read}}
+    found = {}
+    for i, var in enumerate(body.outvars[scan.carry :]):
+        if (one := _sum(var, made, times, ways)) and body.outvars.count(var) == 1:
+            found[i] = one
+    size = sum(body.outvars[scan.carry + i].aval.size * body.outvars[scan.carry + i].aval.dtype.itemsize for i in found)
+    return found if size <= SMALL else {}
+
+
+def _sum(var: Any, made: dict[Var, JaxprEqn], times: dict[Var, int], ways: int) -> Sum | None:
+    after: list[JaxprEqn] = []
+    while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times.get(var, 0) == bool(after):
+        name = eqn.primitive.name
+        if name in ("transpose", "sharding_constraint", "convert_element_type"):
+            after.append(eqn)
+            var = eqn.invars[0]
+            continue
+        rows = eqn.invars[0].aval.shape[:1]
+        if name == "dot_general":
+            (left, right), batch = eqn.params["dimension_numbers"]
+            over = any(pair == (0, 0) for pair in zip(left, right, strict=True)) and not any(batch)
+        else:
+            over = name == "reduce_sum" and 0 in eqn.params["axes"]
+        return Sum(eqn, tuple(after[::-1])) if over and rows[0] % ways == 0 else None
+    return None
+
+
+def _run(eqn: JaxprEqn, sums: dict[int, Sum], env: Env, axis: str, ways: int) -> None:
+    scan = Scan(eqn)
+    body, body_consts = _body(scan)
+    consts, first, xs = parts([env[var] for var in eqn.invars], [scan.consts, scan.carry, scan.xs])
+    apart = {id(each) for one in sums.values() for each in (one.eqn, *one.after)}
+
+    def step(carry, xs):
+        inside = Env(body, body_consts, zip(body.invars, [*consts, *carry, *xs], strict=True))
+        for each in body.eqns:
+            if id(each) not in apart:
+                inside.run(each)
+        made = [
+            _of_each(sums[i], inside, axis, ways) if i in sums else inside[var]
+            for i, var in enumerate(body.outvars[scan.carry :])
+        ]
+        return [inside[var] for var in body.outvars[: scan.carry]], made
+
+    last, ys = jax.lax.scan(step, first, xs, length=scan.length, reverse=scan.reverse)
+    ys = [_as(sums[i].eqn, partial(jnp.sum, axis=1), y) if i in sums else y for i, y in enumerate(ys)]
+    env.update(zip(eqn.outvars, [*last, *ys], strict=True))
+
+
+def _of_each(one: Sum, env: Env, axis: str, ways: int) -> jax.Array:
+    """Returns a gradient of each replica's examples. Shape [replica, ...]."""
+    x = _as(one.eqn, partial(_summed, one.eqn, axis, ways), *(env[var] for var in one.eqn.invars))
+    for eqn in one.after:
+        x = _as(eqn, partial(_changed, eqn, axis), x)
+    return _on(x, axis)
+
+
+def _summed(eqn: JaxprEqn, axis: str, ways: int, *args: jax.Array) -> jax.Array:
+    rows = [_on(x.reshape(ways, x.shape[0] // ways, *x.shape[1:]), axis) for x in args]
+    params = eqn.params
+    if eqn.primitive.name == "reduce_sum":
+        return jnp.sum(rows[0], axis=tuple(dim + 1 for dim in params["axes"]))
+    contracted = tuple(tuple(dim + 1 for dim in side) for side in params["dimension_numbers"][0])
+    how = {name: params[name] for name in ("precision", "preferred_element_type")}
+    return jax.lax.dot_general(rows[0], rows[1], (contracted, ((0,), (0,))), **how)
+
+
+def _changed(eqn: JaxprEqn, axis: str, x: jax.Array) -> jax.Array:
+    """Returns what an equation makes of an array, of [replica, ...]."""
+    if eqn.primitive.name == "transpose":
+        return jnp.transpose(x, (0, *(dim + 1 for dim in eqn.params["permutation"])))
+    if eqn.primitive.name == "convert_element_type":
+        return x.astype(eqn.params["new_dtype"])
+    on = eqn.params["sharding"]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(on.mesh, PartitionSpec(axis, *on.spec)))
+
+
+def _as(eqn: JaxprEqn, function: Callable, *args: jax.Array) -> jax.Array:
+    """Returns a function of arrays under the scope and source line of an equation: the inspector tells both."""
+    closed = jax.make_jaxpr(function)(*args)
+    eqns = [each.replace(source_info=eqn.source_info) for each in closed.jaxpr.eqns]
+    (out,) = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts))(*args)
+    return out
+
+
+def _on(x: jax.Array, axis: str) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axis, *(FREE,) * (x.ndim - 1)))
