@@ -101,6 +101,16 @@ class Whole(Gradients):
         params = self._gathered(params, model_state, batch, train=False)
         return self._forward(params, model_state, batch, train=False)[0]
 
+    @property
+    def _summed_over(self) -> str:
+        """The axis over which sums of layers' gradients are taken out of a scan, or "": see `summed_once`."""
+        sizes = self.layout.sizes
+        if sizes["data"] > 1:
+            return "data"
+        # what other axes that cut the batch add up would travel whole before the reduce-scatter
+        alone = self.layout.parallel.stage == 3 and self.layout.replicas == sizes["fsdp"] and sizes["context"] == 1
+        return "fsdp" if alone and sizes["fsdp"] > 1 else ""
+
     def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
         """Returns the parameters as every microbatch of a step reads them: stages 1 and 2 gather them once."""
         if self.layout.parallel.stage not in (1, 2):
@@ -151,8 +161,8 @@ class Whole(Gradients):
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, by_model(self.numerics.remat))
         differentiated = jax.grad(objective, has_aux=True)
-        if (replicas := self.layout.sizes["data"]) > 1:
-            differentiated = summed_once(differentiated, "data", replicas)
+        if axis := self._summed_over:
+            differentiated = summed_once(differentiated, axis, self.layout.sizes[axis])
         gradients, (sums, after) = differentiated(without(self.frozen, params))
         stored = without(self.frozen, self.layout.params)
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)

@@ -1,14 +1,15 @@
-"""Gradients of stacked layers that are summed over an axis of the mesh once, after the scan that makes them.
+"""Gradients of stacked layers, whose sum over replicas is taken out of the scan that makes them.
 
     as XLA has it   backward scan: gradient of a layer ─► sum over `data` ─► stack            a sum per layer
     summed once     backward scan: each replica's gradient of a layer ─► stack ─► sum over `data`
+    scattered       backward scan: each device's gradient of a layer ─► reduce-scatter, written as such ─► stack
 
 The sum over examples that ends a gradient, of a matmul or of an elementwise op, is taken apart: over the examples of
-each replica in the scan, over replicas after it. What a model computes is left as it is, also where its layers look at
-the whole batch.
+each replica, then over replicas. What a model computes is left as it is, also where its layers look at the whole batch.
 
 A sum per layer travels while the next layer is computed, so this is for layers whose sum takes no longer than to start
-it.
+it. Where replicas share the gradient it stays in the scan, but XLA moves a reduce-scatter that it finds, not one that
+it makes itself, into the next turn; the gathers of the first turn then go with those of the forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,9 @@ from jax.extend.core import (
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar.models.named import axes_of
 from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, consts_of, jaxpr_of, parts
+from jaxpar.sharding.shard_bytes import pieces
 
 FREE = PartitionSpec.UNCONSTRAINED
 SMALL = 2**23  # bytes of a layer's gradients: over NVLink some 50 us, little more than a sum costs to start
@@ -46,12 +49,17 @@ class Sum:
     eqn: JaxprEqn
     after: tuple[JaxprEqn, ...]
 
+    def scatters(self, axis: str) -> int | None:
+        """Returns the number of the equation after which an axis cuts the gradient; None where it cuts none."""
+        return next((i for i, eqn in enumerate(self.after) if _cut(eqn, axis) is not None), None)
+
 
 def summed_once(function: Callable, axis: str, ways: int) -> Callable:
     """Returns a function of pytrees of arrays, whose scans over layers leave sums over an axis for after them.
 
     Args:
-      function: Makes gradients, by scans that are equations of its own.
+      function: Makes gradients, by scans that are equations of its own. Where it constrains one to be cut along the
+        axis, it is scattered in the scan.
       axis: Of the mesh, the outermost that cuts dim 0 of activations.
       ways: Its size.
     """
@@ -65,9 +73,7 @@ def summed_once(function: Callable, axis: str, ways: int) -> Callable:
         env = Env(jaxpr, traced.closed.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
         for eqn in jaxpr.eqns:
             if id(eqn) in found:
-                with jax.named_scope(
-                    str(eqn.source_info.name_stack) or "summed_once"
-                ):  # says that it is a backward pass
+                with jax.named_scope(str(eqn.source_info.name_stack) or "summed_once"):
                     _run(eqn, found[id(eqn)], env, axis, ways)
             else:
                 env.run(eqn)
@@ -111,7 +117,7 @@ def _sum(var: Any, made: dict[Var, JaxprEqn], times: dict[Var, int], ways: int) 
     after: list[JaxprEqn] = []
     while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times.get(var, 0) == bool(after):
         name = eqn.primitive.name
-        if name in ("transpose", "sharding_constraint", "convert_element_type"):
+        if name in ("transpose", "sharding_constraint"):  # no cast: devices send the 16 bits before it
             after.append(eqn)
             var = eqn.invars[0]
             continue
@@ -143,16 +149,48 @@ def _run(eqn: JaxprEqn, sums: dict[int, Sum], env: Env, axis: str, ways: int) ->
         return [inside[var] for var in body.outvars[: scan.carry]], made
 
     last, ys = jax.lax.scan(step, first, xs, length=scan.length, reverse=scan.reverse)
-    ys = [_as(sums[i].eqn, partial(jnp.sum, axis=1), y) if i in sums else y for i, y in enumerate(ys)]
+    apart = {i for i, one in sums.items() if one.scatters(axis) is None}
+    ys = [_as(sums[i].eqn, partial(jnp.sum, axis=1), y) if i in apart else y for i, y in enumerate(ys)]
     env.update(zip(eqn.outvars, [*last, *ys], strict=True))
 
 
 def _of_each(one: Sum, env: Env, axis: str, ways: int) -> jax.Array:
-    """Returns a gradient of each replica's examples. Shape [replica, ...]."""
-    x = _as(one.eqn, partial(_summed, one.eqn, axis, ways), *(env[var] for var in one.eqn.invars))
-    for eqn in one.after:
-        x = _as(eqn, partial(_changed, eqn, axis), x)
-    return _on(x, axis)
+    """Returns a gradient of each replica's examples, shape [replica, ...]; where it is scattered, that of all."""
+    x, scattered = _as(one.eqn, partial(_summed, one.eqn, axis, ways), *(env[var] for var in one.eqn.invars)), False
+    for i, eqn in enumerate(one.after):
+        if scattered:
+            env[eqn.invars[0]] = x
+            env.run(eqn)
+            x = env[eqn.outvars[0]]
+        elif scattered := i == one.scatters(axis):
+            x = _as(eqn, partial(_scattered, eqn, axis), x)
+        else:
+            x = _as(eqn, partial(_changed, eqn, axis), x)
+    return x if scattered else _on(x, axis)
+
+
+def _cut(eqn: JaxprEqn, axis: str) -> int | None:
+    """Returns the dim that an equation constrains to be cut along an axis and no other; None where it does not.
+
+    None also where pieces are not equal, for which there is no reduce-scatter.
+    """
+    if eqn.primitive.name != "sharding_constraint":
+        return None
+    on, shape = eqn.params["sharding"], eqn.outvars[0].aval.shape
+    if any(size % ways for size, ways in zip(shape, pieces(on.spec, len(shape), on.mesh.shape), strict=True)):
+        return None
+    return next((dim for dim, entry in enumerate(on.spec) if axes_of(entry) == (axis,)), None)
+
+
+def _scattered(eqn: JaxprEqn, axis: str, x: jax.Array) -> jax.Array:
+    """Returns the sum of [replica, ...], cut as an equation says, by a reduce-scatter."""
+    dim, spec = _cut(eqn, axis), tuple(eqn.params["sharding"].spec)
+    whole = PartitionSpec(axis, *(None if i == dim else entry for i, entry in enumerate(spec)))
+
+    def scatter(own: jax.Array) -> jax.Array:
+        return jax.lax.psum_scatter(own[0], axis, scatter_dimension=dim, tiled=True)
+
+    return jax.shard_map(scatter, in_specs=whole, out_specs=PartitionSpec(*spec), check_vma=False)(x)
 
 
 def _summed(eqn: JaxprEqn, axis: str, ways: int, *args: jax.Array) -> jax.Array:
@@ -169,8 +207,6 @@ def _changed(eqn: JaxprEqn, axis: str, x: jax.Array) -> jax.Array:
     """Returns what an equation makes of an array, of [replica, ...]."""
     if eqn.primitive.name == "transpose":
         return jnp.transpose(x, (0, *(dim + 1 for dim in eqn.params["permutation"])))
-    if eqn.primitive.name == "convert_element_type":
-        return x.astype(eqn.params["new_dtype"])
     on = eqn.params["sharding"]
     return jax.lax.with_sharding_constraint(x, NamedSharding(on.mesh, PartitionSpec(axis, *on.spec)))
 
