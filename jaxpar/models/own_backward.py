@@ -3,6 +3,7 @@
     normalized(x, ...)   keeps its input and a number for each token; JAX would keep the input and what is normalized in
                          float32 beside it, and that in the dtype of `x`
     swiglu(gate, up)     keeps its two inputs; JAX would keep the sigmoid and silu(gate) beside them
+    another(x)           is read by another matmul: XLA would join small ones, and keep copies of weights for that
     logits(x, head)      makes the gradient of the head as the head lies; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
     attended(q, k, v)    keeps the shares of each query, softmax(q k), which are the largest arrays of a layer; XLA
@@ -67,6 +68,25 @@ def _normalized_backward(eps: float, centered: bool, kept: tuple[jax.Array, ...]
 
 
 normalized.defvjp(_normalized_forward, _normalized_backward)
+
+
+def another(x: jax.Array) -> jax.Array:
+    """Returns `x`, for a matmul with columns `mlp` that XLA is not to make one with another that reads `x`.
+
+    It joins small ones, for which it copies each layer's slice of a stack of weights, and keeps that for the backward
+    pass. Where the step cuts the columns, what is cut of `x` is gathered for both at once, and they stay as they are.
+    """
+    (entry,) = spec_of(("mlp",)) or (None,)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return x if math.prod(sizes[axis] for axis in axes_of(entry)) > 1 else _another(x)
+
+
+@jax.custom_vjp
+def _another(x: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(x)
+
+
+_another.defvjp(lambda x: (_another(x), None), lambda _, grad: (grad,))
 
 
 @jax.custom_vjp
