@@ -116,7 +116,7 @@ def logits(x_bsd: jax.Array, head_dv: jax.Array, *, looped: bool = False) -> jax
       head_dv: Shape [dim, vocab].
       looped: Whether what made `x` is a loop: XLA comes to the head's gradient before that or after, not in between.
     """
-    device = _OfDevice.of((*x_bsd.shape[:2], head_dv.shape[1]), head_dv)
+    device = _OfDevice.of(x_bsd.size // x_bsd.shape[-1], head_dv)
     return _logits(x_bsd, head_dv, device.logits > AT_ONCE or (looped and device.sent > ALONE))
 
 
@@ -144,15 +144,15 @@ class _OfDevice:
     sent: float
 
     @staticmethod
-    def of(shape: tuple[int, int, int], head_dv: jax.Array) -> "_OfDevice":
-        """Returns them as the step that is traced cuts logits of this shape; outside of one nothing is cut."""
+    def of(tokens: int, head_dv: jax.Array) -> "_OfDevice":
+        """Returns them as the step that is traced cuts logits of so many tokens; outside of one nothing is cut."""
         sizes, width = jax.sharding.get_abstract_mesh().shape, head_dv.dtype.itemsize
         batch, seq, vocab = map(axes_of, spec_of(("batch", "seq", "vocab")) or (None,) * 3)
         ways = lambda axes: math.prod(sizes[axis] for axis in axes)  # noqa: E731
         shards, gradient = ways([axis for axis in batch if axis == "fsdp"]), width * head_dv.size / ways(vocab)
         replicas = ways((*batch, *seq)) // shards
         sent = (1 - 1 / shards) * gradient + 2 * (1 - 1 / replicas) * gradient / shards
-        return _OfDevice(width * math.prod(shape) / ways((*batch, *seq, *vocab)), sent)
+        return _OfDevice(width * tokens * head_dv.shape[1] / ways((*batch, *seq, *vocab)), sent)
 
 
 def attended(q_bshk: jax.Array, k_btgk: jax.Array, v_btgk: jax.Array, *, causal: bool) -> jax.Array:

@@ -30,7 +30,7 @@ from jax.extend.core import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.models.named import axes_of
-from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, consts_of, jaxpr_of, parts
+from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, consts_of, jaxpr_of, parts, shapes
 from jaxpar.sharding.shard_bytes import pieces
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -88,10 +88,11 @@ def _body(scan: Scan) -> tuple[Jaxpr, Sequence]:
     if len(body.eqns) == 1 and body.eqns[0].primitive.name in REMAT and not body.eqns[0].params["prevent_cse"]:
         (eqn,) = body.eqns
         inner = jaxpr_of(eqn.params["jaxpr"])
-        outer = dict(zip(eqn.invars, inner.invars, strict=True)), dict(zip(eqn.outvars, inner.outvars, strict=True))
-        plain = len(outer[0]) == len(eqn.invars) and all(var in outer[0] for var in body.invars)
-        if plain and not consts and all(var in outer[1] for var in body.outvars):
-            ins, outs = [outer[0][var] for var in body.invars], [outer[1][var] for var in body.outvars]
+        own: dict[Any, Any] = dict(zip(eqn.invars, inner.invars, strict=True))
+        made: dict[Any, Any] = dict(zip(eqn.outvars, inner.outvars, strict=True))
+        plain = len(own) == len(eqn.invars) and not consts and all(var in own for var in body.invars)
+        if plain and all(var in made for var in body.outvars):
+            ins, outs = [own[var] for var in body.invars], [made[var] for var in body.outvars]
             return inner.replace(invars=ins, outvars=outs), consts_of(eqn.params["jaxpr"])
     return body, consts
 
@@ -121,13 +122,13 @@ def _sum(var: Any, made: dict[Var, JaxprEqn], times: dict[Var, int], ways: int) 
             after.append(eqn)
             var = eqn.invars[0]
             continue
-        rows = eqn.invars[0].aval.shape[:1]
+        (first, *_) = shapes(eqn.invars)
         if name == "dot_general":
             (left, right), batch = eqn.params["dimension_numbers"]
             over = any(pair == (0, 0) for pair in zip(left, right, strict=True)) and not any(batch)
         else:
             over = name == "reduce_sum" and 0 in eqn.params["axes"]
-        return Sum(eqn, tuple(after[::-1])) if over and rows[0] % ways == 0 else None
+        return Sum(eqn, tuple(after[::-1])) if over and first.shape[0] % ways == 0 else None
     return None
 
 
@@ -176,7 +177,7 @@ def _cut(eqn: JaxprEqn, axis: str) -> int | None:
     """
     if eqn.primitive.name != "sharding_constraint":
         return None
-    on, shape = eqn.params["sharding"], eqn.outvars[0].aval.shape
+    on, shape = eqn.params["sharding"], shapes(eqn.outvars)[0].shape
     if any(size % ways for size, ways in zip(shape, pieces(on.spec, len(shape), on.mesh.shape), strict=True)):
         return None
     return next((dim for dim, entry in enumerate(on.spec) if axes_of(entry) == (axis,)), None)
@@ -184,7 +185,7 @@ def _cut(eqn: JaxprEqn, axis: str) -> int | None:
 
 def _scattered(eqn: JaxprEqn, axis: str, x: jax.Array) -> jax.Array:
     """Returns the sum of [replica, ...], cut as an equation says, by a reduce-scatter."""
-    dim, spec = _cut(eqn, axis), tuple(eqn.params["sharding"].spec)
+    dim, spec = _cut(eqn, axis) or 0, tuple(eqn.params["sharding"].spec)
     whole = PartitionSpec(axis, *(None if i == dim else entry for i, entry in enumerate(spec)))
 
     def scatter(own: jax.Array) -> jax.Array:
@@ -198,9 +199,9 @@ def _summed(eqn: JaxprEqn, axis: str, ways: int, *args: jax.Array) -> jax.Array:
     params = eqn.params
     if eqn.primitive.name == "reduce_sum":
         return jnp.sum(rows[0], axis=tuple(dim + 1 for dim in params["axes"]))
-    contracted = tuple(tuple(dim + 1 for dim in side) for side in params["dimension_numbers"][0])
+    left, right = ([dim + 1 for dim in side] for side in params["dimension_numbers"][0])
     how = {name: params[name] for name in ("precision", "preferred_element_type")}
-    return jax.lax.dot_general(rows[0], rows[1], (contracted, ((0,), (0,))), **how)
+    return jax.lax.dot_general(rows[0], rows[1], ((left, right), ([0], [0])), **how)
 
 
 def _changed(eqn: JaxprEqn, axis: str, x: jax.Array) -> jax.Array:
