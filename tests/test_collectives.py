@@ -191,11 +191,10 @@ def test_bf16_halves_what_tensor_parallel_moves():
 def test_accumulation_under_zero_1_reduces_layers_every_microbatch_and_gathers_once():
     got = payloads(report(jp.Parallel(fsdp=8, zero=1), accumulate=2))
     assert got["fsdp", "all-gather"] == pytest.approx(SIZE.all, **EXACT)  # parameters, before the loop
-    # of the table and the last norm XLA adds up microbatches first, and scatters them once; not of the layers, which a
-    # loop goes over, nor of the head, whose gradient a barrier asks for at once
-    rest = SIZE.table + SIZE.norm
-    often = L * SIZE.layer + SIZE.table
-    assert got["fsdp", "all-reduce"] + got["fsdp", "reduce-scatter"] == pytest.approx(2 * often + rest, **EXACT)
+    # of the table, the head and the last norm XLA adds up microbatches first, and scatters them once; not of
+    # the layers, which a loop goes over. A large head's gradient a barrier would ask for at once
+    sums = 2 * L * SIZE.layer + 2 * SIZE.table + SIZE.norm
+    assert got["fsdp", "all-reduce"] + got["fsdp", "reduce-scatter"] == pytest.approx(sums, **EXACT)
 
 
 @pytest.mark.slow
