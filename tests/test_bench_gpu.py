@@ -296,6 +296,21 @@ def test_sources_are_those_of_the_code_and_not_of_records(tmp_path):
     sources.cache_clear()
 
 
+def test_predictions_of_sources_that_are_edited_meanwhile_are_not_signed(tmp_path, monkeypatch):
+    asked = []
+
+    def identified(*, rehearsal):
+        asked.append("identity")
+        return dataclasses.replace(identify(rehearsal=rehearsal), sources="before")
+
+    monkeypatch.setattr(day, "identify", identified)
+    stage = dataclasses.replace(STAGES[0], predict=lambda sizes, hardware: asked.append("predicted") or iter(()))
+    with pytest.raises(JaxparError, match="sources before when it began"):
+        day.plan([stage], tmp_path, rehearsal=True)
+    assert asked == ["identity", "predicted"]
+    assert not [*tmp_path.iterdir()]
+
+
 def test_without_a_gpu_nothing_is_measured_and_the_way_out_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert main(["bench", "gpu", "--out", str(tmp_path / "gpu")]) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.bench.gpu import predicted, runner, show
-from jaxpar.bench.gpu.identity import Identity, identify
+from jaxpar.bench.gpu.identity import Identity, check_unchanged, identify
 from jaxpar.bench.gpu.lines import NAME, Lines, read
 from jaxpar.bench.gpu.process import Ended, run_limited
 from jaxpar.bench.gpu.stage import Stage
@@ -25,10 +25,12 @@ def plan(stages: Sequence[Stage], folder: Path, *, chip: str = "h100", rehearsal
     """Predicts what the stages will measure on a chip, without one, and writes the predictions.
 
     Raises:
-      JaxparError: If the chip's constants are not known, or XLA's compiler for GPUs is missing.
+      JaxparError: If the chip's constants are not known, XLA's compiler for GPUs is missing, or jaxpar was edited
+        meanwhile.
     """
     if chip not in HARDWARE:
         raise refuse(f"--chip {chip}", rule=f"predicted for {', '.join(HARDWARE)}", fix="--chip h100")
+    identity = identify(rehearsal=True)  # before the stages, as in `measure`: what is edited meanwhile predicts nothing
     make_folder(folder)
     found: dict[str, dict[str, predicted.Numbers]] = {}
     for stage in stages:
@@ -37,7 +39,8 @@ def plan(stages: Sequence[Stage], folder: Path, *, chip: str = "h100", rehearsal
         begin = time.perf_counter()
         found[stage.name] = dict(stage.predict(stage.sizes(rehearsal=rehearsal), HARDWARE[chip]))
         print(f"{stage.name:<12}{len(found[stage.name])} predicted in {time.perf_counter() - begin:.0f} s", flush=True)
-    path = predicted.write(folder, chip, found, identify(rehearsal=True), rehearsal=rehearsal)
+    check_unchanged(identity)
+    path = predicted.write(folder, chip, found, identity, rehearsal=rehearsal)
     print(f"{path}: commit it before anything is measured")
     return {"file": str(path), "predicted": found}
 

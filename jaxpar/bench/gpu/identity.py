@@ -71,6 +71,20 @@ def sources(folder: Path = Path(jaxpar.__file__).parent) -> str:
     return found.hexdigest()[:16]
 
 
+def check_unchanged(identity: Identity, folder: Path = Path(jaxpar.__file__).parent) -> None:
+    """Refuses sources that are no longer those of an identity: files that were imported since are other code.
+
+    Raises:
+      JaxparError: If a file was changed.
+    """
+    if (now := sources.__wrapped__(folder)) != identity.sources:
+        raise refuse(
+            f"sources {identity.sources} when it began, {now} now",
+            rule="what is predicted or measured is of one state of the code",
+            fix="the same once more, while nobody edits jaxpar",
+        )
+
+
 def _driver() -> tuple[str, str]:
     """Returns the name of the first GPU and the version of its driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
