@@ -11,9 +11,12 @@ import pytest
 from flax import nnx
 
 import jaxpar as jp
+from jaxpar.checkpoint import Checkpoints
 from jaxpar.cli.main import main
 from jaxpar.job.report.read import read
 from jaxpar.plan.pages.text import page
+from jaxpar.train.best import Best
+from jaxpar.train.faults import Faults
 
 OPTIMIZER = optax.adam(0.05)
 
@@ -47,6 +50,13 @@ class Points:
 def loss(model, batch):
     squares = (model(batch["x"]) - batch["y"]) ** 2
     return squares.sum(), squares.size
+
+
+class Far:
+    """Examples to evaluate, and none to train on."""
+
+    def evaluation(self, index, size):
+        return {"x": np.full((4, 8), 2.0, np.float32), "y": np.zeros((4, 8), np.float32)} if index < 1 else None
 
 
 @cache
@@ -91,9 +101,38 @@ def test_a_fit_ends_when_evaluations_get_no_better_and_tells_its_loggers(tmp_pat
             self.rows.append(step)
 
     still = jp.train_step(jp.compose(Net, jp.Parallel(data=8)), loss, optax.sgd(0.0))
-    ended = jp.fit(still, Points(), steps=50, batch=16, eval_every=2, patience=2, run=tmp_path, loggers=[Logger()])
+    ended = jp.fit(
+        still, Points(), steps=50, batch=16, eval_every=2, best=Best(patience=2), run=tmp_path, loggers=[Logger()]
+    )
     assert int(ended.state.step) == 6
     assert {1, 6} <= {*Logger.rows}
+
+
+def test_a_fit_evaluates_sets_by_name_keeps_the_best_by_one_of_them_and_begins_with_the_parameters_of_a_run(tmp_path):
+    sets = {"far": Far(), "near": [Points(7).batch(0, 12)], "digits": jp.Data(source="digits")}
+    with pytest.raises(jp.JaxparError, match=r"'x'"):  # digits have no such array
+        jp.fit(step_of(fsdp=8), Points(), steps=1, batch=16, sets=sets)
+    del sets["digits"]
+    begun = jp.fit(
+        step_of(fsdp=8), Points(), steps=6, batch=16, run=tmp_path / "run", eval_every=2, sets=sets,
+        checkpoints=Checkpoints(every=2, keep_last=1, keep_best=1), best=Best(metric="eval_far_loss"),
+    )  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    far = {row["step"]: row["eval_far_loss"] for row in rows if "eval_far_loss" in row}
+    assert {"eval_loss", "eval_near_loss"} <= begun.last.keys()
+    kept = sorted(int(each.name) for each in (tmp_path / "run" / "checkpoints").iterdir() if each.name.isdigit())
+    assert kept == sorted({6, min(far, key=far.__getitem__)})
+    assert len(kept) == 2  # far away it gets worse, so that the best is not the last
+    still = jp.train_step(jp.compose(Net, jp.Parallel(data=4, fsdp=2)), loss, optax.sgd(0.0))
+    taken = Checkpoints(start_from=str(tmp_path / "run"), take=("up/*",))
+    tuned = jp.fit(still, Points(), steps=1, batch=16, checkpoints=taken)
+    same(tuned.state.params["up"], begun.state.params["up"])
+    fresh = jp.init_state(still.layout, still.optimizer)
+    same(tuned.state.params["down"], fresh.params["down"])
+
+
+def fit(data=None, **asked):
+    return jp.fit(step_of(fsdp=8), data or Points(), steps=1, batch=8, **asked)
 
 
 WRONG = {
@@ -102,6 +141,20 @@ WRONG = {
     "no steps": (lambda path: jp.fit(step_of(fsdp=8), Points(), steps=0, batch=8), "steps is a positive"),
     "data that is not open": (lambda path: jp.fit(step_of(fsdp=8), jp.Data(), steps=1, batch=8), r"jp\.open_data"),
     "no data": (lambda path: jp.fit(step_of(fsdp=8), 3, steps=1, batch=8), "batch"),
+    "an old argument": (lambda path: fit(checkpoints={"every": 5}), "import Checkpoints"),
+    "patience without evaluations": (lambda path: fit(best=Best(patience=2), run=path), "eval_every"),
+    "patience without a run": (lambda path: fit(best=Best(patience=2), eval_every=1), "keeps the rows"),
+    "two ways to compare": (lambda path: fit(best=Best(), checkpoints=Checkpoints(best="eval_accuracy"), run=path),
+                            "compared in one way"),
+    "checkpoints without a run": (lambda path: fit(checkpoints=Checkpoints(every=5)), "without run"),
+    "a rollback without a run": (lambda path: fit(faults=Faults(on_bad_step="rollback")), "rollback"),
+    "a skip of a step that does not": (lambda path: fit(faults=Faults(on_bad_step="skip")), "guard=True"),
+    "an empty set": (lambda path: fit(sets={"far": []}), "at least one"),
+    "a set that is none": (lambda path: fit(sets={"far": 3}), r"sets\['far'\] is a int"),
+    "the name of a set": (lambda path: fit(sets={"Far away": Far()}), "small letters"),
+    "nothing to evaluate": (lambda path: fit(data=[Points().batch(0, 8)], eval_every=1), "holds no example out"),
+    "two beginnings": (lambda path: fit(state=1, checkpoints=Checkpoints(start_from="runs/other")), "one state"),
+    "steps that are text": (lambda path: fit(eval_every="5"), "number of steps"),
     "a path for a step": (lambda path: jp.restore(path, "fsdp 8"), "jp.train_step"),
     "an empty folder": (lambda path: jp.restore(path, step_of(fsdp=8)), "checkpoint"),
     "no such schedule": (lambda path: jp.schedule("1f2b", stages=2, microbatches=4), "1f1b"),

@@ -75,7 +75,7 @@ class Own:
 
     def __init__(self, source: Any, name: str):
         self.source, self.name = source, name
-        self.knows_rows = "rows" in parameters(source.batch)
+        self.knows_rows = "rows" in parameters(getattr(source, "batch", None))  # an evaluation set has none
         with users_code(
             name, rule="`fingerprint` of a source tells its data from others", fix="the line that it names"
         ):

@@ -15,6 +15,7 @@ Batch = dict[str, np.ndarray]
 ROWS = ("jsonl", "parquet")
 TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
 OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # what an evaluation set has of its own
+SET_NAME = "[a-z][a-z0-9]*"  # as metrics have it: eval_wiki_loss
 OURS = ("bytes", "bpe")  # the tokenizers that are no path
 
 
@@ -174,7 +175,7 @@ def _of_set(spec: Data, name: str) -> list[Problem]:
         return [
             Problem(f"{key}.{unknown[0]}", f"a set has the keys {', '.join(OF_SETS)}", nearest(unknown[0], OF_SETS))
         ]
-    if not re.fullmatch(r"[a-z][a-z0-9]*", name):
+    if not re.fullmatch(SET_NAME, name):
         return [Problem(key, "a set's name is of small letters and digits, as metrics have it", "data.sets.wiki")]
     if not table.keys() & {"source", "path"}:
         return [Problem(key, "a set has other examples than those that are trained on", 'path = "wiki.jsonl"')]

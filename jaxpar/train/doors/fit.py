@@ -1,6 +1,10 @@
 """Training in one call: the loop of a job for whoever writes Python.
 
-    jp.fit(step, data, steps=200, batch=16, run="runs/mine", save_every=50, eval_every=50)
+    from jaxpar.checkpoint import Checkpoints
+    from jaxpar.train.best import Best
+
+    jp.fit(step, data, steps=200, batch=16, run="runs/mine", eval_every=50, sets={"wiki": jp.Data(path="wiki.txt")},
+           checkpoints=Checkpoints(every=50, keep_best=1), best=Best(metric="eval_wiki_loss", patience=3))
 
 RUN/metrics.jsonl   a line per step       RUN/checkpoints/    the state
 RUN/events.jsonl    what was said         RUN/run.json        devices, mesh, layout
@@ -10,22 +14,26 @@ The same call goes on from the newest checkpoint of its folder, bit for bit unde
 
 import io
 import json
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.processes import is_first
+from jaxpar.checkpoint.start_from import start
 from jaxpar.data.spec import Data, Source
 from jaxpar.data.streams.opening import open_own
-from jaxpar.errors import JaxparError, Problem, reading, refuse
+from jaxpar.data.streams.sets import as_sets
+from jaxpar.errors import reading, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.mesh.devices import describe
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best
+from jaxpar.train.doors.agreed import agreed, check_evaluated
 from jaxpar.train.doors.saving import FOLDER
 from jaxpar.train.faults import Faults, Watch
 from jaxpar.train.lock import Lock
@@ -34,6 +42,9 @@ from jaxpar.train.metrics import Log, Metrics
 from jaxpar.train.progress import Progress
 from jaxpar.train.run import Outcome, Run
 from jaxpar.train.skipped_batches import SkippedBatches
+
+USUAL = Checkpoints()
+NO_SETS: Mapping[str, Any] = MappingProxyType({})
 
 
 def fit(
@@ -44,20 +55,16 @@ def fit(
     batch: int,
     run: str | Path | None = None,
     state: State | None = None,
-    save_every: int = 0,
-    eval_every: int = 0,
-    show_every: int = 20,
-    keep_best: int = 0,
-    best: str = "eval_loss",
-    highest: bool = False,
-    patience: int = 0,
-    loggers: Sequence[Any] = (),
-    faults: Faults | None = None,
     seed: int = 0,
+    checkpoints: Checkpoints = USUAL,
+    eval_every: int = 0,
+    sets: Mapping[str, Any] = NO_SETS,
+    best: Best | None = None,
+    faults: Faults | None = None,
+    loggers: Sequence[Any] = (),
+    show_every: int = 20,
 ) -> Outcome:
-    """Trains to a step; saves, resumes and evaluates on the way.
-
-    Ctrl-C and SIGTERM end it after the step under way, which is saved.
+    """Trains to a step; saves, resumes, evaluates on the way. Ctrl-C and SIGTERM end it after a step, which is saved.
 
     Args:
       step: As `jp.train_step` returns it.
@@ -67,16 +74,15 @@ def fit(
       batch: Examples of a step, over all devices.
       run: The folder of the run, in which it saves itself at its end and goes on; None keeps nothing.
       state: What a new run begins with, which is given up; None makes it of `seed`.
-      save_every: Steps between two checkpoints, of which the last two stay; 0 saves every 30 minutes.
-      eval_every: Steps between two evaluations; 0 evaluates at the end.
-      show_every: Steps between two lines.
-      keep_best: How many of the best checkpoints stay besides.
-      best: The metric of an evaluation by which they are compared.
-      highest: Whether its highest value is the best.
-      patience: Evaluations without a better one, after which it ends; 0 for none.
-      loggers: Objects with `log(step, values)`.
-      faults: What is done about losses that are NaN, infinite or a spike; None stops.
       seed: Of the parameters of a new run.
+      checkpoints: When they are written, which stay, and what a new run begins with: [checkpoint] of a job.
+      eval_every: Steps between two evaluations; 0 evaluates at the end.
+      sets: Further examples by name, evaluated as eval_NAME_loss: all of a `jp.Data`, an object with
+        `evaluation(index, size)`, a dataset by number, or an iterable of batches.
+      best: How evaluations are compared, and how many without a better one end it; None is as `checkpoints` has it.
+      faults: What is done about losses that are NaN, infinite or a spike; None stops.
+      loggers: Objects with `log(step, values)`.
+      show_every: Steps between two lines.
 
     Returns:
       The last `state`, the row of metrics of the `last` step, and the signal that it was `stopped_by`, or None.
@@ -84,34 +90,68 @@ def fit(
     Raises:
       JaxparError: If an argument is none, the folder is of other data, a state does not fit, or a step goes wrong.
     """
-    _check(step, steps=steps, batch=batch, show_every=show_every)
-    saved = Checkpoints(every=save_every, keep_best=keep_best, best=best, best_is="highest" if highest else "lowest")
-    judged = Best(metric=best, lowest=not highest, patience=patience)
+    asked = {"steps": steps, "batch": batch, "show_every": show_every}
+    saved, judged = agreed(step, asked, run, state, checkpoints, best, eval_every, faults)
     folder = None if run is None else Path(run)
-    source = _source(data, folder)
-    store = Store(folder / FOLDER, saved) if folder else None
-    there, first = store.steps() if store else [], is_first()
-    if folder:
-        make_folder(folder)
-    with Lock(folder, print) if folder and first else nullcontext():
-        progress = _progress(step, folder, steps, there=bool(there), every=show_every)
-        if store and folder:
-            store.say = progress.say
-            _check_same_data(folder, source, there)
-        at = 0
-        if store and there:
-            state, at = store.restore(step.abstract())
-        state = init_state(step.layout, step.optimizer, seed=seed) if state is None else state
-        log = Log(folder, Metrics(), start=at, writes=first, loggers=loggers if first else ()) if folder else None
-        if folder and first:
-            write_json(folder / "run.json", facts(step, source))
+    with _locked(folder):
+        source, held = _source(data, folder), as_sets(sets, (folder or Path("runs")) / "data", batch)
+        check_evaluated(source, held, batch, eval_every, saved)
+        store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
+        state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
+        log = _log(folder, at, loggers, step=step, source=source)
         made = Run(
-            step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, checkpoints=saved,
-            store=store, log=log, progress=progress, best=judged, good=None,
+            step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, sets=held,
+            checkpoints=saved, store=store, log=log, progress=progress, best=judged,
             watch=Watch(faults or Faults(), log.recent if log else [], span=steps, skipped=log.skipped if log else 0),
-            skipped=SkippedBatches(folder, fresh=not there) if folder else None,
+            skipped=SkippedBatches(folder, fresh=not at) if folder else None,
         )  # fmt: skip
         return _train(made, progress, state, at)
+
+
+@contextmanager
+def _locked(folder: Path | None) -> Iterator[None]:
+    """Makes the folder of a run, and keeps others from it."""
+    if folder:
+        make_folder(folder)
+    with Lock(folder, print) if folder and is_first() else nullcontext():
+        yield
+
+
+def _store(
+    folder: Path | None, saved: Checkpoints, source: Source, *, step: Step, steps: int, every: int
+) -> tuple[Store | None, Progress]:
+    """Returns where checkpoints are, or None, and what the user sees, once the folder is known to be of this data."""
+    store = Store(folder / FOLDER, saved) if folder else None
+    there = store.steps() if store else []
+    progress = _progress(step, folder, steps, there=bool(there), every=every)
+    if store and folder:
+        store.say = progress.say
+        _check_same_data(folder, source, there)
+    return store, progress
+
+
+def _log(folder: Path | None, at: int, loggers: Sequence[Any], *, step: Step, source: Source) -> Log | None:
+    """Returns where rows go, beside the facts of the run."""
+    if not folder:
+        return None
+    first = is_first()
+    log = Log(folder, Metrics(), start=at, writes=first, loggers=loggers if first else ())
+    if first:
+        write_json(folder / "run.json", facts(step, source))
+    return log
+
+
+def _begin(
+    step: Step, store: Store | None, state: State | None, saved: Checkpoints, *, seed: int, say: Callable[[str], None]
+) -> tuple[State, int]:
+    """Returns the state to go on from and its step: of the newest checkpoint, or of a new run."""
+    if store and store.steps():
+        return store.restore(step.abstract())
+    state = init_state(step.layout, step.optimizer, seed=seed) if state is None else state
+    if saved.start_from:
+        state, origin = start(saved, state, step.optimizer)
+        say(str(origin))
+    return state, 0
 
 
 def _train(run: Run, progress: Progress, state: State, at: int) -> Outcome:
@@ -171,15 +211,3 @@ def _check_same_data(folder: Path, source: Source, there: list[int]) -> None:
             rule="a run goes on with the data it began with",
             fix="another run=, or the data it began with",
         )
-
-
-def _check(step: Any, **numbers: Any) -> None:
-    problems = []
-    if not isinstance(step, Step):
-        rule = "a step is what jp.train_step returns"
-        problems.append(Problem(f"jp.fit with step={step!r:.60}", rule, "jp.train_step(layout, loss, optimizer)"))
-    for key, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            problems.append(Problem(f"{key}={number!r:.60}", f"{key} is a positive whole number", f"{key}=16"))
-    if problems:
-        raise JaxparError(*problems)

@@ -1,0 +1,140 @@
+"""The arguments of `jp.fit`, held to each other before anything is made."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from jaxpar.checkpoint import Checkpoints
+from jaxpar.data.spec import Source
+from jaxpar.data.streams.sets import EvaluationSet
+from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.models.huggingface.folder import is_folder
+from jaxpar.step.state import State
+from jaxpar.step.step import Step
+from jaxpar.train.best import Best
+from jaxpar.train.faults import Faults
+
+VALUES = {
+    "checkpoints": (Checkpoints, "from jaxpar.checkpoint import Checkpoints; checkpoints=Checkpoints(every=50)"),
+    "best": (Best | None, "from jaxpar.train.best import Best; best=Best(metric='eval_loss', patience=3)"),
+    "faults": (Faults | None, "from jaxpar.train.faults import Faults; faults=Faults(on_bad_step='skip')"),
+}
+
+
+def agreed(
+    step: Any,
+    numbers: Mapping[str, Any],
+    run: Any,
+    state: State | None,
+    checkpoints: Checkpoints,
+    best: Best | None,
+    eval_every: Any,
+    faults: Faults | None,
+) -> tuple[Checkpoints, Best]:
+    """Returns when a run is saved and how its evaluations are compared, by the same metric.
+
+    Args:
+      step: Of the run.
+      numbers: Arguments that are positive whole numbers, by name.
+      run: Its folder, or None.
+      state: What it begins with, or None.
+      checkpoints: As the user has them.
+      best: As the user has it, or None.
+      eval_every: Steps between two evaluations.
+      faults: As the user has them, or None.
+
+    Raises:
+      JaxparError: With each argument that is none, or does not go with another.
+    """
+    given = {"checkpoints": checkpoints, "best": best, "faults": faults}
+    problems = [*_steps(step, numbers, eval_every), *_values(given)]
+    if not problems:
+        problems = [*_together(step, given, run, eval_every), *_beginning(checkpoints, state)]
+    if problems:
+        raise JaxparError(*problems)
+    lowest = checkpoints.best_is == "lowest"
+    if best is None:
+        return checkpoints, Best(metric=checkpoints.best, lowest=lowest)
+    return replace(checkpoints, best=best.metric, best_is="lowest" if best.lowest else "highest"), best
+
+
+def check_evaluated(
+    source: Source, sets: Mapping[str, EvaluationSet], size: int, eval_every: int, saved: Checkpoints
+) -> None:
+    """Refuses evaluations that are asked for where there is no example to evaluate.
+
+    Raises:
+      JaxparError: If neither the source nor a set holds one.
+    """
+    asked = {"eval_every": eval_every, "checkpoints.keep_best": saved.keep_best}
+    said = [f"{key}={value}" for key, value in asked.items() if value]
+    if said and not sets and not source.evaluation(0, size):
+        raise refuse(
+            f"jp.fit with {' and '.join(said)}, and data holds no example out",
+            rule="a run is evaluated on examples that are held out",
+            fix='sets={"held": what holds them}, evaluation(index, size) in data, or without what asks for it',
+        )
+
+
+def _steps(step: Any, numbers: Mapping[str, Any], eval_every: Any) -> list[Problem]:
+    problems = []
+    if not isinstance(step, Step):
+        rule = "a step is what jp.train_step returns"
+        problems.append(Problem(f"jp.fit with step={step!r:.60}", rule, "jp.train_step(layout, loss, optimizer)"))
+    for key, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            problems.append(Problem(f"{key}={number!r:.60}", f"{key} is a positive whole number", f"{key}=16"))
+    if isinstance(eval_every, bool) or not isinstance(eval_every, int) or eval_every < 0:
+        rule = "eval_every is a number of steps, or 0"
+        problems.append(Problem(f"eval_every={eval_every!r:.60}", rule, "eval_every=50"))
+    return problems
+
+
+def _values(given: Mapping[str, Any]) -> list[Problem]:
+    return [
+        Problem(f"{key}={value!r:.60}", f"{key} is a value of the class of that name", VALUES[key][1])
+        for key, value in given.items()
+        if not isinstance(value, VALUES[key][0])
+    ]
+
+
+def _together(step: Step, given: Mapping[str, Any], run: Any, eval_every: int) -> list[Problem]:
+    """Returns what one argument asks for and another does not give."""
+    saved, best, faults = given["checkpoints"], given["best"], given["faults"]
+    problems = []
+    if (
+        best
+        and saved.best != Checkpoints.best
+        and (saved.best, saved.best_is == "lowest") != (best.metric, best.lowest)
+    ):
+        got = f"checkpoints.best = {saved.best!r} ({saved.best_is}), best = {best}"
+        problems.append(Problem(got, "evaluations are compared in one way", "leave checkpoints.best out"))
+    if best and best.patience and not (eval_every and run is not None):
+        rule = "a run that waits for a better evaluation evaluates every so many steps, and keeps the rows"
+        problems.append(Problem(f"best.patience = {best.patience}", rule, 'eval_every=50, run="runs/mine"'))
+    if run is None and saved not in (Checkpoints(), _of_start(saved)):
+        rule = "checkpoints are kept in the folder of a run"
+        problems.append(Problem(f"{saved} without run", rule, 'run="runs/mine"'))
+    if faults and faults.on_bad_step == "rollback" and run is None:
+        rule = "a rollback goes to a checkpoint of the run's folder"
+        problems.append(Problem("faults.on_bad_step = 'rollback' without run", rule, 'run="runs/mine"'))
+    if faults and faults.on_bad_step == "skip" and not step.guard:
+        rule = "updates are skipped inside the compiled step, which is told so"
+        problems.append(Problem("faults.on_bad_step = 'skip'", rule, "jp.train_step(..., guard=True)"))
+    return problems
+
+
+def _of_start(saved: Checkpoints) -> Checkpoints:
+    """Returns the same that says only what a new run begins with."""
+    return Checkpoints(start_from=saved.start_from, take=saved.take, rename=saved.rename, cast=saved.cast)
+
+
+def _beginning(saved: Checkpoints, state: State | None) -> list[Problem]:
+    if saved.start_from and state is not None:
+        rule = "a new run begins with one state"
+        return [Problem(f"state, and checkpoints.start_from = {saved.start_from!r}", rule, "one of the two")]
+    if is_folder(saved.start_from):
+        rule = "a folder of Hugging Face's begins the run of a job, which knows its model and tokenizer"
+        fix = f'model.name = "{saved.start_from}" in a job: jaxpar train JOB'
+        return [Problem(f"checkpoints.start_from = {saved.start_from!r}", rule, fix)]
+    return []
