@@ -25,7 +25,8 @@ What is made of what, in this order:
              jp.fit(step, data, steps=200, batch=16, run="runs/mine"): saves, resumes and evaluates on the way
 
 Before anything runs: jp.inspect(step, batch) says what XLA made of it, also for jp.target_devices("h100:8x8"),
-jp.assert_fits and jp.assert_collectives hold it to that, and jp.plan(job, devices=64) finds the fastest layout.
+jp.assert_fits and jp.assert_collectives hold it to that, and jp.plan(step, batch, devices=64), or of a job, finds the
+fastest layout.
 Input that is wrong raises jp.JaxparError: what was got, the rule, and the way out. What a layout, a plan, a schedule or
 a report is, a notebook shows as a picture.
 

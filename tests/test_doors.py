@@ -131,6 +131,9 @@ def test_a_fit_evaluates_sets_by_name_keeps_the_best_by_one_of_them_and_begins_w
     same(tuned.state.params["down"], fresh.params["down"])
 
 
+BATCH = Points().batch(0, 16)
+
+
 def fit(data=None, **asked):
     return jp.fit(step_of(fsdp=8), data or Points(), steps=1, batch=8, **asked)
 
@@ -162,6 +165,13 @@ WRONG = {
     "no such file": (lambda path: jp.schedule("none.csv"), "none.csv"),
     "no GPUs": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=0), "devices"),
     "no job": (lambda path: jp.plan("configs/none.toml", devices=8), "none.toml"),
+    "a model for a plan": (lambda path: jp.plan(Net, BATCH, devices=8), "a job, or of a step"),
+    "a step without its batch": (lambda path: jp.plan(step_of(fsdp=8), devices=8), "global batch"),
+    "a batch of numbers": (lambda path: jp.plan(step_of(fsdp=8), {"x": 3}, devices=8), "global batch"),
+    "a batch of two sizes": (lambda path: jp.plan(step_of(fsdp=8), BATCH | {"y": BATCH["y"][1:]}, devices=8),
+                             "same first"),
+    "a batch without y": (lambda path: jp.plan(step_of(fsdp=8), {"x": BATCH["x"]}, devices=8), "no entry 'y'"),
+    "devices that do not divide it": (lambda path: jp.plan(step_of(fsdp=8), BATCH, devices=7), "divides the examples"),
     "top": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=0), "top is"),
 }  # fmt: skip
 

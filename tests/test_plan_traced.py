@@ -117,6 +117,24 @@ def test_static_bytes_are_those_of_the_layout(text):
         assert found.optimizer == pytest.approx(2 * exact, rel=1e-3)  # adamw; and a counter
 
 
+@pytest.mark.parametrize("text", [VIT, pytest.param(CONV, marks=pytest.mark.slow)], ids=["vit", "resnet"])
+def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
+    """Whatever its own layout is; with statistics and a frozen part too."""
+    import jaxpar as jp
+    from jaxpar.job.parts.batches import abstract_batch
+    from jaxpar.job.parts.models import resolve_loss, resolve_model
+    from jaxpar.job.parts.optimizers import resolve_optimizer
+
+    job = loads(text, ["train.freeze=['head*']", *["model.layers=1"] * (text is VIT)])
+    layout = jp.compose(resolve_model(job, resolve_loss(job)), jp.Parallel(data=4, fsdp=2))
+    step = jp.train_step(layout, resolve_loss(job), resolve_optimizer(job), precision="bf16")
+    ours, its = jp.plan(step, abstract_batch(job), devices=16), jp.plan(job, devices=16)
+    assert [each.to_dict() for each in ours.best] == [each.to_dict() for each in its.best]
+    assert (ours.considered, ours.fitting) == (its.considered, its.fitting)
+    assert ours.command.startswith("layout = jp.compose(model, jp.Parallel(")
+    assert "layout = jp.compose" in ours._repr_html_()
+
+
 @pytest.mark.slow
 def test_the_state_is_that_of_the_jobs_optimizer():
     held = {name: float(question(VIT, f"optimizer.name={name}").bytes(Candidate(data=8)).optimizer)

@@ -2,9 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from jaxpar.errors import nearest, refuse
+from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job, MeshTable
@@ -18,6 +19,7 @@ from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.file import load_hardware
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.planned import Model
 from jaxpar.plan.search import Question
 from jaxpar.units import parse_bytes, parse_rate, show_bytes
 
@@ -43,6 +45,39 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         raise refuse(
             "a job with [sweep]", rule="a plan is of one member: all take the same time", fix="a job without [sweep]"
         )
+    return question_of(
+        lambda: subject(job, devices), rows=job.train.global_batch, exchange=job.parallel.exchange,
+        remat=job.train.remat,
+        steps=0 if job.train.grow else job.train.steps,  # a batch that grows has steps of several lengths
+        devices=devices, chip=chip, per_node=per_node, given=given,
+    )  # fmt: skip
+
+
+def question_of(
+    model: Callable[[], Model],
+    *,
+    rows: int,
+    exchange: Exchange,
+    remat: str,
+    steps: int,
+    devices: int,
+    chip: str,
+    per_node: int | None,
+    given: Mapping[str, str | None],
+) -> Question:
+    """Returns what is asked about a model.
+
+    Args:
+      model: Makes it, once the numbers are known to be good.
+      rows: Examples of a step.
+      exchange: How replicas agree.
+      remat: What is computed again as it is.
+      steps: Of the whole run; 0 where that is not told.
+      devices: As in `question`; so are `chip`, `per_node` and `given`.
+
+    Raises:
+      JaxparError: As `question` does.
+    """
     price, schedules = _price(given.get("price")), _schedules(given.get("schedules"))
     rates = {key: parse_rate(text) for key in ("inside", "between") if (text := given.get(key)) is not None}
     if slow := [key for key, rate in rates.items() if rate < 1]:
@@ -60,15 +95,15 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
     links = {key: dataclasses.replace(getattr(known, key), bandwidth=rate) for key, rate in rates.items()}
     unfused = given.get("attention") == "unfused"
     return Question(
-        model=subject(job, devices),
+        model=model(),
         devices=devices,
-        rows=job.train.global_batch,
+        rows=rows,
         hardware=dataclasses.replace(known, **links),
-        choices=_choices(job, schedules),
-        software=dataclasses.replace(JAXPAR if unfused else JAXPAR_FUSED, exchange=job.parallel.exchange),
+        choices=_choices(remat, schedules),
+        software=dataclasses.replace(JAXPAR if unfused else JAXPAR_FUSED, exchange=exchange),
         memory=pool.room(known.chip.visible) if memory is None else parse_bytes(memory),
         why=f"of {show_bytes(known.chip.visible)}: {pool}" if memory is None else "as asked",
-        steps=0 if job.train.grow else job.train.steps,  # a batch that grows has steps of several lengths
+        steps=steps,
         price=price,
     )
 
@@ -96,10 +131,10 @@ def _price(text: str | None) -> float:
     return price
 
 
-def _choices(job: Job, schedules: tuple[str, ...]) -> Choices:
-    """Returns what may vary: inputs of layers in host memory too, where the job itself has them there."""
+def _choices(remat: str, schedules: tuple[str, ...]) -> Choices:
+    """Returns what may vary: inputs of layers in host memory too, where they are there already."""
     usual = Choices(schedules=schedules) if schedules else Choices()
-    return dataclasses.replace(usual, remats=(*usual.remats, "offload")) if job.train.remat == "offload" else usual
+    return dataclasses.replace(usual, remats=(*usual.remats, "offload")) if remat == "offload" else usual
 
 
 def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> Hardware:

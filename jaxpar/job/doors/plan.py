@@ -1,10 +1,10 @@
 """`jp.plan`: which layout of a job would be fastest on GPUs that nobody has paid for yet."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxpar.errors import refuse
+from jaxpar.job.doors.plan_step import of_step
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
 from jaxpar.job.plan import overrides as overrides_of
@@ -12,10 +12,13 @@ from jaxpar.job.plan import question
 from jaxpar.plan.pages.shown import ShownPlan
 from jaxpar.plan.search import search
 
+if TYPE_CHECKING:  # a job's plan may need no JAX
+    from jaxpar.step.step import Step
+
 
 def plan(
-    job: str | Path | Job,
-    *overrides: str,
+    job: "str | Path | Job | Step",
+    *overrides: Any,
     devices: int,
     chip: str = "h100",
     per_node: int | None = None,
@@ -26,13 +29,17 @@ def plan(
     top: int = 10,
     allow_import: bool = False,
 ) -> ShownPlan:
-    """Returns the layouts of a job that are predicted to be fastest, of those that fit; nothing runs.
+    """Returns the layouts of a job or a step that are predicted to be fastest, of those that fit; nothing runs.
+
+        jp.plan("job.toml", "train.global_batch=512", devices=64)
+        jp.plan(step, batch, devices=64)     any model made in Python: traced, over data and fsdp
 
     Prints itself as `jaxpar plan` does, shows itself in a notebook as a picture, and `html(path)` writes the page.
 
     Args:
-      job: The TOML file of a job, or one that is loaded.
-      *overrides: `section.key=value` each, as on the command line.
+      job: The TOML file of a job, or one that is loaded; or what `jp.train_step` returns, under any layout.
+      *overrides: Of a job: `section.key=value` each, as on the command line. Of a step: its global batch, as arrays or
+        shapes.
       devices: How many GPUs.
       chip: Which, such as h200, or the file of a chip that `jaxpar bench links` and `gemm` wrote.
       per_node: How many of them NVLink joins; None is as many as usual.
@@ -48,6 +55,9 @@ def plan(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise refuse(f"top={top!r:.60}", rule="top is a positive whole number", fix="top=10")
+    given = {"inside": inside, "between": between, "memory": memory, "attention": attention}
+    if not isinstance(job, str | Path | Job):
+        return of_step(job, overrides, top=top, devices=devices, chip=chip, per_node=per_node, given=given)
     if isinstance(job, Job) and overrides:
         raise refuse(
             f"overrides {list(overrides)} of a job that is loaded",
@@ -55,9 +65,6 @@ def plan(
             fix='jp.plan("job.toml", "train.global_batch=512", devices=64)',
         )
     loaded = job if isinstance(job, Job) else load(Path(job), [*overrides], allow_import=allow_import)
-    given: Mapping[str, str | None] = {
-        "inside": inside, "between": between, "memory": memory, "attention": attention,
-    }  # fmt: skip
     asked = question(loaded, devices=devices, chip=chip, per_node=per_node, given=given)
     found = search(asked, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)

@@ -2,10 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from itertools import product
 from typing import Any
 
 import jax
+import optax
 
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.schema import Job
@@ -38,8 +41,11 @@ def traced(job: Job, devices: int) -> Traced:
       JaxparError: If it cannot be traced.
     """
     loss = resolve_loss(job)
-    blueprint = as_blueprint(resolve_model(job, loss))
-    return _traced(job, blueprint, loss, _recipe(job, blueprint), devices)
+    blueprint, batch = as_blueprint(resolve_model(job, loss)), abstract_batch(job)
+    return trace_model(
+        blueprint, loss, _recipe(job, blueprint), batch, rows=job.train.global_batch, devices=devices,
+        compute=job.train.precision.compute, accepting=partial(accepting, job, blueprint.name),
+    )  # fmt: skip
 
 
 def counted(job: Job) -> Recipe:
@@ -48,25 +54,64 @@ def counted(job: Job) -> Recipe:
 
 
 def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
+    frozen, but = job.train.frozen
+    params = blueprint.leaves
+    held = set(meant(params, frozen)) - set(meant(params, but))
+    return recipe_of(blueprint, resolve_optimizer(job), held, name=job.optimizer.name)
+
+
+def recipe_of(
+    blueprint: Blueprint, optimizer: optax.GradientTransformation, held: Collection[str], *, name: str
+) -> Recipe:
+    """Returns the bytes per parameter that training a model keeps.
+
+    Args:
+      blueprint: The model.
+      optimizer: Whose state's shapes are read.
+      held: Paths of the parameters that are frozen.
+      name: Of the optimizer.
+    """
     params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
-    moments = jax.eval_shape(resolve_optimizer(job).init, params)
+    moments = jax.eval_shape(optimizer.init, params)
     own, its = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
     count = sum(leaf.size for leaf in params.values())
-    frozen, but = job.train.frozen
-    held = set(meant(params, frozen)) - set(meant(params, but))
     trained = sum(leaf.size * leaf.dtype.itemsize for path, leaf in params.items() if path not in held)
     part = f"; {trained / own:.2%} is trained, and times are as if all were" if held else ""
     return Recipe(
-        name=job.optimizer.name, parameters=own / count, gradients=round(trained / count, 3),
+        name=name, parameters=own / count, gradients=round(trained / count, 3),
         optimizer=round(its / count, 3), since=1,
         why=f"parameters and gradients as they are stored, and the optimizer's state{part}",
     )  # fmt: skip
 
 
-def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devices: int) -> Traced:
-    alone, dtype = compose(blueprint, Parallel(), 1), DTYPES[job.train.precision.compute]
+def trace_model(
+    blueprint: Blueprint,
+    loss: Callable,
+    recipe: Recipe,
+    batch: Mapping[str, Any],
+    *,
+    rows: int,
+    devices: int,
+    compute: str,
+    accepting: Callable[[Mapping[str, Any]], AbstractContextManager[None]],
+) -> Traced:
+    """Returns a model traced over data, fsdp and what is added.
+
+    Args:
+      blueprint: The model.
+      loss: Of (model, batch), or of (model, batch, key).
+      recipe: Bytes per parameter of the training state.
+      batch: Name to what has a shape and a dtype; examples are the first dim.
+      rows: Examples of a step.
+      devices: How many it is to be divided among.
+      compute: The dtype of matmuls, fp32 or bf16.
+      accepting: Makes of a batch a context in which the user's model and loss may raise.
+
+    Raises:
+      JaxparError: If it cannot be traced.
+    """
+    alone, dtype = compose(blueprint, Parallel(), 1), DTYPES[compute]
     params, model_state = jax.eval_shape(blueprint.init, jax.random.key(0))
-    batch = abstract_batch(job)
 
     def forward(remat: str, *, accumulate: int = 1) -> Callable:
         def run(params, known):
@@ -80,11 +125,11 @@ def _traced(job: Job, blueprint: Blueprint, loss: Callable, recipe: Recipe, devi
             key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
         }
 
-    with accepting(job, blueprint.name, known(2)[1]):
+    with accepting(known(2)[1]):
         found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
     named = _dims(alone)
     axes = {
-        axis: each.legal(named, job.train.global_batch, Choices())
+        axis: each.legal(named, rows, Choices())
         for axis, each in TECHNIQUES.items()
         if axis not in DECLARED and not each.lacks(named)
     }
