@@ -22,6 +22,9 @@ from jaxpar.hlo.own_share import OwnShare, find_excess, own_share
 from jaxpar.hlo.text import parse
 from jaxpar.job.file.parse import loads
 from jaxpar.job.inspect import work
+from jaxpar.pipeline.draw.compare import compare
+from jaxpar.pipeline.tables.price import Times
+from jaxpar.step.inspectable import model_flop
 
 SGD = optax.sgd(0.1)
 JOB = """
@@ -203,3 +206,27 @@ def test_reading_the_matmuls_alone_counts_what_reading_all_counts():
     step = step_of("jaxpar", data=2, fsdp=2, tensor=2)
     text = step.lower(step.abstract(), batch()).compile().as_text()
     assert hardware_flop(parse_matmuls(text)) == hardware_flop(parse(text))
+
+
+class Deep(nnx.Module):
+    """Eight layers and nothing beside them: no head, whose FLOP are of one stage alone."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(8)])
+
+    def __call__(self, x):
+        return jp.pipelined([lambda x, layer=layer: x + jnp.tanh(layer(x)) for layer in self.layers], x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpipe", "interleaved_phased", "zb_h1"])
+def test_what_the_comparison_of_schedules_calls_work_is_what_the_program_computes(name):
+    """FLOP of a device, as compiled, over its share of the model's; a mixed table computes in branches alone."""
+    (row,) = [each for each in compare(Times(), stages=4, microbatches=8) if each["name"] == name]
+    cut = jp.Pipeline(schedule=name, microbatches=8, chunks=row["chunks"], keep="residuals")
+    layout = jp.compose(Deep, jp.Parallel(pipe=4, data=2, pipeline=cut))
+    squares = lambda model, batch: (jnp.sum(model(batch["x"]) ** 2), batch["x"].size)  # noqa: E731
+    step, rows = jp.train_step(layout, squares, SGD), {"x": np.zeros((32, 32), np.float32)}
+    program = parse(step.lower(step.abstract(), rows).compile().as_text())
+    made = hardware_flop(program, schedule=layout.schedule).total
+    assert made / (model_flop(step, rows) / 8) == pytest.approx(row["work"], rel=1e-6)
