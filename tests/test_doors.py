@@ -123,6 +123,8 @@ def test_a_fit_evaluates_sets_by_name_keeps_the_best_by_one_of_them_and_begins_w
     kept = sorted(int(each.name) for each in (tmp_path / "run" / "checkpoints").iterdir() if each.name.isdigit())
     assert kept == sorted({6, min(far, key=far.__getitem__)})
     assert len(kept) == 2  # far away it gets worse, so that the best is not the last
+    alone = jp.fit(step_of(fsdp=8), [Points().batch(0, 16)], steps=1, batch=16, sets={"far": Far()})
+    assert {"eval_far_loss"} == {each for each in alone.last if each.startswith("eval_")}
     still = jp.train_step(jp.compose(Net, jp.Parallel(data=4, fsdp=2)), loss, optax.sgd(0.0))
     taken = Checkpoints(start_from=str(tmp_path / "run"), take=("up/*",))
     tuned = jp.fit(still, Points(), steps=1, batch=16, checkpoints=taken)

@@ -77,7 +77,9 @@ def test_each_set_has_its_metrics_and_the_best_may_be_by_one_of_them(own, tmp_pa
     assert loads(dumps(made)) == made
     (problem,) = check(job('["perplexity"]', f'{sets}\ncheckpoint.best = "eval_wiki_accuracy"'))
     assert "eval_loss, eval_perplexity, eval_wiki_loss, eval_wiki_perplexity, eval_mine_loss" in problem.rule
-    assert "eval_loss" not in check(job("[]", f"{sets}\ndata.held_out = 0.0"))[0].rule.split(", ")
+    alone = f"{sets}\ndata.held_out = 0.0"
+    assert check(job("[]", alone)) == []  # where nothing is compared, no examples need be held out beside them
+    assert "eval_loss" not in check(job("[]", f"{alone}\ncheckpoint.keep_best = 1"))[0].rule.split(", ")
     made = job("[]", f"{sets}\ntrain.global_batch = 4")
     opened = open_sets(made)
     assert len(opened["wiki"].evaluation(0, 8)[0].batch["inputs"]) == 8

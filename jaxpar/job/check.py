@@ -290,7 +290,8 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
     check_names(found, said)
     check_rules(layout.parallel, blueprint, used.names)
     if not layout.parallel.exchange.apart:  # members of a population say more, each of their own
-        best_of(job).check({name: 0.0 for each in sets_of(job) for name in evaluated((*found, *said), each)})
+        rows = {name: 0.0 for each in sets_of(job) for name in evaluated((*found, *said), each)}
+        best_of(job).check(rows, keeps=job.checkpoint.keep_best)
     return max(scores, default=0) // (job.train.accumulate * layout.microbatches)
 
 

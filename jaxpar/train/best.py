@@ -25,12 +25,20 @@ class Best:
     lowest: bool = True
     patience: int = 0
 
-    def check(self, found: Row) -> None:
-        """Refuses a metric that an evaluation does not have.
+    def check(self, found: Row, *, keeps: int) -> None:
+        """Refuses a metric that an evaluation does not have; the usual one only where evaluations are compared.
+
+        Without examples that are held out, sets by name have no `eval_loss` beside their own.
+
+        Args:
+          found: The metrics of an evaluation.
+          keeps: How many checkpoints stay as the best.
 
         Raises:
           JaxparError: With those that it has.
         """
+        if self.metric == Best.metric and not self.patience and not keeps:
+            return
         # without a loss there is nothing to compare: all members of a population may be lost
         if self.metric not in found and any(name.endswith("_loss") for name in found):
             raise refuse(

@@ -154,7 +154,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
     job.watchdog.at(step, "evaluating")
     found = evaluate(job, state, feed, stop)
     if found:
-        job.best.check(found)
+        job.best.check(found, keeps=job.checkpoints.keep_best)
     row |= found or {}
     if found and job.log:
         job.log.amend(found, step=step)

@@ -1,1 +1,1 @@
-"""What the verbs of a job do, in Python: `jp.plan` is `jaxpar plan`, also of a step; `chat` is `jaxpar sample RUN --chat`."""
+"""What the verbs of a job do, in Python: `jp.plan` is `jaxpar plan`, also of a step; `chat` answers lines of a terminal."""
