@@ -13,7 +13,7 @@ from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.asked import idle, names_of
-from jaxpar.parallel.zero import add_axes, without_axis
+from jaxpar.parallel.zero import add_axes, beside_zero, without_axis
 from jaxpar.sharding.adapters import as_base, base_of
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
@@ -93,7 +93,7 @@ def _trained(
     uneven = parallel.pipe > 1 and parallel.pipeline.layers and choice.names[:1] == ("layers",)
     if uneven or listed:
         # so many layers, or one of a list, cannot be stored as equal pieces, so another dim is
-        choice = replace(choice, axes=add_axes(path, choice, leaf, sizes, ("pipe",)))
+        choice = replace(choice, axes=beside_zero(path, choice, leaf, sizes, parallel.zero_axes, ("pipe",)))
     if listed:
         choice = replace(choice, why=f"one of a list of layers, pipe on a dim of its own; {choice.why}")
     return _place(path, leaf, parallel, choice, cut=True), choice, wrong

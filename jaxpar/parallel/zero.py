@@ -19,6 +19,7 @@ and is listed; the largest such one is bounded by `Parallel.replicate_above`.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jaxpar.sharding.names import Leaf
 from jaxpar.sharding.rules import Choice, own_dims
@@ -45,6 +46,22 @@ def add_axes(
     own = len(leaf.shape) if any(choice.names) else own_dims(path, leaf)
     best = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, not choice.axes[dim], leaf.shape[dim], dim))
     return tuple((*on, *axes) if dim == best else on for dim, on in enumerate(choice.axes))
+
+
+def beside_zero(
+    path: str, choice: Choice, leaf: Leaf, sizes: Mapping[str, int], zero_axes: tuple[str, ...], axes: tuple[str, ...]
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the per-dim axes with `axes` added to a dim that leaves ZeRO's the one that they take without `axes`.
+
+    A pipeline sums gradients of layers with `axes` taken away again: they are then cut as where `axes` are on the dim
+    of the layers. On a dim that `tensor` splits too, a tick could scatter them only after a gather over `tensor`.
+    """
+    cut = replace(choice, axes=add_axes(path, choice, leaf, sizes, zero_axes))
+    both = add_axes(path, cut, leaf, sizes, axes)
+    added = [dim for dim, (one, other) in enumerate(zip(cut.axes, both, strict=True)) if one != other]
+    if not added:
+        return add_axes(path, choice, leaf, sizes, axes)
+    return tuple((*on, *both[dim][len(cut.axes[dim]) :]) if dim in added else on for dim, on in enumerate(choice.axes))
 
 
 def without_axis(choice: Choice, axis: str = "fsdp") -> tuple[tuple[str, ...], ...]:

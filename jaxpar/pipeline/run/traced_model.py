@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import refuse
+from jaxpar.pipeline.jaxprs.counted import counted
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.split_backward import Halves, halves
 from jaxpar.pipeline.tables.schedule import Schedule
@@ -67,21 +68,12 @@ class TracedModel:
         mine = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.depth, *leaf.shape[1:]), leaf.dtype), per_layer)
         self.layers = np.array(model.layers or [self.depth] * schedule.parts, np.int32)
         self.starts = np.cumsum([0, *self.layers[:-1]], dtype=np.int32)
-        fewest = int(min(self.layers))
+        layers = _of_a_stage(model, self.depth, int(min(self.layers)))
 
         def stage(chunk, known, x):
             known, mine, count, part = known
-            some = lambda first, last: jax.tree.map(lambda leaf: leaf[first:last], (chunk, mine))  # noqa: E731
-            layers, each = (chunk, mine) if fewest == self.depth else some(0, fewest)
-            salt = part * (self.depth + 1)  # depth + 1 calls at most in a part: no two calls share a salt
-            x = model.stage(layers, known, each, x, salt)
-            # stages run one program, so a layer that only some have runs on all, and its result is dropped where the
-            # stage has fewer: such a tick takes as long as on the fullest stage anyway
-            for extra in range(fewest, self.depth):
-                layers, each = some(extra, extra + 1)
-                y = model.stage(layers, known, each, x, salt + extra)
-                x = jax.tree.map(lambda a, b, n=extra: jnp.where(count > n, a, b), y, x)
-            return x
+            # depth + 1 calls at most in a part: no two calls share a salt
+            return layers(chunk, known, mine, x, count, part * (self.depth + 1))
 
         count = jax.ShapeDtypeStruct((), jnp.int32)
         self.stage = Traced(stage, chunk, (one, mine, count, count), self.x)
@@ -112,6 +104,32 @@ class TracedModel:
             self.head = Traced(head, shared, one, self.x, scale)
             self.embed_back = Traced(embed_back, shared, one, self.x)
         self.sums = self.head.shapes[0]
+
+
+def _of_a_stage(model: Model, depth: int, fewest: int) -> Callable:
+    """Returns the layers of a stage that has at most `depth` and at least `fewest` of them.
+
+    Stages run one program, so a layer that only some have runs on all, and its result is dropped where the stage has
+    fewer: such a tick takes as long as on the fullest stage anyway.
+    """
+
+    def run(chunk, known, mine, x, count, salt):
+        if fewest == depth:
+            return model.stage(chunk, known, mine, x, salt)
+        every = counted(model.stage, chunk, known, mine, x, salt)
+        if every is not None:
+            return every(count, chunk, known, mine, x, salt)
+        # where layers are more than one scan: as many as all stages have, and the others one by one
+        some = lambda first, last: jax.tree.map(lambda leaf: leaf[first:last], (chunk, mine))  # noqa: E731
+        layers, each = some(0, fewest)
+        x = model.stage(layers, known, each, x, salt)
+        for extra in range(fewest, depth):
+            layers, each = some(extra, extra + 1)
+            y = model.stage(layers, known, each, x, salt + extra)
+            x = jax.tree.map(lambda a, b, n=extra: jnp.where(count > n, a, b), y, x)
+        return x
+
+    return run
 
 
 def one_of(tree: Tree) -> Tree:
