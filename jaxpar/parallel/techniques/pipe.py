@@ -8,6 +8,8 @@ from jaxpar.parallel.head import placed_head
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pipe import Pipeline
 from jaxpar.parallel.techniques.base import Compose, Technique
+from jaxpar.sharding.shard_bytes import shard_bytes
+from jaxpar.units import show_bytes
 
 
 def problems(parallel: Parallel) -> list[Problem]:
@@ -107,9 +109,36 @@ def uncut(layout: Layout) -> list[Problem]:
     ]
 
 
+def replicated(layout: Layout) -> list[Problem]:
+    """Returns the large parameters of layers that every stage would store whole, beside those that it runs.
+
+    Stages with different numbers of layers, and lists of layers, are stored cut along another dim than that of layers.
+    """
+    ways, limit, found = layout.sizes["pipe"], layout.parallel.replicate_above, []
+    listed = {path for paths in layout.lists.values() for path in paths}
+    for path in [*layout.stacked, *listed] if ways > 1 else []:
+        place = layout.placements[path]
+        own = shard_bytes(place.leaf, place.stored, layout.sizes)
+        if not any("pipe" in ((on,) if isinstance(on, str) else on or ()) for on in place.stored) and own > limit:
+            found.append(
+                Problem(
+                    f"{path} of {list(place.leaf.shape)} ({show_bytes(own)}) stays whole on all {ways} stages",
+                    "where stages store no equal numbers of layers, pipe divides another dim of each parameter above "
+                    f"{show_bytes(limit)}",
+                    f"a dim that {ways} divides, stages with equally many layers, or replicate_above = {own}",
+                )
+            )
+    return found
+
+
 def settled(layout: Layout, compose: Compose) -> Layout:
     """Returns a layout that knows where its ends run, then by which table: a head that is spread needs a phased one."""
     return chosen_schedule(placed_head(layout, compose))
 
 
-PIPE = Technique(axis="pipe", problems=problems, names=names, idle=uncut, settle=settled)
+def idle(layout: Layout) -> list[Problem]:
+    """Returns why a model cannot be spread over `pipe`, or what of it would not be."""
+    return uncut(layout) or replicated(layout)
+
+
+PIPE = Technique(axis="pipe", problems=problems, names=names, idle=idle, settle=settled)
