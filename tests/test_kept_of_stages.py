@@ -190,20 +190,21 @@ def test_a_stage_for_h100s_keeps_what_elementwise_ops_do_not_make_again():
 @pytest.mark.slow
 @absent
 def test_llama_3_405b_without_recomputation_fits_80_gb():
-    """TP 8 x PP 16 x fsdp 8, 8,192 tokens, one sequence a microbatch: Llama Team 2024, arXiv:2407.21783, table 4.
+    """TP 8 x PP 16 x fsdp 16, 8,192 tokens, one sequence a microbatch: Llama Team 2024, arXiv:2407.21783, table 4.
 
-    Theirs has 128 instead of 8 replicas, which share the state further: so this is more than what fits there.
+    126 layers on 16 stages. Theirs has 128 instead of 16 replicas, which share the state further: so this is more than
+    what fits there.
     """
     settings = jp.DecoderSettings(
-        layers=128, dim=16384, heads=128, kv_heads=8, hidden=53248, vocab=128256, seq=8192, rope_base=5e5
+        layers=126, dim=16384, heads=128, kv_heads=8, hidden=53248, vocab=128256, seq=8192, rope_base=5e5
     )
-    how = jp.Pipeline(microbatches=16, keep="residuals")
-    parallel = jp.Parallel(pipe=16, fsdp=8, tensor=8, sequence=True, pipeline=how)
-    program = compiled(settings, parallel, "h100:128x8", microbatches=16)
+    how = jp.Pipeline(microbatches=16, keep="residuals", layers=(8,) * 14 + (7,) * 2)
+    parallel = jp.Parallel(pipe=16, fsdp=16, tensor=8, sequence=True, pipeline=how)
+    program = compiled(settings, parallel, "h100:256x8", microbatches=16)
     needed = program.arguments + program.outputs - program.aliased + program.temporary
-    assert needed < 80e9
+    assert needed < find_chip("h100").usable  # 0.9 of what is visible of 80 GB, less what libraries work with
     candidate = Candidate(
-        pipe=16, fsdp=8, zero=3, tensor=8, sequence=True, microbatches=16, schedule="1f1b_phased", head="spread"
+        pipe=16, fsdp=16, zero=3, tensor=8, sequence=True, microbatches=16, schedule="1f1b_phased", head="spread"
     )
     planned = memory(Shape.of(settings), candidate, JAXPAR_FUSED).total
     assert planned == pytest.approx(needed, rel=0.05)

@@ -1,5 +1,7 @@
 """Stages that differ in their layers: one scan over those of the fullest, in no more memory than equal ones take."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,14 @@ from test_kept_of_stages import absent, compiled
 
 import jaxpar as jp
 from jaxpar.pipeline.jaxprs.counted import counted
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
+from jaxpar.plan.machine.software import TORCHTITAN
+from jaxpar.plan.memory import memory
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.planned import Transformer
+from jaxpar.plan.search import Question
 
 DEPTH, DIM = 4, 3
 PARAMS = jax.random.normal(jax.random.key(0), (DEPTH, DIM, DIM))
@@ -81,3 +91,29 @@ def test_uneven_stages_for_h100s_take_no_more_temporary_memory_than_even_ones(ze
         program = compiled(jp.DecoderSettings(layers=layers, **settings), parallel, "h100:2x8", microbatches=8)
         taken.append(program.temporary)
     assert taken[1] <= 1.02 * taken[0]
+
+
+def test_layers_that_every_stage_would_store_whole_are_refused_and_not_planned():
+    settings = jp.DecoderSettings(layers=4, dim=1024, heads=4, hidden=2048, vocab=32, seq=8)
+    how = jp.Pipeline(microbatches=3, layers=(2, 1, 1))
+    with pytest.raises(jp.JaxparError, match="stays whole on all 3 stages") as error:
+        jp.compose(lambda rngs: jp.Decoder(settings, rngs=rngs), jp.Parallel(pipe=3, pipeline=how), jax.devices()[:3])
+    assert {problem.got.split()[0].split("/")[1] for problem in error.value.problems} == {"attention", "mlp"}
+    asked = Question(
+        model=Transformer(shape=Shape.of(settings)), devices=12, rows=12, hardware=HARDWARE["h100"], software=JAXPAR
+    )
+    assert set(np.unique(asked.legal().pipe)) == {1, 2, 4}
+    everyone = replace(asked, software=TORCHTITAN)
+    assert 3 in everyone.legal().pipe
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_plan_counts_places_of_the_fullest_stage_and_state_in_equal_parts(zero):
+    """126 layers on 16 stages are as 128 on 16 but for the state: 12 bytes of a parameter, over pipe, tensor, fsdp."""
+    layout = Candidate(pipe=16, fsdp=4, tensor=8, zero=zero, sequence=True, microbatches=32, schedule="1f1b_phased")
+    shapes = [
+        Shape(layers=n, dim=16384, heads=128, kv_heads=8, hidden=53248, vocab=128256, seq=8192, gated=True)
+        for n in (126, 128)
+    ]
+    some, more = (memory(shape, layout, JAXPAR).total for shape in shapes)
+    assert more - some == pytest.approx(12 * 2 / 16 / 4 * shapes[0].cut_layer(8))

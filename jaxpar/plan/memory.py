@@ -17,7 +17,7 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.causes import Causes
 from jaxpar.plan.machine.software import SoftwareModel
-from jaxpar.plan.model.layer_bytes import in_place, layer_bytes, stage_parameters, stash_bytes
+from jaxpar.plan.model.layer_bytes import in_place, layer_bytes, spare_parameters, stage_parameters, stash_bytes
 from jaxpar.plan.model.own_program import moments
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import JAXPAR, Recipe
@@ -50,9 +50,11 @@ def static(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Returns the bytes of parameters, gradients and optimizer state. Source: Rajbhandari et al., figure 1.
 
-    They are shared by the devices of fsdp, or by so many `sharers`.
+    They are shared by the devices of fsdp, or by so many `sharers`. Where all stages are one program (`everywhere`),
+    they store equal parts of the layers, also of layers that they do not divide.
     """
     count = stage_parameters(shape, candidate, stage, everywhere=everywhere)
+    count = count - (spare_parameters(shape, candidate) if everywhere else 0.0)
     return by_stage(count, count / (candidate.fsdp if sharers is None else sharers), candidate, recipe)
 
 

@@ -1,7 +1,9 @@
 """The protocol of a planned model; a transformer answers with formulas, any other is traced (`traced.py`)."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from jaxpar.mesh.collective import Collective
 from jaxpar.pipeline.tables.library import LIBRARY
@@ -50,6 +52,10 @@ class Model(Protocol):
 
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts for so many devices and rows of a step, as arrays."""
+        ...
+
+    def storable(self, candidate: Candidate) -> Any:
+        """Returns whether stages of jaxpar's program can store equal parts of the layers."""
         ...
 
     def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
@@ -120,6 +126,10 @@ class Transformer:
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts; see `jaxpar.plan.enumerate.legal`."""
         return legal(self.shape, devices=devices, rows=rows, choices=choices)
+
+    def storable(self, candidate: Candidate) -> Any:
+        """Returns whether stages divide the layers, or another dim that all large parameters have: the stream."""
+        return np.equal(self.shape.layers % candidate.pipe, 0) | np.equal(self.shape.dim % candidate.pipe, 0)
 
     def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""

@@ -94,6 +94,8 @@ class Question:
                 fix="a plan without it; jaxpar inspect JOB says what it sends",
             )
         found = self.model.legal(devices=devices or self.devices, rows=self.rows, choices=self.choices)
+        if self.software.everywhere:
+            found = pick(found, self.model.storable(found))  # compose refuses the others
         if not self.software.exchange.apart:
             return found
         apart = np.greater(found.data, 1) & np.equal(found.pipe, 1)

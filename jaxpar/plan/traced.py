@@ -108,6 +108,10 @@ class Traced:
             *self.refused.values(),
         )
 
+    def storable(self, candidate: Candidate) -> Any:
+        """Returns that no layout cuts layers."""
+        return np.equal(candidate.pipe, 1)
+
     def legal(self, *, devices: int, rows: int, choices: Choices) -> Candidate:
         """Returns all layouts of data, fsdp and further axes, with the remat policies that the model can place.
 

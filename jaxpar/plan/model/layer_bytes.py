@@ -51,6 +51,11 @@ def block_parameters(shape: Shape, candidate: Candidate) -> Any:
     return candidate.chunks * candidate.layers(shape.layers) * shape.cut_layer(candidate.tensor)
 
 
+def spare_parameters(shape: Shape, candidate: Candidate) -> Any:
+    """Returns the parameters that the fullest stage has beyond its share: those of the layers that others have less."""
+    return block_parameters(shape, candidate) - shape.layers / candidate.pipe * shape.cut_layer(candidate.tensor)
+
+
 def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns what a layer keeps of one microbatch with the candidate's remat, and what its backward works with."""
     kept, working = software.cost(lambda own: _layer_bytes(shape, candidate, own), candidate)
