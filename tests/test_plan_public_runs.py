@@ -206,7 +206,7 @@ FOUND = {
     "GPT-3 175B": "compiled",
     "Llama 3.1 405B": "compiled",
     "Llama 3 405B": "compiled",
-    "Llama 3 405B on 8,192": "cheaper",
+    "Llama 3 405B on 8,192": "compiled",
     "Llama 3 405B 128k": "first three",
 }
 
@@ -224,9 +224,9 @@ def test_the_layout_used_is_among_the_first_three_or_the_first_is_cheaper_and_fi
     assert found.verdict == FOUND[model]
 
 
-def test_at_least_nine_of_eleven_are_as_asked():
+def test_ten_of_eleven_are_as_asked():
     """BLOOM's is not: its users timed the plan's first too, with a model like theirs, 6 % slower, in 75 GiB."""
-    assert sum(verdict in ("first three", "compiled") for verdict in FOUND.values()) >= 9
+    assert sum(verdict in ("first three", "compiled") for verdict in FOUND.values()) == 10
 
 
 @pytest.mark.full  # a program for 512 H100s
