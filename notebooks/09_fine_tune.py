@@ -216,6 +216,7 @@ print(jaxpar("report", "runs/tune").replace(str(folder), "..."))
 # ## What to try next
 #
 # * `adapters = {rank = 1, ...}`, or `paths = ["blocks/attention/*"]`: how small may they be?
+# * `adapters = {rank = 8, paths = [...], base = "int8"}` keeps their matrices in 8 bits: how many bytes does `jaxpar check tune.toml` say then, and what becomes of the perplexity?
 # * `train.freeze = ["embed"]` in place of the adapters: what is trained then, and what does `jaxpar inspect tune.toml` say of the gradients that are sent?
 # * Stop the run in the middle (Ctrl-C), and train it again.
 # * `parallel = {fsdp = -1}` and no `[mesh]`: all GPUs of a machine.

@@ -10,7 +10,9 @@ Parameters and floating-point statistics (BatchNorm's) are taken; step, optimize
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +23,10 @@ from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
+from jaxpar.models.blocks.eight_bits import rounded
 from jaxpar.optim.patterns import begins, meant, nearest_path
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
+from jaxpar.sharding.adapters import SCALES, Adapter
 from jaxpar.step.state import State
 
 PARTS = ("params", "model_state")
@@ -53,13 +57,20 @@ class Origin:
         return "; ".join(parts)
 
 
-def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformation) -> tuple[State, Origin]:
+def start(
+    spec: Checkpoints,
+    state: State,
+    optimizer: optax.GradientTransformation,
+    *,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
+) -> tuple[State, Origin]:
     """Returns a new run's state with parameters of another run, and where each comes from.
 
     Args:
       spec: `start_from`, `take`, `rename` and `cast`.
       state: As made by `init_state`; it is given up.
       optimizer: The optax chain, whose state is made anew for these parameters.
+      adapters: Of the model, which say what it keeps in 8 bits: taken of floats, it is rounded.
 
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
@@ -67,20 +78,39 @@ def start(spec: Checkpoints, state: State, optimizer: optax.GradientTransformati
     path = listing.find(Path(spec.start_from)).resolve()
     found = reading.listed(path)
     saved, here = found.arrays, paths.described(state)
-    origin = plan(spec, path, _takable(saved), _takable(here))
+    mine, theirs = _takable(here), _takable(saved)
+    made = {} if any(begins(name, SCALES) for name in theirs) else {p: a for p, a in adapters.items() if a.wide}
+    origin = plan(spec, path, theirs, _in_floats(mine, made))
     leaves = paths.flat(state)
+    for new in [new for new in origin.taken if new in made]:
+        whole, scales = f"params/{new}", f"params/{SCALES}/{new}"
+        on, each, old = (leaves[whole].sharding, leaves[scales].sharding), made[new], _full(origin.taken[new], saved)
+        read = reading.arrays(path, found, {old: jax.ShapeDtypeStruct(leaves[whole].shape, each.wide, sharding=on[0])})
+        one = jax.jit(partial(rounded, lead=each.lead, inputs=each.inputs), out_shardings=on)
+        leaves[whole], leaves[scales] = jax.block_until_ready(one(read.pop(old)))  # no two in floats at once
     wanted = {}
     for new, old in origin.taken.items():
+        if new in made:
+            continue
         leaf = leaves[_full(new, here)]
         wanted[_full(old, saved)] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         leaf.delete()  # so that no device holds the new and the taken one
     read = reading.arrays(path, found, wanted)
-    leaves |= {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items()}
-    made = paths.unflat(state, leaves)
+    leaves |= {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items() if new not in made}
+    begun = paths.unflat(state, leaves)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)
     # some chains keep a copy of the parameters that they begin with
-    began = jax.jit(optimizer.init, out_shardings=placed)(made.params)
-    return dataclasses.replace(made, optimizer=began), origin
+    began = jax.jit(optimizer.init, out_shardings=placed)(begun.params)
+    return dataclasses.replace(begun, optimizer=began), origin
+
+
+def _in_floats(described: Mapping[str, Array], adapters: Mapping[str, Adapter]) -> dict[str, Array]:
+    """Returns what another run has of a job's arrays, by path: those in 8 bits in floats, without scales."""
+    floats = {
+        path: dataclasses.replace(described[path], dtype=str(jnp.dtype(each.wide))) for path, each in adapters.items()
+    }
+    scales = {f"{SCALES}/{path}" for path in adapters}
+    return {path: array for path, array in {**described, **floats}.items() if path not in scales}
 
 
 def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapping[str, Array]) -> Origin:

@@ -92,6 +92,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     if layout and whole and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job, layout)
     attempt(_check_origin, job, parallel.exchange)
+    if whole:
+        attempt(_check_base, job)
     if layout and sound and job.train.frozen[0]:
         attempt(lambda: state.abstract(layout, resolve_optimizer(job)))
     if layout and sound and ":" in job.optimizer.name:
@@ -136,6 +138,15 @@ def _check_origin(job: Job, exchange: Exchange) -> None:
             f"checkpoint.start_from = {start!r} with exchange {exchange}",
             rule="a checkpoint of jaxpar's begins a run whose replicas are equal",
             fix=f"jaxpar checkpoint export {start} --format safetensors, and start_from that folder",
+        )
+
+
+def _check_base(job: Job) -> None:
+    if job.train.adapters.base == "int8" and not job.checkpoint.start_from:
+        raise refuse(
+            'train.adapters.base = "int8" without checkpoint.start_from',
+            rule="a base in 8 bits is frozen, so that it has been trained before",
+            fix='model.name or checkpoint.start_from = "my-llama"; or base = "float"',
         )
 
 

@@ -45,12 +45,15 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         raise refuse(
             "a job with [sweep]", rule="a plan is of one member: all take the same time", fix="a job without [sweep]"
         )
-    return question_of(
+    asked = question_of(
         lambda: subject(job, devices), rows=job.train.global_batch, exchange=job.parallel.exchange,
         remat=job.train.remat,
         steps=0 if job.train.grow else job.train.steps,  # a batch that grows has steps of several lengths
         devices=devices, chip=chip, per_node=per_node, given=given,
     )  # fmt: skip
+    if job.train.adapters.base == "int8":  # which no pipeline keeps
+        return dataclasses.replace(asked, choices=dataclasses.replace(asked.choices, pipe=1))
+    return asked
 
 
 def question_of(

@@ -89,7 +89,8 @@ def adapted(model: Callable | Blueprint, **adapters: Any) -> Blueprint:
 
     Args:
       model: As for `compose`.
-      **adapters: `rank`, `alpha` and `paths`, patterns such as "blocks/attention/*": see `Adapters`.
+      **adapters: `rank`, `alpha`, `paths`, patterns such as "blocks/attention/*", and base="int8" for these matrices in
+        8 bits: see `Adapters`.
 
     Raises:
       JaxparError: If a pattern matches no matrix of the model.
@@ -229,7 +230,8 @@ def _leaf_problems(blueprint: Blueprint) -> list[Problem]:
         ]
     problems = []
     for path, leaf in blueprint.leaves.items():
-        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
+        held = path in blueprint.adapters and blueprint.adapters[path].wide  # in 8 bits
+        if not held and not jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact):
             problems.append(
                 Problem(
                     f"{path} is {leaf.dtype}",

@@ -21,6 +21,7 @@ from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.unsplit import told
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
+from jaxpar.sharding.adapters import is_scales
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import SCOPE, Blueprint, Tree, nest, path_of, pick
 from jaxpar.sharding.rules import SMALL, Axes
@@ -212,7 +213,7 @@ class Layout:
         if path in self.others:
             return self._use_other(path, value)
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            cast = dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype != dtype
+            cast = dtype is not None and value.dtype != dtype and self._is_cast(path, value)
             if cast:
                 value = value.astype(dtype)
             place = self.placements[path]
@@ -246,13 +247,17 @@ class Layout:
             if not vector or place.stored == place.used:
                 return value
             with jax.named_scope(SCOPE + path.replace("/", ".")):
-                light = value if dtype is None else value.astype(dtype)
+                light = value.astype(dtype) if dtype is not None and self._is_cast(path, value) else value
                 used, stored = self.sharding(place.used), self.sharding(place.stored)
                 if self.sizes["tensor"] > 1 and not any("tensor" in axes_of(entry) for entry in place.stored):
                     return gather_beside(light, used, stored, "tensor")
                 return gather(light, used, stored)
 
         return jax.tree_util.tree_map_with_path(one, params)
+
+    def _is_cast(self, path: str, value: jax.Array) -> bool:
+        """Returns whether a parameter is computed with in a step's dtype: not whole numbers of 8 bits, nor scales."""
+        return jnp.issubdtype(value.dtype, jnp.floating) and not is_scales(self.blueprint, path)
 
     def _use_other(self, path: str, value: jax.Array) -> jax.Array:
         place = self.others[path]

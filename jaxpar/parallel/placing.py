@@ -62,7 +62,7 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
     layout = Layout(
         parallel=parallel,
         blueprint=blueprint,
-        placements={path: trained[path][0] for path in blueprint.leaves},
+        placements={path: _told(blueprint, path, trained[path][0]) for path in blueprint.leaves},
         others={path: place for path, (place, _) in held.items()},
         names=names,
         lists=lists,
@@ -71,7 +71,15 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
     problems = [problem for *_, wrong in (*trained.values(), *held.values()) for problem in wrong]
     if lists and beside:
         problems.append(_beside_a_list(blueprint))
+    problems += _in_eight_bits(layout)
     return layout, problems + idle(layout)
+
+
+def _told(blueprint: Blueprint, path: str, place: Placement) -> Placement:
+    """Returns the place of a parameter, which says of a matrix that it is kept in 8 bits."""
+    if path not in blueprint.adapters or blueprint.adapters[path].wide is None:
+        return place
+    return replace(place, why=f"{place.why}; frozen, in 8 bits")
 
 
 def _beside_a_list(blueprint: Blueprint) -> Problem:
@@ -80,6 +88,21 @@ def _beside_a_list(blueprint: Blueprint) -> Problem:
         "the stages of a pipeline run one layer's program, and adapters beside a list belong to none of its layers",
         "pipe = 1; or layers in one stack, as of jp.Decoder",
     )
+
+
+def _in_eight_bits(layout: Layout) -> list[Problem]:
+    """Returns what keeps a base in 8 bits from being read as it is stored."""
+    if not any(each.wide for each in layout.blueprint.adapters.values()):
+        return []
+    found, exchange = [], layout.parallel.exchange
+    if layout.sizes["pipe"] > 1:
+        found.append(
+            (f"pipe={layout.sizes['pipe']}", "pipe = 1, and fsdp or tensor for a base that is still too large")
+        )
+    if exchange.apart:
+        found.append((f"exchange {exchange}", "no exchange: adapters are few bytes to sum in every step"))
+    rule = "a base in 8 bits has no gradients, which stages and replicas apart keep a place for"
+    return [Problem(f'adapters with base="int8" and {what}', rule, f'{fix}; or base="float"') for what, fix in found]
 
 
 def _trained(

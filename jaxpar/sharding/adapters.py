@@ -6,6 +6,7 @@
 
 W goes into the model together with its A and B, as one value of three arrays: a scan over stacked layers slices all
 three. Where the model reads the value, it gets W + alpha / rank A B, of which `models/low_rank.py` says more.
+With base = "int8", W is int8, and goes with `scales/blocks/attention/query` [layers, heads, head_dim] as the fourth.
 """
 
 import math
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.errors import JaxparError, Problem, refuse
+from jaxpar.models.blocks.eight_bits import DTYPE, as_floats, rounded
 from jaxpar.models.low_rank import low_rank_sum
 from jaxpar.models.settings.adapters import Adapters
 from jaxpar.optim.patterns import meant, unmatched
@@ -26,6 +28,8 @@ from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, by_path, 
 from jaxpar.sharding.rules import Choice, name_stacks, own_dims
 
 ROOM = "adapters"  # the first word of the paths of all A and B
+FLOAT = jnp.dtype(jnp.float32)
+SCALES = "scales"  # of the paths of what the outputs of matrices in 8 bits are multiplied by
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +40,31 @@ class Adapter:
       lead: Dims of the matrix before its own: the layers of a stack.
       inputs: Dims of its own that it multiplies an activation over.
       scale: alpha / rank.
+      wide: The dtype in which the model has the matrix, where it is kept in 8 bits; else None.
     """
 
     lead: int
     inputs: int
     scale: float
+    wide: Any = None
 
     def dims(self, part: str, rank: int) -> tuple[int | None, ...]:
-        """Returns for each dim of A (`first`) or B (`second`) the dim of the matrix that it is; None for the rank."""
+        """Returns for each dim of A (`first`), B (`second`) or `scales` the dim of the matrix that it is, or None."""
         at = self.lead + self.inputs
+        if part == SCALES:
+            return (*range(self.lead), *range(at, rank))
         return (*range(at), None) if part == "first" else (*range(self.lead), None, *range(at, rank))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapted:
-    """A matrix with its A and B, on the way to where the model reads it."""
+    """A matrix with its A and B, and its scales if it has any, on the way to where the model reads it."""
 
     base: Any
     first: Any
     second: Any
+    scales: Any = None
 
 
 def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
@@ -68,10 +77,11 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
     """
     if not adapters.rank:
         return blueprint
-    if taken := [path for path in blueprint.leaves if path.split("/")[0] == ROOM]:
+    rooms = (ROOM, SCALES) if adapters.base == "int8" else (ROOM,)
+    if taken := [path for path in blueprint.leaves if path.split("/")[0] in rooms]:
         raise refuse(
             f"{blueprint.name} has the parameter {taken[0]}",
-            rule=f"parameters of adapters are called {ROOM}/..., and a model has adapters once",
+            rule=f"parameters of adapters are called {'/... or '.join(rooms)}/..., and a model has adapters once",
             fix="jp.adapted once, with all paths, or another name of that module",
         )
     leaves = name_stacks(blueprint.leaves)
@@ -86,15 +96,20 @@ def with_adapters(blueprint: Blueprint, adapters: Adapters) -> Blueprint:
         for path, each in found.items()
         for part in ("first", "second")
     }
+    kept = {path: replace(blueprint.leaves[path], dtype=DTYPE) for path, each in found.items() if each.wide}
+    scales = {
+        f"{SCALES}/{path}": replace(_part(leaf, found[path].dims(SCALES, len(leaf.shape)), 0), dtype=FLOAT)
+        for path, leaf in kept.items()
+    }
 
     def init(key: jax.Array) -> tuple[Tree, Tree]:
         params, rest = blueprint.init(key)
         begun = {tuple(path.split("/")): _begun(path, leaf, found, key) for path, leaf in made.items()}
-        return params | nest(begun), rest
+        return in_eight_bits(found, params | nest(begun)), rest
 
     return replace(
         blueprint,
-        leaves={**blueprint.leaves, **made},
+        leaves={**blueprint.leaves, **kept, **made, **scales},
         init=init,
         bind=partial(_bind, blueprint, found),
         adapters=found,
@@ -110,10 +125,29 @@ def without_adapters(blueprint: Blueprint) -> Blueprint:
 def base_of(blueprint: Blueprint, path: str) -> tuple[str, tuple[int | None, ...]] | None:
     """Returns the matrix that a parameter is an adapter of, and which of its dims each dim is; None for any other."""
     words = path.split("/")
-    if not blueprint.adapters or words[0] != ROOM:
+    if is_scales(blueprint, path):
+        base, part = "/".join(words[1:]), SCALES
+    elif blueprint.adapters and words[0] == ROOM:
+        base, part = "/".join(words[1:-1]), words[-1]
+    else:
         return None
-    base, part = "/".join(words[1:-1]), words[-1]
     return base, blueprint.adapters[base].dims(part, len(blueprint.leaves[base].shape))
+
+
+def is_scales(blueprint: Blueprint, path: str) -> bool:
+    """Returns whether a parameter is the scales of a matrix in 8 bits."""
+    room, _, base = path.partition("/")
+    return room == SCALES and base in blueprint.adapters and blueprint.adapters[base].wide is not None
+
+
+def begun_with(blueprint: Blueprint) -> dict[str, Leaf]:
+    """Returns the parameters as another run or folder has them: those in 8 bits as the model has them, no scales."""
+    wide = {path: each.wide for path, each in blueprint.adapters.items() if each.wide}
+    return {
+        path: replace(leaf, dtype=wide.get(path, leaf.dtype))
+        for path, leaf in blueprint.leaves.items()
+        if not is_scales(blueprint, path)
+    }
 
 
 def as_base(choice: Choice, base: str, dims: tuple[int | None, ...]) -> Choice:
@@ -135,16 +169,29 @@ def merged(blueprint: Blueprint, params: Tree) -> Tree:
     flat = dict(by_path(params))
     for path, each in blueprint.adapters.items():
         first, second = (flat.pop(f"{ROOM}/{path}/{part}") for part in ("first", "second"))
-        add = partial(_merge, scale=each.scale)
+        add, scales = partial(_merge, each), [flat.pop(f"{SCALES}/{path}")] if each.wide else []
         for _ in range(each.lead):
             add = jax.vmap(add)
-        flat[path] = add(flat[path], first, second)
+        flat[path] = add(flat[path], first, second, *scales)
     return nest({tuple(path.split("/")): value for path, value in flat.items()})
 
 
-def _merge(base: jax.Array, first: jax.Array, second: jax.Array, *, scale: float) -> jax.Array:
-    wide = jnp.promote_types(base.dtype, jnp.float32)
-    return (base.astype(wide) + scale * jnp.tensordot(first, second, axes=1).astype(wide)).astype(base.dtype)
+def in_eight_bits(adapters: Mapping[str, Adapter], params: Tree) -> Tree:
+    """Returns parameters in nested dicts with the matrices that are kept in 8 bits rounded, and their scales."""
+    if not any(each.wide for each in adapters.values()):
+        return params
+    flat = dict(by_path(params))
+    for path, each in adapters.items():
+        if each.wide:
+            flat[path], flat[f"{SCALES}/{path}"] = rounded(flat[path], lead=each.lead, inputs=each.inputs)
+    return nest({tuple(path.split("/")): value for path, value in flat.items()})
+
+
+def _merge(each: Adapter, base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array) -> jax.Array:
+    made = each.wide or base.dtype
+    wide = jnp.promote_types(made, jnp.float32)
+    held = as_floats(base, scales[0], wide) if scales else base.astype(wide)
+    return (held + each.scale * jnp.tensordot(first, second, axes=1).astype(wide)).astype(made)
 
 
 def _bind(
@@ -152,8 +199,8 @@ def _bind(
 ) -> Any:
     """Returns the model with these values, that reads a matrix with what its adapter adds."""
     flat = dict(by_path(values))
-    for path in adapters:
-        names = [f"{ROOM}/{path}/{part}" for part in ("first", "second")]
+    for path, each in adapters.items():
+        names = [f"{ROOM}/{path}/first", f"{ROOM}/{path}/second", *[f"{SCALES}/{path}"] * bool(each.wide)]
         flat[path] = Adapted(flat[path], *(flat.pop(name) for name in names))
 
     def read(path: str, value: Any) -> jax.Array:
@@ -162,7 +209,8 @@ def _bind(
         first, second = use(f"{ROOM}/{path}/first", value.first), use(f"{ROOM}/{path}/second", value.second)
         each = adapters[path]
         whole = first.ndim - 1 - each.inputs  # dims of a stack that a scan has not taken away
-        return low_rank_sum(use(path, value.base), first, second * each.scale, lead=whole)
+        scales = [use(f"{SCALES}/{path}", value.scales)] if each.wide else []
+        return low_rank_sum(use(path, value.base), first, second * each.scale, *scales, lead=whole)
 
     return blueprint.bind(nest({tuple(path.split("/")): value for path, value in flat.items()}), rest, read, compute)
 
@@ -185,7 +233,8 @@ def _adapter(path: str, leaf: Leaf, adapters: Adapters) -> Adapter:
     writes = names[-1] == "embed" or (names[-1] is None and path.split("/")[-2:-1] in (["out"], ["o_proj"]))
     if own == 3 and leaf.names is None and not writes and path.split("/")[-2:-1] not in (["query"], ["key"], ["value"]):
         lead, own = lead + 1, 2  # an unnamed stack of matrices
-    return Adapter(lead=lead, inputs=own - 1 if writes and names[lead] != "embed" else 1, scale=adapters.scale)
+    inputs = own - 1 if writes and names[lead] != "embed" else 1
+    return Adapter(lead, inputs, adapters.scale, leaf.dtype if adapters.base == "int8" else None)
 
 
 def _part(leaf: Leaf, dims: tuple[int | None, ...], rank: int) -> Leaf:

@@ -30,7 +30,9 @@ def frozen(layout: Layout, optimizer: optax.GradientTransformation) -> frozenset
     if not any(map(_is_masked, jax.tree.leaves(state, is_leaf=_is_masked))):
         return frozenset()
     update = partial(updated, optimizer)
-    closed = jax.make_jaxpr(update)(layout.params, state, layout.params, jax.ShapeDtypeStruct((), jnp.float32))
+    # of matrices in 8 bits no chain need make sense of gradients to be asked whether it reads them
+    params = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.inexact) else _float(x.shape), layout.params)
+    closed = jax.make_jaxpr(update)(params, state, params, _float(()))
     read = _read(closed.jaxpr, set(range(len(closed.jaxpr.outvars))))
     keyed, _ = jax.tree_util.tree_flatten_with_path(layout.params)  # the gradients are the first of the arguments
     return frozenset(path_of(keys) for index, (keys, _) in enumerate(keyed) if index not in read)
@@ -54,6 +56,10 @@ def zeroed(paths: Set[str], layout: Layout, gradients: Tree) -> Tree:
         return gradients
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), layout.params)
     return joined(without(paths, gradients), zeros)
+
+
+def _float(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def _is_masked(node: Any) -> bool:

@@ -53,7 +53,8 @@ def gathered(layout: Layout, params: Tree, forward: Callable, *known: Any, dtype
         path = path_of(keys)
         place, read = layout.placements[path], found.get(path, Reads(others=1))
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            light = value.astype(dtype) if read.casts and not read.others else value
+            floats = jnp.issubdtype(value.dtype, jnp.floating)  # 8 bits travel as they are
+            light = value.astype(dtype) if read.casts and not read.others and floats else value
             # else XLA may gather float32 and cast what arrives
             light = jax.lax.with_sharding_constraint(light, layout.sharding(place.stored))
             read_as = cut(light, layout.sharding(place.used), layout.sharding(place.whole))

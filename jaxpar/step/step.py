@@ -37,6 +37,7 @@ from jaxpar.step import state as states
 from jaxpar.step.apart.parts import norm_of_parts, parts_of
 from jaxpar.step.checks import precision as check
 from jaxpar.step.checks.dims import check_dims
+from jaxpar.step.checks.eight_bits import check_eight_bits
 from jaxpar.step.checks.given_state import check_same, check_there
 from jaxpar.step.frozen import frozen
 from jaxpar.step.guard import guarded
@@ -83,6 +84,7 @@ class Step:
     ):
         abstract = states.abstract(layout, optimizer)  # refuses what is no layout, or no optimizer
         layout = self.layout = layout.under(frozen(layout, optimizer), states.sent(layout, abstract))
+        check_eight_bits(layout)
         self.loss, self.optimizer, self.numerics = loss, optimizer, numerics
         self.products: check.Matmuls | None = None
         self.share: OwnShare | None = None

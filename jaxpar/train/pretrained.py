@@ -1,6 +1,6 @@
 """Training begins with parameters that are there already, each device's part read or made on its own."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -8,7 +8,9 @@ import numpy as np
 import optax
 
 from jaxpar.errors import JaxparError, Problem, differences
+from jaxpar.models.blocks.eight_bits import Rounded
 from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.adapters import SCALES, begun_with
 from jaxpar.sharding.names import Leaf, path_of
 from jaxpar.step.state import State, abstract, begun, shardings
 
@@ -27,7 +29,8 @@ def start(
     Args:
       layout: Where arrays go.
       optimizer: Any optax chain.
-      params: Path to parameter: what has `shape` and is indexed by slices, such as `Pretrained.params`.
+      params: Path to parameter: what has `shape` and is indexed by slices, such as `Pretrained.params`. In floats; what
+        is kept in 8 bits is read and rounded layer by layer.
       fresh: Paths of parameters that begin anew, as `init_state` makes them.
       seed: Of these, and of dropout.
       offload: Keep the optimizer state in host memory.
@@ -39,10 +42,11 @@ def start(
     if problems := _differences(layout, params, fresh):
         raise JaxparError(*problems)
     placed = shardings(layout, like, offload=offload)
+    parts = {path: part for path in params if path not in fresh for path, part in _parts(layout, path, params[path])}
     born = {
-        path: _born(params[path], place.leaf, layout.sharding(place.stored))
+        path: _born(parts[path], place.leaf, layout.sharding(place.stored))
         for path, place in layout.placements.items()
-        if path not in fresh
+        if path in parts
     }
 
     def begin(given, key) -> State:
@@ -54,21 +58,32 @@ def start(
     return jax.jit(begin, out_shardings=placed, donate_argnums=given)(born, jax.random.key(seed))
 
 
-def _born(value: Any, leaf: Leaf, on: Any) -> jax.Array:
+def _parts(layout: Layout, path: str, value: Any) -> Iterator[tuple[str, Callable]]:
+    """Yields what a parameter becomes, each with what reads a part of it: of a matrix in 8 bits its scales too."""
+    each = layout.blueprint.adapters.get(path)
+    if each is None or each.wide is None:
+        yield path, value.__getitem__
+        return
+    made = Rounded(path, value, each.lead, each.inputs)
+    yield path, made.held
+    yield f"{SCALES}/{path}", made.scales
+
+
+def _born(read: Callable, leaf: Leaf, on: Any) -> jax.Array:
     """Returns a parameter on its devices; a part that several devices keep is read once."""
     parts: dict[str, np.ndarray] = {}
 
     def part(index):
         key = str(index)
         if key not in parts:
-            parts[key] = np.asarray(value[index], leaf.dtype)
+            parts[key] = np.asarray(read(index), leaf.dtype)
         return parts[key]
 
     return jax.make_array_from_callback(leaf.shape, on, part)
 
 
 def _differences(layout: Layout, params: Mapping[str, Any], fresh: Collection[str]) -> list[Problem]:
-    shapes = {path: place.leaf.shape for path, place in layout.placements.items() if path not in fresh}
+    shapes = {path: leaf.shape for path, leaf in begun_with(layout.blueprint).items() if path not in fresh}
     found = differences(params, shapes, of="the model")
     rule, fix = "training begins with all parameters of the model", "[model] as the settings that were loaded"
     return [Problem(f"parameters {what}: {', '.join(names)}", rule, fix) for what, names in found.items()]

@@ -21,6 +21,7 @@ from jaxpar.models.huggingface.folder import TOKENIZERS
 from jaxpar.models.huggingface.load import Pretrained, load
 from jaxpar.models.settings.decoder import DecoderSettings
 from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.adapters import begun_with
 
 FREE = ("dropout", "scan")  # settings that change no number of a trained model
 
@@ -45,8 +46,8 @@ def check_start(job: Job, layout: Layout) -> tuple[Pretrained, Origin]:
         raise JaxparError(*problems)
     theirs = {path: Array(tensor.shape, str(tensor.dtype), 0) for path, tensor in found.params.items()}
     wanted = {
-        path: Array(place.leaf.shape, str(jnp.dtype(place.leaf.dtype)), place.leaf.bytes)
-        for path, place in layout.placements.items()
+        path: Array(leaf.shape, str(jnp.dtype(leaf.dtype)), leaf.bytes)
+        for path, leaf in begun_with(layout.blueprint).items()
     }
     return found, start_from.plan(spec, Path(spec.start_from), theirs, wanted)
 

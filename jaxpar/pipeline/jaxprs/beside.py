@@ -3,6 +3,7 @@
     x @ low_rank_sum(W, A, B)    as the model reads it: W + A B, whose gradient is as large as W
     x @ W + (x @ A) @ B          as a step runs it: the gradients of A and B alone, and so little to reduce
 
+Of a W in 8 bits, x @ W is (x @ W as floats) * scales, and what the backward pass keeps is W as it is stored.
 Where a matrix is read otherwise (a lookup, a transpose, a custom gradient), the sum stays.
 """
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
+from jaxpar.models.blocks.eight_bits import keeping
 from jaxpar.models.low_rank import NAME
 from jaxpar.pipeline.jaxprs.dataflow import changed_inside, rewritten, variables
 
@@ -33,9 +35,9 @@ def beside(function: Callable) -> Callable:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A variable that is W + A B, as its three variables, in a dtype."""
+    """A variable that is W + A B, as its three variables, or four with scales, in a dtype."""
 
-    parts: tuple[Any, Any, Any]
+    parts: tuple[Any, ...]
     dtype: Any
 
 
@@ -61,8 +63,7 @@ class _Rewriting:
         name, given = eqn.primitive.name, [self._sum(var) for var in eqn.invars]
         made: Any = eqn.outvars[0].aval if eqn.outvars else None
         if _is_sum(eqn):
-            base, first, second = eqn.invars
-            self.sums[eqn.outvars[0]] = _Sum((base, first, second), made.dtype)
+            self.sums[eqn.outvars[0]] = _Sum(tuple(eqn.invars), made.dtype)
         elif name == "convert_element_type" and given[0]:
             self.sums[eqn.outvars[0]] = replace(given[0], dtype=made.dtype)
         elif name == "dot_general" and sum(map(bool, given)) == 1 and self._multiplied(eqn, given):
@@ -129,7 +130,7 @@ def _is_sum(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name not in _JIT or eqn.params["name"] != NAME:
         return False
     given: list[Any] = [*eqn.invars]
-    base, first, second = (len(var.aval.shape) for var in given)
+    base, first, second, *_ = (len(var.aval.shape) for var in given)
     return base == first + second - 2
 
 
@@ -137,11 +138,13 @@ def _holds_sum(eqn: JaxprEqn) -> bool:
     return _is_sum(eqn) or any(_holds_sum(each) for inner in jaxprs_in_params(eqn.params) for each in inner.eqns)
 
 
-def _product(x: jax.Array, base: jax.Array, first: jax.Array, second: jax.Array, *, eqn, at, over, dtype) -> jax.Array:
+def _product(
+    x: jax.Array, base: jax.Array, first: jax.Array, second: jax.Array, *scales: jax.Array, eqn, at, over, dtype
+) -> jax.Array:
     """Returns the matmul of x, and W + A B, over the inputs or the outputs of W."""
     (contract, _) = eqn.params["dimension_numbers"]
-    base = base.astype(dtype)
-    out = eqn.primitive.bind(*((base, x) if at == 0 else (x, base)), **eqn.params)
+    run = partial(_with, eqn=eqn, at=at, over=over, dtype=dtype)
+    out = keeping(run, x, base, *scales) if scales else run(x, base)
     how = {key: eqn.params[key] for key in ("precision", "preferred_element_type")}
     inputs = first.ndim - 1
     mine, other = contract[1 - at], contract[at]
@@ -155,3 +158,24 @@ def _product(x: jax.Array, base: jax.Array, first: jax.Array, second: jax.Array,
     if at == 0:
         more = jnp.moveaxis(more, tuple(range(free)), tuple(range(more.ndim - free, more.ndim)))
     return out + more.astype(out.dtype)
+
+
+def _with(x: jax.Array, base: jax.Array, *scales: jax.Array, eqn, at, over, dtype) -> jax.Array:
+    """Returns the matmul of x and W; of one in 8 bits the scales are multiplied with what is of W's outputs."""
+    (contract, _) = eqn.params["dimension_numbers"]
+    if scales and over == "outputs":
+        inputs = base.ndim - scales[0].ndim
+        x = _scaled(x, *scales, dims=[contract[1 - at][contract[at].index(dim)] for dim in range(inputs, base.ndim)])
+    base = base.astype(dtype)
+    out = eqn.primitive.bind(*((base, x) if at == 0 else (x, base)), **eqn.params)
+    if scales and over == "inputs":
+        begin = 0 if at == 0 else out.ndim - scales[0].ndim
+        out = _scaled(out, *scales, dims=range(begin, begin + scales[0].ndim))
+    return out
+
+
+def _scaled(x: jax.Array, scales: jax.Array, *, dims: Sequence[int]) -> jax.Array:
+    """Returns x, each entry multiplied by the scale of its output: dim i of the scales is dim `dims[i]` of x."""
+    order = sorted(range(len(dims)), key=lambda i: dims[i])
+    beside = jax.lax.broadcast_in_dim(jnp.transpose(scales, order), x.shape, [dims[i] for i in order])
+    return (x.astype(beside.dtype) * beside).astype(x.dtype)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxpar.errors import refuse
 from jaxpar.exchange.between import AXIS
@@ -23,6 +22,7 @@ from jaxpar.sharding.names import Tree
 from jaxpar.step.apart.replicas import of_one
 from jaxpar.step.keyed.gradients import handed
 from jaxpar.step.keyed.loss import key_of
+from jaxpar.step.norm.of_shards import whole
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.state import salted
 from jaxpar.step.whole import Whole
@@ -78,7 +78,7 @@ def norm_of_parts(
         with activation_names(one.names, one.sizes):
             gradients, sums, _ = of_part(params, salted(model_state, part), batch)
         tokens = sums["loss"][1]
-        return jnp.where(tokens > 0, optax.tree.norm(gradients, squared=True) * tokens**2, 0.0), tokens
+        return jnp.where(tokens > 0, whole(gradients, squared=True) * tokens**2, 0.0), tokens
 
     def run(params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> jax.Array:
         state = {"model": model_state, "key": jax.random.key(seed)} if keyed else model_state

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
-import optax
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     Jaxpr,
@@ -18,6 +17,7 @@ from jax.extend.core import (
 
 from jaxpar.pipeline.jaxprs.dataflow import Traced, needed
 from jaxpar.sharding.names import Tree
+from jaxpar.step.norm.of_shards import whole
 
 
 def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -> Any:
@@ -28,7 +28,7 @@ def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -
       gradients: Of all parameters.
       norm: What `optax.tree.norm(gradients)` is, but for rounding. Shape [].
     """
-    traced, wanted = Traced(update, gradients), Traced(optax.tree.norm, gradients).closed.jaxpr
+    traced, wanted = Traced(update, gradients), Traced(whole, gradients).closed.jaxpr
     values = Values({})
     sought = values.of(wanted)[wanted.outvars[0]]
     jaxpr = traced.closed.jaxpr

@@ -19,6 +19,11 @@ from jaxpar.sharding.shard_bytes import pieces
 Axes = tuple[str, ...]
 
 
+def whole(gradients: Tree, *, squared: bool = False) -> jax.Array:
+    """Returns the norm of gradients, or its square, as XLA sums it; matrices in 8 bits have no gradient."""
+    return optax.tree.norm([each for each in jax.tree.leaves(gradients) if _is_float(each)], squared=squared)
+
+
 def norm(layout: Layout, gradients: Tree) -> jax.Array:
     """Returns the root of the sum of all squares, as `optax.tree.norm` does; only the order of the sums is another.
 
@@ -27,10 +32,11 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
       gradients: Of all parameters.
     """
     specs = jax.tree.leaves(layout.updated, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    leaves = jax.tree.leaves(gradients)
+    leaves = [leaf for leaf in jax.tree.leaves(gradients) if _is_float(leaf)]
+    specs = [spec for spec, leaf in zip(specs, jax.tree.leaves(gradients), strict=True) if _is_float(leaf)]
     axes = tuple(axis for axis, size in layout.sizes.items() if size > 1 and any(axis in _cut(spec) for spec in specs))
     if not axes or not _equal_pieces(layout, gradients):
-        return optax.tree.norm(gradients)
+        return whole(gradients)
 
     def summed(shards: list[jax.Array]) -> jax.Array:
         held: defaultdict[Axes, list[jax.Array]] = defaultdict(list)
@@ -47,6 +53,10 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
         summed, mesh=layout.on, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
     )(leaves)  # fmt: skip
     return jnp.sqrt(total)
+
+
+def _is_float(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _cut(spec: PartitionSpec) -> Axes:
