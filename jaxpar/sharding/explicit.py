@@ -5,6 +5,7 @@
     auto_axes(f, out_sharding=...)(x)                        f(x), constrained
     with_sharding_constraint(x, NamedSharding(mesh, spec))   constrained, where the mesh is the author's own
     nn.with_logical_constraint(x, names, mesh=mesh)          constrained on the step's mesh
+    nn.with_partitioning(init, names), and logical           names of dims of a parameter, and no constraint
     outside of a step                                        as if nothing were said
 
 Why not a mesh with Explicit axes: sharding in the types of arrays binds everything that touches them, so that losses,
@@ -26,6 +27,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import jax
+from flax import linen as nn
 from flax.core import spmd
 from flax.linen import spmd as linen_spmd
 from jax import lax
@@ -47,7 +49,8 @@ def understood() -> Iterator[None]:
     if _installed:
         yield
         return
-    with _replaced(_functions()), _bound(_held("sharding_constraint_p"), _placed), ExitStack() as primitives:
+    constraints = _bound(_held("sharding_constraint_p"), _placed)
+    with _replaced(_functions()), constraints, _open_boxes(), ExitStack() as primitives:
         _installed.append(primitives)
         try:
             yield
@@ -234,6 +237,23 @@ def _placed(bind: Callable) -> Callable:
         return _constrained(x, _on_mesh_of_step(sharding))
 
     return run
+
+
+@contextmanager
+def _open_boxes() -> Iterator[None]:
+    """Leaves out what a Linen box says when Flax opens it: where parameters lie is the layout's to say.
+
+    Flax opens one in every call, to compare shapes, and `nn.DenseGeneral` does so while its kernel is still flat: of
+    two dims, where the box names three.
+    """
+    before = {kind: kind.unbox for kind in (nn.Partitioned, nn.LogicallyPartitioned)}
+    for kind, unbox in before.items():
+        kind.unbox = lambda self, apply_constraint=True, unbox=unbox: unbox(self, apply_constraint=False)  # pyright: ignore
+    try:
+        yield
+    finally:
+        for kind, unbox in before.items():
+            kind.unbox = unbox  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager
