@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxpar.cli.main import main
@@ -133,6 +134,21 @@ def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
     assert (ours.considered, ours.fitting) == (its.considered, its.fitting)
     assert ours.command.startswith("layout = jp.compose(model, jp.Parallel(")
     assert "layout = jp.compose" in ours._repr_html_()
+
+
+@pytest.mark.slow
+def test_a_model_that_names_shardings_itself_is_planned_as_the_one_that_names_none():
+    from explicit import Explicit, Plain
+    from published.example import language_loss, tokens
+
+    import jaxpar as jp
+
+    plans, rows = [], tokens(np.random.default_rng(0))
+    for model in (Explicit, Plain):
+        layout = jp.compose(model, jp.Parallel(fsdp=4, tensor=2, rules={"tp": "tensor"} if model is Explicit else {}))
+        plans.append(jp.plan(jp.train_step(layout, language_loss, optax.adam(1e-3)), rows, devices=8))
+    named, plain = ([each.to_dict() for each in plan.best] for plan in plans)
+    assert named == plain
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
     jp.plan("configs/gpu_llama_8b_fsdp8.toml", "train.global_batch=512", devices=64, chip="h100")
 
-`jp.plan` is this room, and calls `jaxpar.job.doors.plan.plan`: a job or a step, GPUs and what joins them make a
-plan that prints itself, and shows itself in a notebook.
+`jp.plan` is this room, and calls `jaxpar.job.doors.plan.plan`: a job, or a step made in Python, GPUs and what joins
+them make a plan that prints itself, and shows itself in a notebook.
 
     pages/        a plan as text, HTML and bars             rules/         published rules of thumb beside it
     search        what is first, of all that is legal       memory, time   the two sums, by cause

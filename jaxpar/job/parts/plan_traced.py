@@ -26,6 +26,7 @@ from jaxpar.plan.model.tracing import trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced import Traced
+from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.names import Blueprint, Compute
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes
@@ -125,8 +126,9 @@ def trace_model(
             key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
         }
 
-    with accepting(known(2)[1]):
+    with understood(), accepting(known(2)[1]):  # a model may name shardings itself: outside of a step they say nothing
         found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
+        sums = _is_sum(forward("none", accumulate=2), params, known(2))
     named = _dims(alone)
     axes = {
         axis: each.legal(named, rows, Choices())
@@ -138,7 +140,7 @@ def trace_model(
         name=blueprint.name, shards=shards, beside=beside, refused=refused, piece=_piece(blueprint), recipe=recipe,
         trace=found,
         itemsize=4 if dtype is None else dtype(0).dtype.itemsize,
-        sums=_is_sum(forward("none", accumulate=2), params, known(2)),
+        sums=sums,
         axes=tuple(axes), dims=named.dims, holding=named.holding,
     )  # fmt: skip
 
