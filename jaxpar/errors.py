@@ -127,8 +127,9 @@ def _users(error: BaseException) -> list[traceback.FrameSummary]:
 
 def describe_exception(error: BaseException) -> str:
     """Returns an exception as one line of text, with the file and line of the user's code that raised it."""
-    text = str(error).strip().splitlines()
-    what = f"no entry {error}" if isinstance(error, KeyError) else text[0] if text else ""
+    text = [line for line in str(error).strip().splitlines() if line.strip()]
+    more = bool(text) and text[0].endswith(":")  # as of a scan, whose second line says which types differ
+    what = f"no entry {error}" if isinstance(error, KeyError) else " ".join(each.strip() for each in text[: 1 + more])
     if type(error).__name__ not in ("KeyError", "TypeError", "ValueError", "OSError"):
         what = f"{type(error).__name__}: {what}".rstrip(": ")
     lines = _users(error)

@@ -133,6 +133,11 @@ def test_a_fit_evaluates_sets_by_name_keeps_the_best_by_one_of_them_and_begins_w
     same(tuned.state.params["down"], fresh.params["down"])
 
 
+def carried(model, batch):
+    """A scan that gives back another type than it was given: JAX says which on its second line."""
+    return jax.lax.scan(lambda x, _: (x.astype(np.int32), None), loss(model, batch)[0], length=2)[0], 1
+
+
 BATCH = Points().batch(0, 16)
 
 
@@ -173,6 +178,9 @@ WRONG = {
     "a batch of two sizes": (lambda path: jp.plan(step_of(fsdp=8), BATCH | {"y": BATCH["y"][1:]}, devices=8),
                              "same first"),
     "a batch without y": (lambda path: jp.plan(step_of(fsdp=8), {"x": BATCH["x"]}, devices=8), "no entry 'y'"),
+    "a scan of two types": (lambda path: jp.plan(jp.train_step(step_of(fsdp=8).layout, carried, OPTIMIZER), BATCH,
+                                                 devices=8),
+                            r"type float32\[\] but .* type int32\[\]"),
     "devices that do not divide it": (lambda path: jp.plan(step_of(fsdp=8), BATCH, devices=7), "divides the examples"),
     "top": (lambda path: jp.plan("configs/gpu_llama_8b_fsdp8.toml", devices=8, top=0), "top is"),
 }  # fmt: skip
