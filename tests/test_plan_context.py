@@ -22,6 +22,7 @@ from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
 from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.layer_bytes import logit_chunks
 from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.pages.html import write as html
 from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import describe, search, weigh
 from jaxpar.plan.techniques import context
@@ -197,7 +198,14 @@ def test_a_plan_of_a_job_that_offloads_says_what_is_on_the_host_and_its_time():
     slow = replace(one.hardware, chip=replace(one.hardware.chip, pcie=1e6))
     waits = weigh(replace(one, hardware=slow), away.candidate).time.host
     assert waits == pytest.approx(2 * 4 * 2**30 / 1e6 / 0.82, rel=0.05)
-    shown = page(search(replace(one, choices=Choices(remats=("offload",))), top=40))
+    found = search(replace(one, choices=Choices(remats=("offload",))), top=40)
+    shown, said = page(found), "4 GiB per device, 81.8 ms each way over PCIe, 0 ms of it waited for"
     assert "In host memory:" in shown
-    assert "4 GiB per device, 81.8 ms each way over PCIe, 0 ms of it waited for" in shown
+    assert said in shown
+    assert said in html(found, title="a plan")
+    rows = {each["context_by"]: each["host"] for each in found.to_dict()["best"] if each["context"] == 8}
+    assert rows["ring"] == {"bytes": 4 * 2**30, "seconds_each_way": pytest.approx(0.0818, rel=1e-3)}
+    plain = search(asked(131072)[1], top=1)
+    assert "In host memory" not in html(plain, title="a plan")
+    assert "host" not in plain.to_dict()["best"][0]
     assert "offload" not in set(asked(131072)[1].legal().remat)

@@ -13,6 +13,7 @@ from jaxpar.plan.enumerate import at, pick
 from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.memory import Memory
+from jaxpar.plan.model.layer_time import pcie_seconds
 from jaxpar.plan.pareto import Points, pareto
 from jaxpar.plan.planned import Model
 from jaxpar.plan.techniques.table import TECHNIQUES
@@ -129,18 +130,25 @@ class Ranked:
       candidate: The layout.
       time: Seconds of a step, by cause.
       memory: Bytes of the fullest device, by cause.
+      host: Bytes of a device's layers that are in host memory while a step runs.
+      over_pcie: Seconds of a step in which they are on their way there, and as many back, hidden or not; 0 where
+        the chip's speed to its host is not known.
     """
 
     candidate: Candidate
     time: StepTime
     memory: Memory
+    host: float = 0.0
+    over_pcie: float = 0.0
 
     def __str__(self) -> str:
         return describe(self.candidate)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON has it: the layout, seconds and bytes by cause."""
-        return asdict(self.candidate) | {"seconds": dict(self.time), "bytes": dict(self.memory), "how": "modelled"}
+        """Returns it as JSON has it: the layout, seconds and bytes by cause, and what is on the host, if anything."""
+        away = {"host": {"bytes": self.host, "seconds_each_way": self.over_pcie}} if self.host else {}
+        costs = {"seconds": dict(self.time), "bytes": dict(self.memory), "how": "modelled"}
+        return asdict(self.candidate) | costs | away
 
     def slower(self, than: "Ranked") -> list[tuple[str, float]]:
         """Returns (cause, seconds more) against another, largest first, of what is more."""
@@ -242,10 +250,13 @@ def _fitting(question: Question) -> tuple[int, Candidate, np.ndarray]:
 
 def weigh(question: Question, candidate: Candidate) -> Ranked:
     """Returns one layout with its predictions, as plain numbers."""
+    away = question.model.on_host(candidate)
     return Ranked(
         candidate=candidate,
         time=question.seconds(candidate).plain,
         memory=question.bytes(candidate).plain,
+        host=away,
+        over_pcie=candidate.microbatches * away * pcie_seconds(question.hardware),
     )
 
 

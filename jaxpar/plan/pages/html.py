@@ -8,7 +8,7 @@ from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table,
 from jaxpar.plan.measured.trust import trusted
 from jaxpar.plan.pages.looks import css, of_bytes, of_seconds
 from jaxpar.plan.pages.pareto_svg import scatter
-from jaxpar.plan.pages.text import batch_of, hopeless, leaner, spare, why
+from jaxpar.plan.pages.text import batch_of, hopeless, leaner, on_host, spare, why
 from jaxpar.plan.search import Plan, Ranked, describe
 from jaxpar.plan.speed import cost, speed
 from jaxpar.plan.validation import Checked
@@ -48,6 +48,7 @@ def _parts(
     """Returns what is on top, (name, body) of each section, and the legend."""
     sections = [
         ("Where a step goes", _breakdown(plan)),
+        ("In host memory", _on_host(plan)),
         ("Memory against time", join([scatter(plan), _leaner(plan)])),
         ("If an assumption is wrong", _doubts(plan)),
         ("Compiled", _checked(checked)),
@@ -143,6 +144,16 @@ def _row(rank: int, each: Ranked, scale: float, plan: Plan) -> Markup:
         bar(bytes_, max(room, each.memory.total), cls="jx-stack jx-room"),
         tag("span", show_bytes(each.memory.total), tag("span", f" {each.memory.total / room:.0%}", cls="jx-small")),
     )  # fmt: skip
+
+
+def _on_host(plan: Plan) -> Markup:
+    """Returns a table of what layouts have in host memory; nothing where none has anything there."""
+    told = [(f"{rank}", describe(each.candidate), on_host(each)) for rank, each in enumerate(plan.best, 1)]
+    cells = [row for row in told if row[-1]]
+    if not cells:
+        return Markup()
+    words = tag("p", "Inputs of layers that wait for their backward pass there: ", badge("modelled"))
+    return join([words, table("In host memory", ("", "layout", "inputs of layers"), cells, "nww")])
 
 
 def _pace(each: Ranked, plan: Plan) -> str:

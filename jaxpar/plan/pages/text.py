@@ -4,7 +4,6 @@ import numpy as np
 
 from jaxpar.plan.enumerate import at
 from jaxpar.plan.measured.trust import trusted
-from jaxpar.plan.model.layer_time import pcie_seconds
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
 from jaxpar.plan.speed import cost, speed, ways_out
@@ -50,15 +49,18 @@ def _head(plan: Plan) -> str:
     return "\n".join(line for line in lines if line)
 
 
+def on_host(each: Ranked) -> str:
+    """Returns what a layout has in host memory, and its time over PCIe each way; nothing where it has nothing there."""
+    if not each.host:
+        return ""
+    waits = show_seconds(each.time.get("host", 0.0))
+    there = f"{show_seconds(each.over_pcie)} each way over PCIe, {waits} of it waited for"
+    return f"{show_bytes(each.host)} per device, {there if each.over_pcie else 'how fast is not known'}"
+
+
 def _on_host(plan: Plan) -> str:
-    """Returns what the layouts that are shown have in host memory, and its time over PCIe, each way."""
-    asked, lines = plan.question, []
-    for rank, each in enumerate(plan.best, start=1):
-        if size := asked.model.on_host(each.candidate):
-            took = each.candidate.microbatches * size * pcie_seconds(asked.hardware)
-            waits = show_seconds(each.time.get("host", 0.0))
-            there = f"{show_seconds(took)} each way over PCIe, {waits} of it waited for"
-            lines.append(f"  {rank}: {show_bytes(size)} per device, {there if took else 'how fast is not known'}")
+    """Returns the same of all layouts that are shown."""
+    lines = [f"  {rank}: {away}" for rank, each in enumerate(plan.best, start=1) if (away := on_host(each))]
     return "\n".join(["In host memory:", *lines]) if lines else ""
 
 
