@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,10 @@ class Candidate:
             ("head", ("last", "spread")),
             ("context_by", ("gather", "ring", "ulysses")),
         ):
-            for word in set(np.unique(getattr(self, key)).tolist()) - set(known):
+            words = np.asarray(getattr(self, key))
+            if sum(np.count_nonzero(words == word) for word in known) == words.size:  # a sort takes ten times as long
+                continue
+            for word in set(np.unique(words).tolist()) - set(known):
                 problems.append(Problem(f"{key}={word!r}", f"a {key} that has a name", nearest(str(word), known)))
         if problems:
             raise JaxparError(*problems)
@@ -112,9 +115,16 @@ class Candidate:
         return math.prod(self.size(inner) for inner in names[names.index(axis) + 1 :])
 
     def mapped(self, change: Callable[[Any], Any]) -> "Candidate":
-        """Returns it with every field, and the size of every further axis, changed in the same way."""
-        own = {each.name: change(getattr(self, each.name)) for each in fields(self) if each.name != "axes"}
-        return Candidate(**own, axes={axis: change(size) for axis, size in self.axes.items()})
+        """Returns it with every field, and the size of every further axis, changed in the same way: entries are picked.
+
+        They were checked when it was made, and are not again.
+        """
+        made = object.__new__(Candidate)
+        for each in fields(self):
+            if each.name != "axes":
+                object.__setattr__(made, each.name, change(getattr(self, each.name)))
+        object.__setattr__(made, "axes", {axis: change(size) for axis, size in self.axes.items()})
+        return made
 
     @property
     def devices(self) -> Any:
@@ -140,44 +150,43 @@ class Candidate:
         """Returns how many of so many layers the fullest part holds."""
         return -(-count // (self.pipe * self.chunks))
 
-    @property
+    @cached_property
     def phased(self) -> Any:
         """Whether a tick of the schedule has one kind of op on all stages."""
-        names, which = np.unique(self.schedule, return_inverse=True)
-        found = np.array([_table_of(name).phased for name in names.tolist()])
-        return found[which].reshape(np.shape(self.schedule))
+        return self._of_schedules(lambda table: table.phased)
 
-    @property
+    @cached_property
     def split(self) -> Any:
         """Whether the schedule runs the gradients of weights apart from those of inputs."""
-        names, which = np.unique(self.schedule, return_inverse=True)
-        found = np.array([_table_of(name).split for name in names.tolist()])
-        return found[which].reshape(np.shape(self.schedule))
+        return self._of_schedules(lambda table: table.split)
 
-    @property
+    @cached_property
     def forwards_first(self) -> Any:
         """Whether all forwards of the schedule come before its first backward, however many microbatches there are."""
-        names, which = np.unique(self.schedule, return_inverse=True)
-        tables = [_table_of(name) for name in names.tolist()]
-        found = np.array([table.peak[0] == table.microbatches * table.chunks for table in tables])
-        return found[which].reshape(np.shape(self.schedule))
+        return self._of_schedules(lambda table: table.peak[0] == table.microbatches * table.chunks)
+
+    def _of_schedules(self, true: Callable[[Schedule], bool]) -> np.ndarray:
+        """Returns whether something is true of each candidate's schedule."""
+        names, found = np.asarray(self.schedule), np.zeros(np.shape(self.schedule), bool)
+        for name in LIBRARY:
+            if (these := names == name).any() and true(_table_of(name)):
+                found = found | these
+        return found
 
     @property
     def sharing(self) -> Any:
         """Stages that share the embedding and the head."""
         return np.where(np.asarray(self.head) == "spread", self.pipe, 1)
 
-    @property
+    @cached_property
     def recomputed(self) -> tuple[Any, ...]:
         """The five shares of `RECOMPUTES` that hold for `remat`.
 
         Over gathered keys attention's first matmul is one that no remat sees, so all_dots makes it again.
         """
         remat = np.asarray(self.remat)
-        found = [
-            np.select([remat == name for name in RECOMPUTES], [shares[i] for shares in RECOMPUTES.values()])
-            for i in range(5)
-        ]
+        which = [remat == name for name in RECOMPUTES]
+        found = [np.select(which, [shares[i] for shares in RECOMPUTES.values()]) for i in range(5)]
         found[1] = np.where((remat == "all_dots") & np.greater(self.context, 1), 0.5, found[1])
         # of what travels, forward and backward are one function each: no policy sees matmuls in them
         whole = np.isin(remat, ("all_dots", "dots")) & np.not_equal(self.context_by, "gather")

@@ -15,6 +15,7 @@ from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.kernels import CUDNN, FLASH_2, Kernel
+from jaxpar.plan.machine.walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,8 +30,11 @@ class SoftwareModel:
       scores: Bytes per score to and from memory, forward and backward, of unfused attention.
       kept: Bytes per score kept for the backward pass, and of them those of matmuls alone; 0 where attention is fused.
       worked: Bytes per score that the backward of a layer works with, where nothing of them is kept.
-      blocks: Bytes per score to and from memory, forward and backward, of attention that goes pair by pair of blocks.
-      pair: Seconds of the small kernels of a pair of blocks, forward or backward: as long whatever its size.
+      split: Keys of a row up to which the softmax of unfused attention is one kernel, 0 for any number; beyond, what it
+        moves more per score going forward.
+      scaled: The same where a device has more than one row and more than one head of keys: of scores with one more dim,
+        what scales them is no part of the softmax's kernel.
+      walk: The kernels of attention that goes pair by pair of blocks.
       relaid: How often more scores are kept because XLA lays them forward in one order and backward in another, where
         a device has more than one pair of a row and a head of keys; a quarter as many more while they are worked
         with, where it has more rows than heads of keys.
@@ -72,8 +76,9 @@ class SoftwareModel:
     scores: tuple[float, float] = (0.0, 0.0)
     kept: tuple[float, float] = (0.0, 0.0)
     worked: float = 0.0
-    blocks: tuple[float, float] = (0.0, 0.0)
-    pair: float = 0.0
+    split: tuple[int, float] = (0, 0.0)
+    scaled: float = 0.0
+    walk: Walk = field(default_factory=Walk)
     relaid: float = 0.0
     residual: float = 8.0
     stream: tuple[float, float]
@@ -102,6 +107,12 @@ class SoftwareModel:
     exchange: Exchange = field(default_factory=AllReduce)
     source: str
 
+    def score(self, keys: int, candidate: Candidate, kv_heads: int) -> tuple[Any, Any]:
+        """Returns the bytes per score of unfused attention to rows of so many keys, forward and backward."""
+        most, more = self.split
+        several = np.greater(candidate.microbatch, 1) & np.greater(kv_heads, candidate.tensor)
+        return self.scores[0] + more * bool(most and keys > most) + self.scaled * several, self.scores[1]
+
     def cost(self, of: Callable[["SoftwareModel"], tuple[Any, ...]], candidate: Candidate) -> tuple[Any, ...]:
         """Returns what something costs by this software, or by that of `pieces` where sequences are cut."""
         whole = of(self)
@@ -125,10 +136,10 @@ class SoftwareModel:
             "software model",
             {key: (0.0, 1e4) for key in ("worked", "relaid", "residual", "logits", "accumulate", "update", "keep")}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")}
-            | {"interference": (0.0, 10.0), "host": (0.0, 60.0), "pair": (0.0, 1.0)},
+            | {"interference": (0.0, 10.0), "host": (0.0, 60.0)},
         )
         pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(
-            ("scores", "kept", "blocks", "stream", "inner", "wire", "waits"), (0.0, 1e4)
+            ("scores", "kept", "stream", "inner", "wire", "waits"), (0.0, 1e4)
         )
         for key, (low, high) in pairs.items():
             pair = getattr(self, key)
@@ -220,9 +231,14 @@ _WHOLE = replace(
     wire=(2.0, 2.0),  # cast before they travel: tests/test_collectives.py
     residual=8.0,  # two norms' inputs, and what they hand to matmuls: `models/own_backward.py`
     keep=5.0,  # a scan over layers copies it into one array for all, and each layer's out of it; a buffer is cleared
-    # replayed from an 8B model's rings and exchanged heads at 16,384 and 32,768 tokens on 8 H100s, remat none and full
-    blocks=(39.0, 67.0),
-    pair=12e-6,
+    # replayed from two layers of an 8B model on 8 H100s, rings at 32,768 tokens in blocks of 128 x 256 to 512 x 512
+    walk=Walk(
+        scores=(19.4, 17.0),
+        queries=(32.8, 26.4),
+        keys=(12.8, 64.0),
+        pair=12e-6,
+        least=(28e-6, 32e-6),  # 14 and 16 kernels of 2 us: met where heads are few, as where all are exchanged
+    ),
     eager=True,  # a scan over microbatches; pipelines reduce and gather once, around their table
     copies=None,
     ends=False,  # in what is replayed
@@ -251,6 +267,11 @@ _UNFUSED = replace(
 
 _PIECES = replace(
     _UNFUSED,
+    # replayed from gathered keys of an 8B model: softmax reads 4 and writes 2 forward, and backward 4 and 6 of shares,
+    # their gradient and that of scores; of matmuls' 6 and 8 what takes longer than their FLOP
+    scores=(7.8, 9.6),
+    split=(16384, 6.8),  # three kernels: the largest and the sum are found first, and each reads 4
+    scaled=6.8,  # read and written 4
     kept=(2.0, 0.0),  # shares in 16 bits: `parallel/techniques/attention_gather.py`
     worked=6.0,  # scores made again, in float32, and the shares; then these, their gradient and that of scores
     relaid=0.0,

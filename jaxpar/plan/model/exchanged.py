@@ -1,11 +1,14 @@
 """Attention over pieces of sequences that travel, in a ring or as heads for tokens: what a device computes and keeps.
 
 Blocks of queries meet blocks of keys, pair by pair (`jaxpar/models/blocks`). Of P groups of a causal ring, each with an
-early and a late chunk of n blocks, a device walks 2 n^2 pairs in a turn, and 2 n^2 + n of its own:
+early and a late chunk of m blocks of queries and n of keys, a device walks 2 m n pairs in a turn, and 2 m n + m of its
+own:
 
     share of the dense square     (2P + 1/n) / 4P     causal, P > 1      at most the (2P + 1) / 4P of whole chunks
                                   (n + 1) / 2n        causal, P = 1: heads for tokens alone
                                   1                   no mask
+
+The more tokens a group has, the larger are its blocks, up to `BLOCK`: fewer pairs, each with less to move per score.
 
 Nothing of a score is kept: q, k, v and the result as they are in the ring, and a logsumexp in float32.
 Sources: arXiv:2310.01889 (ring), arXiv:2309.14509 (heads for tokens), arXiv:2205.14135 (blocks).
@@ -18,7 +21,8 @@ import numpy as np
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.shape import Shape
 
-BLOCK = 512  # tokens of a block at most, as `jaxpar.models.blocks.pairs.BLOCK`
+# tokens of a block at most and at least, and entries of all queries for every score: as `jaxpar.models.blocks.pairs`
+BLOCK, LEAST, SHARE = 512, 256, 8
 SUM = 4  # bytes of what is summed over blocks: float32
 
 
@@ -34,28 +38,52 @@ def groups(candidate: Candidate) -> Any:
 
 def heads_of_keys(shape: Shape, candidate: Candidate) -> Any:
     """Returns the heads of keys that travel, of all of tensor: with copies, if fewer than devices exchange them."""
-    heads, ways = shape.kv_heads or shape.heads, np.multiply(candidate.tensor, candidate.ulysses)
-    return np.where(np.greater(candidate.ulysses, 1), np.lcm(heads, ways), heads)
+    return with_copies(shape, candidate.tensor, candidate.ulysses)
 
 
-def _blocks(shape: Shape, candidate: Candidate) -> Any:
-    """Returns the blocks of a chunk, parts of one too; a ring cuts causal pieces in two chunks."""
+def with_copies(shape: Shape, tensor: Any, ulysses: Any) -> Any:
+    """Returns the heads of keys that travel where so many devices exchange them, of all of tensor."""
+    heads = shape.kv_heads or shape.heads
+    return np.where(np.greater(ulysses, 1), np.lcm(heads, np.multiply(tensor, ulysses)), heads)
+
+
+def most(tokens: Any, head_dim: Any) -> tuple[Any, Any]:
+    """Returns the tokens of a block of queries and of one of keys at most, as `jaxpar.models.blocks.pairs.most`."""
+    area = np.maximum(np.floor_divide(np.multiply(tokens, head_dim), SHARE), 1)
+    keys = np.minimum(BLOCK, np.maximum(LEAST, 2 ** np.ceil(np.log2(area) / 2)))
+    return np.minimum(BLOCK, np.maximum(LEAST, area // keys)), keys
+
+
+def blocks(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
+    """Returns the tokens of a block of queries and of one of keys; a chunk that is shorter is one block."""
+    chunk = _chunk(shape, candidate)
+    queries, keys = most(shape.seq / groups(candidate), shape.dim // shape.heads)
+    return np.minimum(chunk, queries), np.minimum(chunk, keys)
+
+
+def _chunk(shape: Shape, candidate: Candidate) -> Any:
+    """Returns the tokens of a chunk: a ring cuts causal pieces in two."""
     ring = groups(candidate)
-    chunk = shape.seq / ring / np.where(shape.causal & np.greater(ring, 1), 2, 1)
-    return np.maximum(chunk / BLOCK, 1.0)
+    return shape.seq / ring / np.where(shape.causal & np.greater(ring, 1), 2, 1)
+
+
+def _counts(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
+    """Returns the blocks of queries of a chunk, and those of keys, parts of one too."""
+    chunk, (queries, keys) = _chunk(shape, candidate), blocks(shape, candidate)
+    return chunk / queries, chunk / keys
 
 
 def pairs(shape: Shape, candidate: Candidate) -> Any:
     """Returns the pairs of blocks that a device walks in a forward pass of a layer."""
-    ring, n = groups(candidate), _blocks(shape, candidate)
+    ring, (m, n) = groups(candidate), _counts(shape, candidate)
     if not shape.causal:
-        return ring * n**2
-    return np.where(np.greater(ring, 1), 2 * ring * n**2 + n, n * (n + 1) / 2)
+        return ring * m * n
+    return np.where(np.greater(ring, 1), 2 * ring * m * n + m, m * (n + 1) / 2)
 
 
 def walked(shape: Shape, candidate: Candidate) -> Any:
     """Returns the share of the dense square [seq / context, seq] that a device computes."""
-    ring, n = groups(candidate), _blocks(shape, candidate)
+    ring, (_, n) = groups(candidate), _counts(shape, candidate)
     if not shape.causal:
         return np.ones_like(n)
     return np.where(np.greater(ring, 1), (2 * ring + 1 / n) / (4 * ring), (n + 1) / (2 * n))
@@ -63,8 +91,14 @@ def walked(shape: Shape, candidate: Candidate) -> Any:
 
 def turn(shape: Shape, candidate: Candidate) -> Any:
     """Returns the share of a device's pairs that it walks while one piece travels."""
-    ring, n = groups(candidate), _blocks(shape, candidate)
-    return np.where(shape.causal & np.greater(ring, 1), 2 * n**2 / (2 * ring * n**2 + n), 1 / ring)
+    ring, (_, n) = groups(candidate), _counts(shape, candidate)
+    return np.where(shape.causal & np.greater(ring, 1), 2 * n / (2 * ring * n + 1), 1 / ring)
+
+
+def heads_here(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
+    """Returns the heads of queries that a device walks for all rows of a microbatch, and those of keys."""
+    ways = candidate.tensor * np.where(travels(candidate), candidate.ulysses, 1)
+    return candidate.microbatch * shape.heads / ways, candidate.microbatch * heads_of_keys(shape, candidate) / ways
 
 
 def kept_bytes(shape: Shape, candidate: Candidate) -> Any:
@@ -83,5 +117,6 @@ def worked_bytes(shape: Shape, candidate: Candidate) -> Any:
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     keys = shape.dim // shape.heads * heads_of_keys(shape, candidate)
     moving = tokens * (2 * shape.dim + SUM * shape.dim + 3 * SUM * 2 * keys + 2 * 2 * 2 * keys)
-    heads = shape.heads / np.where(travels(candidate), candidate.ulysses, 1)
-    return (moving + 4 * SUM * candidate.microbatch * heads * BLOCK**2) / candidate.tensor
+    return moving / candidate.tensor + 4 * SUM * heads_here(shape, candidate)[0] * np.multiply(
+        *blocks(shape, candidate)
+    )

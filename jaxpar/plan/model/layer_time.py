@@ -95,16 +95,31 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
 def scores(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of reading and writing the scores [rows, heads / t, seq, seq], forward and backward.
 
-    Where pieces travel, those of the pairs of blocks that a device walks, and the small kernels of each pair.
+    Where pieces travel, what the pairs of blocks that a device walks take besides their matmuls.
     """
     count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
-    forward, backward = software.cost(lambda own: (own.scores[0] * count, own.scores[1] * count), candidate)
-    far, share = exchanged.travels(candidate), exchanged.walked(shape, candidate)
-    small = software.pair * exchanged.pairs(shape, candidate)
-    there = (hardware.stream(size * share * count) + small for size in software.blocks)
-    pairs = zip(there, (forward, backward), strict=True)
-    ahead, back = (np.where(far, met, hardware.stream(size)) for met, size in pairs)
+    forward, backward = software.cost(
+        lambda own: tuple(size * count for size in own.score(shape.seq, candidate, shape.kv_heads or shape.heads)),
+        candidate,
+    )
+    far = exchanged.travels(candidate)
+    if not far.any():
+        return hardware.stream(forward), hardware.stream(backward)
+    pairs, core = exchanged.pairs(shape, candidate), attention(shape, candidate, hardware, software)
+    both = zip((forward, backward), core, strict=True)
+    ahead, back = (
+        np.where(far, pairs * pair(shape, candidate, hardware, software, way, each / pairs), hardware.stream(size))
+        for way, (size, each) in enumerate(both)
+    )
     return ahead, back
+
+
+def pair(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int, core: Any) -> Any:
+    """Returns the seconds of a pair of blocks besides the `core` of its matmuls; way is 0 going forward, 1 backward."""
+    (queries, keys), (heads, kv_heads) = exchanged.blocks(shape, candidate), exchanged.heads_here(shape, candidate)
+    wide, walk = shape.dim / shape.heads, software.walk
+    moved = walk.moved(way, heads * queries * keys, heads * queries * wide, kv_heads * keys * wide)
+    return np.maximum(walk.pair + hardware.stream(moved), walk.least[way] - core)
 
 
 def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:

@@ -12,7 +12,6 @@ Sources: arXiv:2407.21783, 3.3.2 (gather), arXiv:2310.01889 (ring), arXiv:2309.1
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,7 +77,7 @@ def _ring(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Iterat
     rotates = np.greater(ring, 1)
     yield sent("collective-permute", 2 * rotates, keys)
     if shape.causal:
-        share = np.vectorize(moved, otypes=[float])(np.maximum(ring, 2))
+        share = moved(np.maximum(ring, 2))
         for size in (queries, keys):
             yield from _passes(_Maker(ring, senders=share), "collective-permute", 4 * rotates, size / 2, candidate)
 
@@ -138,10 +137,9 @@ def forms(
         return [dict(zip(_FORMS, (*gather, False, zero), strict=True))]
     ways: list[tuple[str, int]] = [gather]
     for ulysses in (size for size in range(1, context + 1) if context % size == 0):
-        one = replace(Candidate(), context=context, context_by="ring", ulysses=ulysses, tensor=tensor)
         halves = 2 if model.causal and context > ulysses else 1
         parts = np.lcm(context, halves * context // ulysses)
-        heads = int(exchanged.heads_of_keys(model, one))
+        heads = int(exchanged.with_copies(model, tensor, ulysses))
         if seq % parts == 0 and (ulysses == 1 or model.heads % heads == 0):
             ways.append(("ulysses" if ulysses == context else "ring", ulysses))
     state = [(False, zero)]

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from jaxpar.mesh.collective import Collective
 
 BF16, FP32 = 2, 4  # bytes
@@ -79,20 +81,23 @@ def exchanged(row: Rows) -> Iterator[Collective]:
             yield permute(times=2 * (turns + backward), payload=sizes[1], backward=backward)
         if turns and row.causal:  # the door: two halves of each array, and some of their chunks stay
             for size in sizes:
-                yield permute(times=4, payload=size // 2, backward=backward, senders=moved(row.ring))
+                yield permute(times=4, payload=size // 2, backward=backward, senders=float(moved(row.ring)))
     if turns:
         sums = permute(times=2 * turns, payload=sizes[1] * FP32 // BF16, backward=True)
         yield replace(sums, dtype="f32")
 
 
-def moved(ring: int) -> float:
+def moved(ring: Any) -> Any:
     """Returns the share of chunks that go to another group at the door.
 
-    >>> moved(2), moved(8)
+    Chunk c of 2P comes from group c // 2, and goes to c or, of the late ones, to 2P - 1 - c. The first one stays; of
+    the late ones that of which c // 2 = 2P - 1 - c, which is there unless 3 divides P.
+
+    >>> float(moved(2)), float(moved(8))
     (0.5, 0.875)
     """
-    home = [min(chunk, 2 * ring - 1 - chunk) for chunk in range(2 * ring)]
-    return sum(chunk // 2 != there for chunk, there in enumerate(home)) / (2 * ring)
+    stay = 1 + (np.remainder(ring, 3) != 0)
+    return 1 - stay / (2 * np.asarray(ring))
 
 
 def work(row: Rows) -> float:

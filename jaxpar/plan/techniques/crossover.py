@@ -9,13 +9,15 @@ Of one layer, with r forward passes computed again, in s tokens of a row:
 
     a s^2 + c s + l = b s^2 + d s + m     s = (d - c + sqrt((d - c)^2 + 4 (a - b) (m - l))) / (2 (a - b))
 
-Hops take the longer of the two, so a ring is faster from the larger of both roots on; never, where a <= b. The times
-that this stands for are `seconds`, as a plan has them; tests find where they cross.
+Hops take the longer of the two, so a ring is faster from the larger of both roots on; never, where a <= b. Blocks grow
+with the tokens, and what a pair of them takes with it: b, d and m hold over a range of tokens, and the root counts that
+lies in its own. The times that this stands for are `seconds`, as a plan has them; tests find where they cross.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.layer_bytes import layer_bytes
-from jaxpar.plan.model.layer_time import attention, elementwise, scores
+from jaxpar.plan.model.layer_time import attention, elementwise, pair, scores
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.asked import of_blocks
 from jaxpar.plan.techniques.base import BYTES
@@ -51,16 +53,42 @@ def crossover(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     Returns:
       Tokens of a row, not rounded; infinity where it never is.
     """
-    gathered = _gathered(shape, candidate, hardware, software)
     found = math.inf
-    for few in (False, True):  # blocks on the diagonal that are full, or a chunk of less than one
-        ways = _travelling(shape, candidate, hardware, software, few=few)
+    for low, inside in reversed(_ranges(shape, candidate, software)):
+        here = replace(shape, seq=int(inside))
+        gathered = _gathered(here, candidate, hardware, software)
+        ways = _travelling(here, candidate, hardware, software)
         root = max(_root(np.subtract(way, gathered)) for way in ways)
-        whole = exchanged.BLOCK * int(exchanged.groups(candidate)) * (2 if shape.causal else 1)
-        if few == (root < whole):
-            return root
-        found = min(found, max(root, float(whole)))
+        if root >= low:
+            return min(root, found)
+        found = low
     return found
+
+
+def _ranges(shape: Shape, candidate: Candidate, software: SoftwareModel) -> list[tuple[float, float]]:
+    """Returns (from so many tokens of a row on, tokens inside) for every range with blocks of one size, roughly.
+
+    In the first of them a chunk is one block, as long as it is. Another ends where a softmax is one kernel no more.
+    """
+    one, ring = _one_block(shape, candidate), int(exchanged.groups(candidate))
+    per_area = ring * exchanged.SHARE * shape.heads / shape.dim
+    least, step = exchanged.LEAST**2, 2 ** (1 / 4)  # blocks grow from area 2 least on, to 4 least
+    areas = [least, *(2 * least * step**n for n in range(5))]
+    split = (software.pieces or software).split[0]
+    ends = {
+        0.0,
+        float(one),
+        *(area * per_area for area in areas if area * per_area > one),
+        *[float(split)] * bool(split),
+    }
+    found = sorted(ends)
+    return [(low, (low + high) / 2) for low, high in pairwise([*found, 2 * found[-1]])]
+
+
+def _one_block(shape: Shape, candidate: Candidate) -> int:
+    """Returns the tokens of a row up to which a chunk is one block."""
+    ring = int(exchanged.groups(candidate))
+    return exchanged.LEAST * ring * (2 if shape.causal and ring > 1 else 1)
 
 
 def _root(more: np.ndarray) -> float:
@@ -72,20 +100,21 @@ def _root(more: np.ndarray) -> float:
     return 0.0 if inside < 0 else max(0.0, (linear + math.sqrt(inside)) / (-2 * square))
 
 
-def _per_score(shape: Shape, candidate: Candidate, hardware: Hardware, own: SoftwareModel, *, far: bool) -> np.ndarray:
-    """Returns the seconds of one score, in all forward passes and in the backward pass."""
-    moved = np.divide(own.blocks if far else own.scores, hardware.chip.bandwidth * hardware.streaming)
+def _per_score(shape: Shape, candidate: Candidate, hardware: Hardware, own: SoftwareModel) -> float:
+    """Returns the seconds of one score of gathered keys, in all forward passes and in the backward pass."""
+    each = own.score(shape.seq, candidate, shape.kv_heads or shape.heads)
+    moved = np.divide(each, hardware.chip.bandwidth * hardware.streaming)
     flop = 4 * shape.dim / shape.heads / hardware.chip.bf16_flops
-    core = np.array([flop / own.core[0], flop * (2.5 if far else 2.0) / own.core[1]])
+    core = np.array([flop / own.core[0], flop * 2.0 / own.core[1]])
     again = np.array([1 + float(candidate.recomputed[1]), 1.0]), np.array([1 + float(candidate.recomputed[2]), 1.0])
-    return again[0] * core + again[1] * moved
+    return float((again[0] * core + again[1] * moved).sum())
 
 
 def _gathered(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
     per_row = candidate.microbatch * shape.heads / candidate.context / candidate.tensor
     own = software.pieces or software
     kept = _kept(shape, replace(candidate, context_by="gather", ulysses=1), hardware, software)
-    square = per_row * _per_score(shape, candidate, hardware, own, far=False).sum()
+    square = per_row * _per_score(shape, candidate, hardware, own)
     size = 2 * BYTES * candidate.microbatch * shape.kv_dim / candidate.tensor
     alone, each = _affine(lambda size: hardware.gather(size, candidate.context, candidate.stride("context")))
     again = max(float(candidate.recomputed[1]), software.context_again)
@@ -94,16 +123,16 @@ def _gathered(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
 
 
 def _travelling(
-    shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, few: bool
+    shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the coefficients where all hops are hidden, and where computation hides behind them."""
-    ring, ulysses, block = int(exchanged.groups(candidate)), candidate.ulysses, exchanged.BLOCK
+    """Returns the coefficients where all hops are hidden, and where computation hides behind them.
+
+    They hold in the range that has the tokens of the shape.
+    """
+    ring, ulysses = int(exchanged.groups(candidate)), candidate.ulysses
     causal, again = shape.causal, 1 + float(candidate.recomputed[1])
-    per_row = candidate.microbatch * shape.heads / candidate.context / candidate.tensor
-    own = replace(software.pieces or software, blocks=software.blocks)
-    each = per_row * _per_score(shape, candidate, hardware, own, far=True).sum()
-    walk = _walk(ring, block, causal=causal, few=few)
-    met = walk[0] * each + walk[1] * software.pair * (1 + again)
+    few = shape.seq < _one_block(shape, candidate)
+    met = _alone(shape, candidate, hardware, software) if few else _walked(shape, candidate, hardware, software)
     tokens = BYTES * candidate.microbatch / candidate.context / candidate.tensor
     queries, keys = (
         tokens * shape.dim,
@@ -125,23 +154,42 @@ def _travelling(
     return hidden, hidden - turns + hops
 
 
-def _walk(ring: int, block: int, *, causal: bool, few: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns coefficients of the scores that are met, per score of the square, and of the pairs of blocks."""
-    chunks = 2 * ring if causal and ring > 1 else ring
-    if few:  # a chunk is one block
-        share = (2 * ring + 1) / (4 * ring) if chunks > ring else 1.0
-        return np.array([share, 0.0, 0.0]), np.array([0.0, 0.0, 2.0 * ring + 1 if chunks > ring else ring])
-    size = block * chunks  # tokens of a row with a block in each chunk
-    if not causal:
-        return np.array([1.0, 0.0, 0.0]), np.array([ring / size**2, 0.0, 0.0])
-    if ring == 1:
-        return np.array([0.5, block / 2, 0.0]), np.array([0.5 / size**2, 0.5 / size, 0.0])
-    return np.array([0.5, size / (4 * ring), 0.0]), np.array([2 * ring / size**2, 1 / size, 0.0])
+def _walked(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+    """Returns coefficients of the seconds of all passes, of blocks that are as long as those of the shape."""
+    queries, keys = (float(size) for size in exchanged.blocks(shape, candidate))
+    scores = queries * keys * float(exchanged.heads_here(shape, candidate)[0])
+    core = [scores * each for each in _core(shape, hardware, software)]
+    both = [float(pair(shape, candidate, hardware, software, way, core[way])) + core[way] for way in (0, 1)]
+    each, ring = (1 + float(candidate.recomputed[1])) * both[0] + both[1], int(exchanged.groups(candidate))
+    if not shape.causal:
+        return each * np.array([1 / (ring * queries * keys), 0.0, 0.0])
+    return each * np.array([0.5 / (ring * queries * keys), 0.5 / (ring * queries), 0.0])
+
+
+def _alone(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+    """Returns coefficients of the seconds of all passes, where a chunk is one block of as many tokens as it has."""
+    ring, walk = int(exchanged.groups(candidate)), software.walk
+    two = shape.causal and ring > 1
+    heads, kv_heads = (float(many) for many in exchanged.heads_here(shape, candidate))
+    wide, core, again = shape.dim / shape.heads, _core(shape, hardware, software), float(candidate.recomputed[1])
+    found = np.zeros(3)
+    for way, times in ((0, 1 + again), (1, 1)):
+        square = float(hardware.stream(walk.moved(way, heads, 0, 0))) + core[way] * heads
+        linear = float(hardware.stream(walk.moved(way, 0, heads * wide, kv_heads * wide)))
+        found += times * np.array([square, linear, walk.pair])
+    chunk = 1 / (2 * ring if two else ring)  # of the tokens of a row
+    return (2 * ring + 1 if two else ring) * found * np.array([chunk**2, chunk, 1.0])
+
+
+def _core(shape: Shape, hardware: Hardware, software: SoftwareModel) -> tuple[float, float]:
+    """Returns the seconds of the matmuls of one score, forward and backward."""
+    own, flop = software.pieces or software, 4 * shape.dim / shape.heads / hardware.chip.bf16_flops
+    return flop / own.core[0], 2.5 * flop / own.core[1]
 
 
 def _kept(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
     """Returns coefficients of the seconds in which what is kept for the backward pass is moved."""
-    own = replace(software.pieces or software, relaid=0.0, pieces=None, blocks=software.blocks)
+    own = replace(software.pieces or software, relaid=0.0, pieces=None)
     one, two = (float(layer_bytes(replace(shape, seq=n), candidate, own)[0]) for n in (2**14, 2**15))
     square = (two - 2 * one) / 2**29
     bytes_ = np.array([square, one / 2**14 - square * 2**14, 0.0])
