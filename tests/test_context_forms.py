@@ -17,7 +17,7 @@ from jaxpar.job.file import parse
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models import layers
 from jaxpar.models.islands import attention
-from jaxpar.parallel.techniques import context
+from jaxpar.plan.techniques import chosen
 from jaxpar.step.inspectable import subject
 from jaxpar.step.losses import cross_entropy
 
@@ -197,9 +197,17 @@ def test_the_layout_says_which_form_and_why_and_the_step_what_it_found(monkeypat
     step = lowered(LLAMA, data=2, context=4, context_by="ulysses")
     assert step.forms == ("ulysses: 2 heads of keys are repeated 2 times, 4 are exchanged",)
     assert "context by ulysses: devices exchange heads for tokens" in step.layout.explain()
-    monkeypatch.setattr(context, "LONG", 8)
     step = lowered(LLAMA, data=2, context=4, context_by="auto")
-    assert step.forms == ("context_by='auto': rows of 16 tokens, so attention runs by ring; ring from 9 on",)
+    (said,) = step.forms
+    assert said.startswith(
+        "context by auto: gather, for rows of 16 tokens on NVIDIA H100 SXM, assumed, as no chip is named"
+    )
+    assert "a layer takes gather " in said
+    assert said in step.layout.explain()
+    monkeypatch.setattr(chosen, "SPARE", 1.0)  # no room for scores
+    step = lowered(LLAMA, data=2, context=4, context_by="auto")
+    assert "context by auto: ulysses, for rows" in step.layout.explain()
+    assert "do not fit beside a state of" in step.layout.explain()
 
 
 @pytest.mark.slow

@@ -284,7 +284,8 @@ def test_predictions_still_agree_with_the_compiled_programs_on_record(seeds, cou
     ZeRO-1 and 2 (18 layouts of each) became other programs twice, were compiled again, and showed five terms more.
     Programs keep less since, stages first and then all of them: pipelines without remat are left out, and the bytes on
     record are of programs that are gone. Layouts that cut sequences keep shares in 16 bits since: those were compiled
-    again, and showed two terms of what XLA makes of gathered scores. `jaxpar bench memory` compiles those of today, and has their bounds.
+    again, and showed two terms of what XLA makes of gathered scores. `jaxpar bench memory` compiles those of today, and
+    has their bounds.
     """
     every = [each for seed in seeds for each in on_record(seed)]
     every = [each for each in every if each.ranked.candidate.pipe == 1 or each.ranked.candidate.remat != "none"]

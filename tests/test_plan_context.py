@@ -28,6 +28,7 @@ from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import describe, search, weigh
 from jaxpar.plan.techniques import context
 from jaxpar.plan.techniques.asked import collectives
+from jaxpar.plan.techniques.chosen import Call, choose
 from jaxpar.plan.techniques.context_forms import Rows, gathered
 from jaxpar.plan.techniques.context_forms import exchanged as of_row
 from jaxpar.plan.techniques.crossover import crossover, seconds
@@ -157,6 +158,39 @@ def test_a_plan_tries_every_form_of_long_rows_and_writes_the_job_that_runs_it():
     assert replace(made.parallel, zero=None) == job.parallel
     both = next(each for each in plan.best if each.candidate.ulysses == 2).candidate
     assert {"parallel.context_by=ring", "parallel.ulysses=2"} <= {*overrides(both, 32)}
+
+
+def test_a_printed_command_takes_back_the_form_that_its_job_has():
+    """A job by a ring, planned without one: as it stands, `context_by` with context=1 would be refused."""
+    job, _ = asked(131072)
+    words = overrides(Candidate(fsdp=8, zero=3), 32, job)
+    assert {"parallel.context_by=gather", "parallel.zero_over=fsdp"} <= {*words}
+    assert load(JOB, [*words, "mesh.target="]).parallel.context == 1
+    both = overrides(form("both", zero=3, zero_context=True), 32, job)
+    made = load(JOB, both).parallel
+    assert (made.context_by, made.ulysses, made.zero_over) == ("ring", 2, "fsdp x context")
+
+
+def call(**more):
+    return Call(rows=1, heads=32, kv_heads=8, head_dim=128, causal=True, context=8, **more)
+
+
+def test_auto_takes_the_fastest_form_whose_scores_fit_and_says_why_with_figures():
+    short, long = (choose(call(seq=seq, chip="h100", held=15 * 2**30)) for seq in (16384, 131072))
+    assert short.by == "gather"
+    assert (long.by, long.ulysses) == ("ring", 1)
+    assert "context by auto: ring, for rows of 131,072 tokens on NVIDIA H100 SXM: a layer takes gather" in long.why
+    assert "384 GiB, which do not fit beside a state of 15 GiB" in long.why
+    assert "which fit" in short.why
+
+
+@pytest.mark.parametrize("seq", [4096, 32768, 131072])
+def test_auto_is_the_same_where_the_chip_is_and_says_which_one_it_assumes(seq):
+    known, assumed, other = (choose(call(seq=seq, chip=chip)) for chip in ("h100", "", "rtx4090"))
+    assert (known.by, known.ulysses) == (assumed.by, assumed.ulysses) == (other.by, other.ulysses)
+    assert "NVIDIA H100 SXM: " in known.why
+    assert "NVIDIA H100 SXM, assumed, as no chip is named" in assumed.why
+    assert "NVIDIA H100 SXM, assumed, as rtx4090 is not planned for" in other.why
 
 
 @gpu_compiler

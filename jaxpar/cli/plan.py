@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         print("\n" + compared(checked))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
     first = proposed(plan, checked).candidate
-    command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.model.layers)])
+    command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.model.layers, job)])
     print(f"\nTrain it so:\n  {command}")
     if args.write:
         Path(args.write).write_text(dumps(planned(job, first, asked.model.layers)))

@@ -161,14 +161,18 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
     )
 
 
-def overrides(candidate: Candidate, layers: int) -> list[str]:
-    """Returns a layout as overrides of a job."""
+def overrides(candidate: Candidate, layers: int, job: Job | None = None) -> list[str]:
+    """Returns a layout as overrides of a job, whose own form of context gives way where it is another."""
     c = candidate
     words = [f"parallel.{axis}={getattr(c, axis)}" for axis in DECLARED]
     words += [f"parallel.axes.{axis}={size}" for axis, size in c.axes.items() if size > 1]
     words += [f"parallel.context_by={c.context_by}"] * (c.context_by != "gather")
     words += [f"parallel.ulysses={c.ulysses}"] * (c.context_by == "ring" and c.ulysses > 1)
     words += ['parallel.zero_over="fsdp x context"'] * bool(c.zero_context)
+    for key in ("context_by", "ulysses", "zero_over") if job else ():
+        usual = getattr(type(job.parallel)(), key)
+        if getattr(job.parallel, key) != usual and not any(word.startswith(f"parallel.{key}=") for word in words):
+            words.append(f"parallel.{key}={usual}")
     words += [f"parallel.zero={c.zero}"] * bool(c.shards > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
     words.append(f"train.remat={c.remat}")
     if c.pipe == 1:

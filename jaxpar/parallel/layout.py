@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.exchange.part import Part
 from jaxpar.exchange.sent import Sent
+from jaxpar.mesh.chips import find_chip
 from jaxpar.models.named import axes_of
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.gather import constrained, cut, gather, gather_beside, padding
@@ -41,6 +42,7 @@ class Layout:
       names: Names of activation dims to mesh axes, earlier first.
       mesh: The mesh, or None where the devices are not there (`jaxpar check` on a laptop).
       simulated: Whether the devices are simulated on the processor, there or not.
+      target: The chip that the job is meant for, where its devices do not say it: a key of `jaxpar.mesh.chips`.
       lists: Parameters of a stack that a pipeline makes of a list of layers, each with those of the layers.
       notes: What techniques chose where the declaration left it to them, and why, a sentence each.
       frozen: Paths of parameters that replicas never send each other: an optimizer leaves them alone. Empty until a
@@ -55,6 +57,7 @@ class Layout:
     others: Mapping[str, Placement] = field(default_factory=dict)
     mesh: Mesh | None = field(default=None, repr=False)
     simulated: bool = False
+    target: str = ""
     lists: Lists = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     frozen: frozenset[str] = frozenset()
@@ -69,6 +72,17 @@ class Layout:
     def devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(self.sizes.values())
+
+    @property
+    def chip(self) -> str:
+        """The chip of its devices, or else that it is meant for: a key of `jaxpar.mesh.chips`, or "" for none known."""
+        there = None if self.mesh is None or self.simulated else find_chip(self.mesh.devices.flat[0].device_kind)
+        return there.key if there else self.target
+
+    @property
+    def held(self) -> int:
+        """Bytes of a device's parameters, of as large gradients, and of two moments of Adam."""
+        return 4 * self.per_device(self.placements)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

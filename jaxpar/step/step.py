@@ -279,7 +279,8 @@ class Step:
             train = self._train(exchanges or always)
             traced = train.trace(state, batch, *((np.float32(math.inf),) if self.guard else ()))
             lowered = traced.lower()
-        for each in map(str, made):
+        chosen = [each for each in self.forms if each.startswith("context by auto")]
+        for each in [*map(str, made), *chosen]:
             if each not in self.layout.notes:
                 self.layout = self.layout.noted(each)
         check_rules(self.layout.parallel, self.layout.blueprint, self._used.names)

@@ -68,7 +68,7 @@ def plan(
     asked = question(loaded, devices=devices, chip=chip, per_node=per_node, given=given)
     found = search(asked, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)
-    first = overrides_of(found.best[0].candidate, asked.model.layers)
+    first = overrides_of(found.best[0].candidate, asked.model.layers, loaded)
     return ShownPlan.of(
         found,
         title="a plan" if isinstance(job, Job) else f"{Path(job).stem}: a plan",

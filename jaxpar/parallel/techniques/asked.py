@@ -60,16 +60,17 @@ def settled(layout: Layout, compose: Compose) -> Layout:
     return layout
 
 
-def islands(parallel: Parallel) -> dict[str, Callable]:
+def islands(layout: Layout) -> dict[str, Callable]:
     """Returns what runs the islands of a model in a step, by the names of the islands.
 
     A technique whose axis is not there runs those that no other does: `gather` goes by the names of dims, which a
     user's rules, or sequence parallelism, cut over other axes than `context`.
     """
     found: dict[str, Callable] = {}
+    parallel = layout.parallel
     for axis, each in TECHNIQUES.items():
         if each.how:
-            own = each.bind(parallel, each.how[parallel.ways.get(axis, next(iter(each.how)))])
+            own = each.bind(layout, each.how[parallel.ways.get(axis, next(iter(each.how)))])
             # an axis that is there decides; one that is not only fills in what no other runs
             found = {**found, **own} if parallel.sizes.get(axis, 1) > 1 else {**own, **found}
     return found
@@ -94,7 +95,7 @@ class Used:
 def traced(layout: Layout, used: Used) -> Iterator[None]:
     """Gives names of dims and islands their meaning in a layout while a step of it is traced, and notes their use."""
     names = activation_names(layout.names, layout.sizes)
-    with names as named, implemented(islands(layout.parallel)) as called, understood(), split_convolutions():
+    with names as named, implemented(islands(layout)) as called, understood(), split_convolutions():
         yield
     used.names |= meant(named)
     used.forms |= {each for each in called if " " in each}

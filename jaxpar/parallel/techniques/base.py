@@ -34,7 +34,7 @@ class Technique:
         `Layout.notes`. It is given the layout, and what composes the same model under another declaration.
       how: Ways in which it runs the islands of a model, where it has any: name to the functions that implement them,
         each by the name of its island. The first is the default; `Parallel.how` chooses another.
-      bind: Returns those functions with what else a declaration says of them.
+      bind: Returns those functions with what else a layout, and its declaration, say of them.
       check: Refuses a step by the names of activation dims that its model used, and its lowered program.
       told: Returns options of XLA's for several GPUs, unless the job wants XLA's own choice (`collectives="plain"`).
     """
@@ -45,7 +45,7 @@ class Technique:
     idle: Callable[[Layout], list[Problem]] = lambda _: []
     settle: Callable[[Layout, Compose], Layout] = lambda layout, _: layout
     how: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)
-    bind: Callable[[Parallel, Mapping[str, Callable]], Mapping[str, Callable]] = lambda _, own: own
+    bind: Callable[[Layout, Mapping[str, Callable]], Mapping[str, Callable]] = lambda _, own: own
     check: Callable[[Layout, set[str], Any], None] = lambda *_: None
     told: Callable[[Layout], Iterable[Option]] = lambda _: ()
 

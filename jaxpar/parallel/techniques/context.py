@@ -3,22 +3,24 @@
     gather     all keys and values on every device     attention_gather.py     short rows, any number of tokens
     ring       keys and values go around               exchanged/              long rows, memory as one piece needs
     ulysses    heads for tokens                        exchanged/              long rows, as many devices as heads
-    auto       gather up to LONG tokens, else a ring
+    auto       whichever of them a plan has as the fastest, of those with the room
 
 To add a way of doing that: a file beside `attention_gather.py` with a function of the arguments of `jp.attention`, and
 a row of `HOW`. It is chosen by `Parallel(context_by=name)`, one that a user adds by `Parallel(how={"context": name})`.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax
 
 from jaxpar.errors import Problem, nearest, nearest_divisor, refuse
 from jaxpar.mesh.preset import Option
-from jaxpar.models.blocks.chosen import LONG
-from jaxpar.models.islands import note
+from jaxpar.models.islands import QUERIES, note
+from jaxpar.models.named import spec_of
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_gather import gather
@@ -26,10 +28,25 @@ from jaxpar.parallel.techniques.base import Compose, Technique
 from jaxpar.parallel.techniques.exchanged.attention import exchange
 
 
-def auto(q: jax.Array, k: jax.Array, v: jax.Array, **masks: Any) -> jax.Array:
-    """Returns attention by keys that are gathered, or that go around, by how many tokens there are."""
-    way, run = ("gather", gather) if k.shape[1] <= LONG else ("ring", exchange)
-    note(f"context_by='auto': rows of {k.shape[1]} tokens, so attention runs by {way}; ring from {LONG + 1} on")
+def auto(q: jax.Array, k: jax.Array, v: jax.Array, *, layout: Layout | None = None, **masks: Any) -> jax.Array:
+    """Returns attention in the form that a plan has as the fastest, and notes which and why.
+
+    It is chosen as the step is traced, for the chip of the layout, and is the same whether that is there or not.
+    """
+    # by name, as a plan reads layouts, and what makes them knows nothing of it
+    plan = import_module("jaxpar.plan.techniques.chosen")
+    sizes, chip, held = ({"context": 1}, "", 0) if layout is None else (layout.sizes, layout.chip, layout.held)
+    spec = spec_of(QUERIES)
+    cut = () if spec is None or spec[2] is None else (spec[2],) if isinstance(spec[2], str) else spec[2]
+    choice = plan.choose(
+        plan.Call(
+            rows=max(1, q.shape[0] // (1 if layout is None else layout.replicas)), seq=k.shape[1], heads=q.shape[2],
+            kv_heads=k.shape[2], head_dim=q.shape[3], causal=bool(masks["causal"]), context=sizes["context"],
+            tensor=math.prod(sizes.get(axis, 1) for axis in cut), held=held, chip=chip,
+        )
+    )  # fmt: skip
+    note(choice.why)
+    run = gather if choice.by == "gather" else partial(exchange, ulysses=choice.ulysses)
     return run(q, k, v, **masks)
 
 
@@ -43,7 +60,7 @@ WHY = {
     "gather": "every device gathers all keys and values, which is least to wait for while rows are short",
     "ring": "keys and values go around while those that have come are met; no scores are kept, and no kernel is fused",
     "ulysses": "devices exchange heads for tokens, and each meets all keys with its own heads; no kernel is fused",
-    "auto": f"a ring for rows of more than {LONG} tokens, whose scores would fill memory; else keys are gathered",
+    "auto": "a plan's fastest form of those whose scores fit, chosen as a step is traced, which then says it",
 }
 _AT_ONCE = Option(
     name="xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -83,8 +100,11 @@ def problems(parallel: Parallel) -> list[Problem]:
     return found
 
 
-def bind(parallel: Parallel, own: Mapping[str, Callable]) -> Mapping[str, Callable]:
-    """Returns a ring of groups, where the devices of a group exchange heads."""
+def bind(layout: Layout, own: Mapping[str, Callable]) -> Mapping[str, Callable]:
+    """Returns a ring of groups, where the devices of a group exchange heads, or a choice for the layout."""
+    parallel = layout.parallel
+    if own is HOW["auto"]:
+        return {"attention": partial(auto, layout=layout)}
     mixed = parallel.ulysses > 1 and own is HOW["ring"]
     return {"attention": partial(exchange, ulysses=parallel.ulysses)} if mixed else own
 

@@ -135,17 +135,22 @@ def forms(
     seq = model.dims.get("seq", 1)
     if context == 1 or not isinstance(model, Shape) or seq <= LONG:
         return [dict(zip(_FORMS, (*gather, False, zero), strict=True))]
-    ways: list[tuple[str, int]] = [gather]
+    state = [(False, zero)]
+    if pipe == 1:
+        state.append((True, zero if fsdp > 1 else 3))
+    return [dict(zip(_FORMS, (*way, *held), strict=True)) for way in ways(model, context, tensor) for held in state]
+
+
+def ways(model: Shape, context: int, tensor: int) -> list[tuple[str, int]]:
+    """Returns (context_by, ulysses) of every form that divides a model's tokens and heads, gathered keys first."""
+    found: list[tuple[str, int]] = [("gather", 1)]
     for ulysses in (size for size in range(1, context + 1) if context % size == 0):
         halves = 2 if model.causal and context > ulysses else 1
         parts = np.lcm(context, halves * context // ulysses)
         heads = int(exchanged.with_copies(model, tensor, ulysses))
-        if seq % parts == 0 and (ulysses == 1 or model.heads % heads == 0):
-            ways.append(("ulysses" if ulysses == context else "ring", ulysses))
-    state = [(False, zero)]
-    if pipe == 1:
-        state.append((True, zero if fsdp > 1 else 3))
-    return [dict(zip(_FORMS, (*way, *held), strict=True)) for way in ways for held in state]
+        if model.seq % parts == 0 and (ulysses == 1 or model.heads % heads == 0):
+            found.append(("ulysses" if ulysses == context else "ring", ulysses))
+    return found
 
 
 CONTEXT = Technique(
