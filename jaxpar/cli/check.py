@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.job.parts.names import vocabulary
     from jaxpar.mesh.devices import leave_alone, simulate
+    from jaxpar.models.islands import implemented
     from jaxpar.models.settings.logits import noted
     from jaxpar.parallel.compose import compose
     from jaxpar.parallel.layout import Layout
@@ -62,10 +63,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     elif job.mesh.declared:
         leave_alone()
     if not any(problem.got.startswith(("parallel.", "mesh.")) for problem in problems):  # else sizes are not known
-        with noted() as logits:
+        with noted() as logits, implemented({}) as called:
             problems += check(job, whole=not problems) or vocabulary(job)
     else:
-        logits = []
+        logits, called = [], set()
     if problems:
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.declared, devices_of(job))
@@ -73,7 +74,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         logits = logits[-1:]  # the table's, of one microbatch; before it the model is traced whole
     else:
         logits = [each.of_part(job.train.accumulate) for each in logits]
-    layout = reduce(Layout.noted, map(str, logits), layout)
+    auto = sorted(each for each in called if each.startswith("context by auto"))
+    layout = reduce(Layout.noted, [*map(str, logits), *auto], layout)
     said_too = [layout.agreement, job.optimizer.said_at(job.train.global_batch)]
     said_too.append(phases := job.train.growth.said(job.train.global_batch))
     print(f"ok: {layout.summary()}", *layout.notes, *filter(None, said_too), sep="\n")

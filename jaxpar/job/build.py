@@ -1,7 +1,7 @@
 """A job walks through the rooms: devices, mesh, layout, state, step, source."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +13,7 @@ import optax
 from jaxpar.data.spec import Source
 from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.job.check import check
+from jaxpar.job.check import check, meant
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import check_evaluated, open_data, open_sets
 from jaxpar.job.parts.measures import resolve_measures
@@ -21,7 +21,6 @@ from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.names import vocabulary
 from jaxpar.job.parts.optimizers import own_functions, resolve_optimizer
 from jaxpar.mesh.devices import simulate, visible
-from jaxpar.mesh.target import parse_target
 from jaxpar.optim import chain
 from jaxpar.optim.extra import follows_steps
 from jaxpar.parallel.compose import compose
@@ -125,9 +124,7 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     if problems := check(job):
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.declared, devices)
-    if job.mesh.target:
-        layout = replace(layout, target=parse_target(job.mesh.target).chip.key)
-    return _step(job, layout, resolve_optimizer(job))
+    return _step(job, meant(job, layout), resolve_optimizer(job))
 
 
 def _step(job: Job, layout: Layout, optimizer: optax.GradientTransformation, times: int = 1) -> Step:

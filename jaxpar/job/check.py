@@ -86,7 +86,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
         if (whole and not problems) or ":" not in job.model["name"]
         else None
     )
-    layout = attempt(compose, blueprint, parallel, devices_of(job)) if blueprint else None
+    layout = attempt(lambda: meant(job, compose(blueprint, parallel, devices_of(job)))) if blueprint else None
     if blueprint is None:
         problems.extend(problem for problem in declared(parallel) if problem not in problems)
     if layout and whole and not problems and is_folder(job.checkpoint.start_from):
@@ -113,6 +113,11 @@ def device_count(job: Job) -> int:
     """Returns how many devices the job is for, whether they are there or not."""
     mesh = job.mesh
     return mesh.simulate or mesh.devices or (parse_target(mesh.target).devices if mesh.target else len(visible()))
+
+
+def meant(job: Job, layout: Layout) -> Layout:
+    """Returns the layout, which knows the chip that its job is meant for."""
+    return dataclasses.replace(layout, target=parse_target(job.mesh.target).chip.key) if job.mesh.target else layout
 
 
 def devices_of(job: Job) -> Simulated | int:

@@ -169,9 +169,10 @@ def overrides(candidate: Candidate, layers: int, job: Job | None = None) -> list
     words += [f"parallel.context_by={c.context_by}"] * (c.context_by != "gather")
     words += [f"parallel.ulysses={c.ulysses}"] * (c.context_by == "ring" and c.ulysses > 1)
     words += ['parallel.zero_over="fsdp x context"'] * bool(c.zero_context)
-    for key in ("context_by", "ulysses", "zero_over") if job else ():
-        usual = getattr(type(job.parallel)(), key)
-        if getattr(job.parallel, key) != usual and not any(word.startswith(f"parallel.{key}=") for word in words):
+    own = job.parallel if job else None
+    for key in ("context_by", "ulysses", "zero_over") if own else ():
+        usual = getattr(type(own)(), key)
+        if getattr(own, key) != usual and not any(word.startswith(f"parallel.{key}=") for word in words):
             words.append(f"parallel.{key}={usual}")
     words += [f"parallel.zero={c.zero}"] * bool(c.shards > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
     words.append(f"train.remat={c.remat}")

@@ -85,7 +85,9 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
             else "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
             "which keeps no [seq, seq] scores and is faster"
         )
-    notes += [note for note in step.layout.notes if note not in layout.notes]  # what was known once it was traced
+    notes += [
+        note for note in step.layout.notes if note not in (*layout.notes, *notes)
+    ]  # what was known once it was traced
     if step.numerics.remat == "offload" and platform == "cpu":
         notes.append("XLA for processors has one memory: inputs of layers stay where they are, and nothing is freed")
     if step.numerics.offload:
