@@ -56,7 +56,7 @@ class ModelStates:
             return layers(x, *per_layer)
 
         def after(params, batch, model_state):
-            model = blueprint.bind(params, model_state, lambda path, value: value, compute)
+            model = blueprint.bind(params, model_state, lambda path, value: self.shardings.cast(value), compute)
             with cut(at_cut):
                 self.loss(model, batch)
             return blueprint.collect(model)
@@ -74,7 +74,7 @@ class ModelStates:
             )
 
         def run(params, model_state, batch):
-            model = blueprint.bind(params, model_state, lambda path, value: value, compute)
+            model = blueprint.bind(params, model_state, lambda path, value: self.shardings.cast(value), compute)
             return lambda: self.loss(model, batch)
 
         check_equal(self.layout, run, params, model_state, one, calls[0])
