@@ -4,6 +4,8 @@
     rule      which keys a query sees: a function of positions and segments
     cutting   sequences cut in chunks and blocks, and joined again
     kernel    one walk over a table of pairs, forward and backward
+    fused     cuDNN's kernel as two calls, with its float32 statistics; a part of attention where pieces travel
+    trial     a trial of that kernel on the device, before its first use
     attention attention on one device, with a backward pass of its own
     whole_scores scores that are there all at once, where keys are gathered
     documents documents that share a row, on their way through the layers

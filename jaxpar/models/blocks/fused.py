@@ -1,0 +1,183 @@
+"""cuDNN's fused attention as two calls, forward and backward, whose statistics are the kernel's own in float32.
+
+    forward     q, k, v                                    ──►  y, logsumexp of each query over the keys it was given
+    backward    q, k, v, y, logsumexp, gradient of y       ──►  gradients of q, k and v
+
+`jax.nn.dot_product_attention` runs the same two calls, but hands out neither: its logsumexp is rounded to the dtype of
+`q` and has no gradient. Given the *final* logsumexp and output of queries that meet keys in parts, the second call
+returns the part of the gradients that these keys have (FlashAttention, arXiv:2205.14135, appendix): so parts can be
+added up by who wraps the whole exchange in one backward pass.
+
+What is called, with which operands and settings, is what JAX itself calls (`jax/_src/cudnn`, the same text in 0.10.2 to
+0.12): a test compares the two as lowered. XLA knows nothing of how it may be cut: call it where every device has its
+own arrays, inside of `jax.shard_map`.
+
+Suffixes of arrays: b batch, s queries, t keys, h heads, g heads of keys and values, k head_dim.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+_VERSION = 2  # of the interface of custom calls that XLA has these under
+_AS_BSHK = (0, 2, 1, 3)  # XLA's name for the result is [b, h, s, k]; it lies in memory as [b, s, h, k]
+
+
+class Fused(NamedTuple):
+    """A fused kernel: its two calls, of one device's arrays.
+
+    Attributes:
+      forward: Of q [b, s, h, k], k and v [b, t, g, k], and the keywords causal (then s = t) and window: the output
+        [b, s, h, k], and the logsumexp of the scores that each query sees [b, h, s], in float32.
+      backward: Of q, k, v, the output, logsumexp and gradient of the output, and the same keywords: gradients of q, k
+        and v, in their shapes.
+    """
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns cuDNN's attention and its logsumexp; see `Fused`."""
+    b, s, h, size = q.shape
+    made = (
+        jax.ShapeDtypeStruct((b, h, s, size), q.dtype),
+        jax.ShapeDtypeStruct((b, h, s), jnp.float32),
+        jax.ShapeDtypeStruct((0,), jnp.uint8),  # the workspace, whose size XLA asks cuDNN for
+    )
+    run = _called(FORWARD, made, (_AS_BSHK, None, None), _settings(q, k, causal, window, _FORWARD_MATMULS))
+    out, logsumexp, _ = run(q, k, v)
+    return out.transpose(_AS_BSHK), logsumexp
+
+
+def backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    logsumexp: jax.Array,
+    grad: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns cuDNN's gradients of q, k and v; see `Fused`."""
+    made = [jax.ShapeDtypeStruct([x.shape[i] for i in _AS_BSHK], x.dtype) for x in (q, k, v)]
+    made.append(jax.ShapeDtypeStruct((0,), jnp.uint8))
+    settings = _settings(q, k, causal, window, _BACKWARD_MATMULS)
+    *grads, _ = _called(BACKWARD, tuple(made), (*[_AS_BSHK] * 3, None), settings)(q, k, v, logsumexp, grad, out)
+    of_q, of_k, of_v = (x.transpose(_AS_BSHK) for x in grads)
+    return of_q, of_k, of_v
+
+
+CUDNN = Fused(forward, backward)
+_instead: ContextVar[Fused | None] = ContextVar("instead", default=None)
+
+
+def instead() -> Fused | None:
+    """Returns the kernel that stands in for cuDNN's, if any does."""
+    return _instead.get()
+
+
+@contextmanager
+def in_place_of_cudnn(kernel: Fused) -> Iterator[None]:
+    """Runs `kernel` for parts of attention in 16 bits, wherever a GPU would run cuDNN's, while the context lasts.
+
+    For programs that are compiled for GPUs that are not there, and for tests of what is made of the parts.
+    """
+    token = _instead.set(kernel)
+    try:
+        yield
+    finally:
+        _instead.reset(token)
+
+
+def merged(sums: tuple[jax.Array, jax.Array], more: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns output and logsumexp over the keys of both: of what was gathered so far, in float32, and of one call."""
+    (out, so_far), (added, logsumexp) = sums, more
+    total = jnp.logaddexp(so_far, logsumexp)
+    weights = (jnp.exp(each - total).swapaxes(1, 2)[..., None] for each in (so_far, logsumexp))
+    return out * next(weights) + added.astype(out.dtype) * next(weights), total
+
+
+def _called(target: str, made, layouts, settings: str) -> Callable:
+    return jax.ffi.ffi_call(
+        target,
+        made,
+        vmap_method="sequential",
+        output_layouts=layouts,
+        custom_call_api_version=_VERSION,
+        legacy_backend_config=settings,
+    )
+
+
+# dims over which XLA says that matmuls contract, and those of the batch, of arrays [b, s, h, k] and scores [b, h, s, t]
+_FORWARD_MATMULS = {"bmm1": ((3, 3), (0, 2), (0, 2)), "bmm2": ((3, 1), (0, 1), (0, 2))}
+_BACKWARD_MATMULS = {
+    "bmm1_grad_gemm1": ((2, 1), (0, 1), (0, 2)),
+    "bmm1_grad_gemm2": ((3, 1), (0, 1), (0, 2)),
+    "bmm2_grad_gemm1": ((2, 1), (0, 1), (0, 2)),
+    "bmm2_grad_gemm2": ((3, 3), (0, 2), (0, 2)),
+}
+_TYPES = {"bfloat16": "BF16", "float16": "F16"}
+
+
+def _settings(q: jax.Array, k: jax.Array, causal: bool, window: int | None, matmuls: dict) -> str:
+    """Returns what XLA is told of a call, in JSON of its message `GpuBackendConfig`."""
+    b, s, h, size = q.shape
+    scores = {
+        "element_type": _TYPES[str(q.dtype)],
+        "dimensions": [str(n) for n in (b, h, s, k.shape[1])],
+        "tuple_shapes": [],
+        "layout": {
+            "dim_level_types": [],
+            "dim_unique": [],
+            "dim_ordered": [],
+            "minor_to_major": ["3", "2", "1", "0"],
+            "tiles": [],
+            "element_size_in_bits": "0",
+            "memory_space": "0",
+            "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "dynamic_shape_metadata_prefix_bytes": "0",
+        },
+        "is_dynamic_dimension": [False] * 4,
+    }
+    attention = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": 1 / math.sqrt(size),
+        "intermediate_tensor_shape": scores,
+        "is_flash_attention": True,
+        "mask_type": "CAUSAL" if causal else "NO_MASK",
+        **{f"{name}_dot_dimension_numbers": _contracted(*dims) for name, dims in matmuls.items()},
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": window or 0,
+        "max_seg_per_batch": 1,
+        "is_paged_attention": False,
+    }
+    return json.dumps({"operation_queue_id": "0", "cudnn_fmha_backend_config": attention})
+
+
+def _contracted(over: tuple[int, int], left: tuple[int, int], right: tuple[int, int]) -> dict:
+    return {
+        "lhs_contracting_dimensions": [str(over[0])],
+        "rhs_contracting_dimensions": [str(over[1])],
+        "lhs_batch_dimensions": [str(i) for i in left],
+        "rhs_batch_dimensions": [str(i) for i in right],
+    }
