@@ -1,4 +1,7 @@
-"""Context parallelism as compiled for absent H100s: what each form sends, how much it computes, what it keeps."""
+"""Context parallelism as compiled for absent H100s: what each form sends, how much it computes, what it keeps.
+
+With cuDNN's kernel its calls are compiled as they are; nothing of cuDNN is there, and its FLOP and workspace unknown.
+"""
 
 import re
 from collections import Counter
@@ -11,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from covering import some
+from flax.core.spmd import logical_axis_rules
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -18,6 +22,7 @@ import jaxpar as jp
 from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import find_plugin
+from jaxpar.models.blocks.fused import BACKWARD, FORWARD
 from jaxpar.parallel.techniques.exchanged.attention import exchange
 from jaxpar.plan.techniques.context_forms import Rows, exchanged, work
 
@@ -26,14 +31,14 @@ HEADS, KV_HEADS, HEAD_DIM, SEQ = 8, 2, 128, 32768
 RING = "{0,1},{1,2},{2,3}"  # each sends to the next
 
 
-def attention(ulysses=1, seq=SEQ, context=8, backward=True):
+def attention(ulysses=1, seq=SEQ, context=8, backward=True, kernel="auto"):
     """One layer's attention, lowered for H100s in bf16, and its mesh."""
     devices = np.array(jp.target_devices(f"h100:{context // 8}x8"))
     mesh = Mesh(devices, ("context",), axis_types=(AxisType.Auto,))
     cut = NamedSharding(mesh, P(None, "context"))
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     given = [jax.ShapeDtypeStruct((1, seq, n, HEAD_DIM), jnp.bfloat16, sharding=cut) for n in heads]
-    exchanged = partial(exchange, causal=True, ulysses=ulysses)
+    exchanged = partial(exchange, causal=True, ulysses=ulysses, kernel=kernel)
 
     def run(q, k, v, weight):
         out, back = jax.vjp(exchanged, q, k, v)
@@ -50,9 +55,9 @@ def compiled(**how):
 
 
 @cache
-def program(seq):
+def program(seq, kernel="auto"):
     """As a step with a ring compiles it: with the options of that layout."""
-    run, given, mesh = attention(seq=seq)
+    run, given, mesh = attention(seq=seq, kernel=kernel)
     devices = list(mesh.devices.flat)
     layout = jp.compose(partial(jp.Decoder, jp.DecoderSettings()), jp.Parallel(context=8, context_by="ring"), devices)
     options = jp.train_step(layout, jp.next_token, optax.sgd(0.1)).options
@@ -72,12 +77,13 @@ def wire(entries):
 
 
 CASES = [(8, 1), (8, 8), (8, 2), (64, 1), (64, 8)]  # devices, those that exchange heads
+RUN = [(*case, kernel) for case in CASES for kernel in ("auto", "cudnn")]
 
 
 @gpu_compiler
-@pytest.mark.parametrize(("context", "ulysses"), some(CASES, [], [CASES[0], CASES[1], CASES[4]]))
-def test_what_travels_is_what_theory_says_and_nothing_is_gathered(context, ulysses):
-    report, of = compiled(context=context, ulysses=ulysses), row(ulysses, context)
+@pytest.mark.parametrize(("context", "ulysses", "kernel"), some(RUN, [], [*RUN[:3], *RUN[8:]]))
+def test_what_travels_is_what_theory_says_and_nothing_is_gathered(context, ulysses, kernel):
+    report, of = compiled(context=context, ulysses=ulysses, kernel=kernel), row(ulysses, context)
     found, theory = wire(report.ledger), wire(exchanged(of))
     if of.ring > 1:  # forward and backward in one program: XLA sends keys on for the first time once for both
         theory["collective-permute", "bf16"] -= 2 * 2 * of.entries(of.exchanged)
@@ -86,6 +92,31 @@ def test_what_travels_is_what_theory_says_and_nothing_is_gathered(context, ulyss
         assert found[key] == pytest.approx(size, rel=0.002), key
     alltoalls = sum(each.times * each.count for each in report.ledger if each.kind == "all-to-all")
     assert alltoalls == (8 if ulysses > 1 else 0)
+
+
+@gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_heads_that_tensor_cuts_are_exchanged_as_they_are_and_examples_stay(kernel):
+    """Of a mesh with all three, nothing but heads for tokens travels: nothing is gathered over the others."""
+    shape = {"fsdp": 2, "context": 2, "tensor": 2}
+    devices = np.array(jp.target_devices("h100:1x8")).reshape(*shape.values())
+    mesh = Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * 3)
+    cut = NamedSharding(mesh, P("fsdp", "context", "tensor"))
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    given = [jax.ShapeDtypeStruct((2, 1024, n, HEAD_DIM), jnp.bfloat16, sharding=cut) for n in heads]
+    named = {"batch": "fsdp", "seq": "context", "heads": "tensor", "kv_heads": "tensor"}
+
+    def run(q, k, v, weight):
+        out, back = jax.vjp(partial(exchange, causal=True, ulysses=2, kernel=kernel), q, k, v)
+        return out, *back(weight)
+
+    with jax.set_mesh(mesh), logical_axis_rules(tuple(named.items())):
+        ledger = jp.inspect(jax.jit(run, out_shardings=cut), *given, mesh=mesh).ledger
+    assert {(each.kind, tuple(each.axes)) for each in ledger} == {("all-to-all", ("context",))}
+    # a device's piece of q, out and their gradients, and of k, v and theirs, whose one head is repeated: half goes away
+    pieces = 4 * HEADS // 2 + 4 * KV_HEADS
+    assert sum(each.step_wire for each in ledger) == pytest.approx(pieces * 512 * HEAD_DIM * 2 / 2, rel=0.002)
 
 
 @gpu_compiler
@@ -110,8 +141,9 @@ def test_a_ring_computes_half_of_the_square(context, ulysses):
 
 @gpu_compiler
 @pytest.mark.slow
-def test_memory_doubles_with_tokens():
-    held = [program(tokens).temporary for tokens in (SEQ, 2 * SEQ, 4 * SEQ)]
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_memory_doubles_with_tokens(kernel):
+    held = [program(tokens, kernel).temporary for tokens in (SEQ, 2 * SEQ, 4 * SEQ)]
     for less, more in pairwise(held):
         assert more / less == pytest.approx(2, rel=0.03)
 
@@ -125,21 +157,33 @@ def squares(assignment, piece):
 
 @gpu_compiler
 @pytest.mark.slow
-def test_no_buffer_has_two_dims_of_a_pieces_tokens():
-    assert not squares(program(4 * SEQ).assignment, 4 * SEQ // 8)
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_no_buffer_has_two_dims_of_a_pieces_tokens(kernel):
+    assert not squares(program(4 * SEQ, kernel).assignment, 4 * SEQ // 8)
 
 
 @gpu_compiler
 @pytest.mark.slow
-def test_what_comes_next_travels_while_a_turn_is_worked_on():
-    """All hops but the gradients' last, which end at home: they start before a walk over blocks and are done after."""
-    module = parse(program(4 * SEQ).text)
+def test_cudnn_is_called_once_for_own_keys_and_twice_a_turn():
+    text = program(4 * SEQ, "cudnn").text
+    for target in (FORWARD, BACKWARD):  # own keys, the turns of the loop, the last turn
+        assert text.count(f'custom_call_target="{target}"') == 1 + 2 + 2
+    assert "while(" in text
+
+
+@gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_what_comes_next_travels_while_a_turn_is_worked_on(kernel):
+    """All hops but the gradients' last, which end at home: they start before a walk over blocks, or cuDNN's calls."""
+    module = parse(program(4 * SEQ, kernel).text)
     hops, alone = Counter(), 0
     for ops in module.computations.values():
         done = {op.operands[0]: at for at, op in enumerate(ops) if op.opcode == "collective-permute-done"}
         for at, op in enumerate(ops):
             if op.opcode == "collective-permute-start" and RING in op.attributes:
-                walks = [each for each in ops[at : done[op.name]] if each.opcode == "while"]
+                between = ops[at : done[op.name]]
+                walks = [each for each in between if each.opcode == "while" or "__cudnn$fmha" in each.attributes]
                 alone += not walks
                 hops[op.arrays[0].dtype] += bool(walks)
     # keys in the first turn, in the others forward, and backward; gradients in the others, and in the last

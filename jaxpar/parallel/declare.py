@@ -36,6 +36,9 @@ class Parallel(Keywords):
         [pieces, seq] that are kept: for short rows. ring: keys and values go around (arXiv:2310.01889), no scores are
         kept. ulysses: devices exchange heads for tokens (arXiv:2309.14509). auto: gather up to 8,192 tokens, else ring.
       ulysses: Of the devices of a ring, those that exchange heads; the rest rotate keys (arXiv:2405.07719).
+      context_kernel: What runs a device's part of attention where pieces travel (ring, ulysses). auto: cuDNN's fused
+        kernel on GPUs in 16 bits where it takes the heads and masks, else blocks of plain JAX; `Step.forms` and reports
+        say which, and why. cudnn: the kernel, or an error. plain: blocks of plain JAX.
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
       zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
         (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. With 1 and 2 parameters are
@@ -68,6 +71,7 @@ class Parallel(Keywords):
     tensor: int = 1
     context_by: str = "gather"
     ulysses: int = 1
+    context_kernel: str = "auto"
     zero: int | None = None
     zero_over: str = "fsdp"
     sequence: bool = False

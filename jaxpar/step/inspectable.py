@@ -77,17 +77,17 @@ def subject(step: Inspectable, batch: Mapping[str, Any], *, exchanges: int = 0) 
     platform = layout.on.devices.flat[0].platform
     notes = [*step.forms]
     if platform != "cpu" and jax.default_backend() != "gpu" and step.numerics.dtype:
-        gathers = layout.parallel.ways.get("context", "gather") == "gather"  # other ways keep no scores, or say so
-        notes.append(
-            "attention is XLA's own: cuDNN's fused kernel does not take pieces of a sequence"
-            f"{', so scores are kept' if gathers else ''}"
-            if layout.sizes["context"] > 1
-            else "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
-            "which keeps no [seq, seq] scores and is faster"
-        )
-    notes += [
-        note for note in step.layout.notes if note not in (*layout.notes, *notes)
-    ]  # what was known once it was traced
+        if layout.sizes["context"] == 1:
+            notes.append(
+                "attention is compiled as XLA's own: on a GPU, jaxpar's models take cuDNN's fused kernel in 16 bits, "
+                "which keeps no [seq, seq] scores and is faster"
+            )
+        elif layout.parallel.ways.get("context", "gather") == "gather":  # other ways say what runs their parts
+            notes.append(
+                "attention is XLA's own: cuDNN's kernel does not take pieces of a sequence, so scores are kept"
+            )
+    known = (*layout.notes, *notes)
+    notes += [note for note in step.layout.notes if note not in known]  # what was known once it was traced
     if step.numerics.remat == "offload" and platform == "cpu":
         notes.append("XLA for processors has one memory: inputs of layers stay where they are, and nothing is freed")
     if step.numerics.offload:

@@ -26,9 +26,12 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_gather import gather
 from jaxpar.parallel.techniques.base import Compose, Technique
 from jaxpar.parallel.techniques.exchanged.attention import exchange
+from jaxpar.parallel.techniques.exchanged.choice import KERNELS
 
 
-def auto(q: jax.Array, k: jax.Array, v: jax.Array, *, layout: Layout | None = None, **masks: Any) -> jax.Array:
+def auto(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, layout: Layout | None = None, kernel: str = "auto", **masks: Any
+) -> jax.Array:
     """Returns attention in the form that a plan has as the fastest, and notes which and why.
 
     It is chosen as the step is traced, for the chip of the layout, and is the same whether that is there or not.
@@ -46,7 +49,9 @@ def auto(q: jax.Array, k: jax.Array, v: jax.Array, *, layout: Layout | None = No
         )
     )  # fmt: skip
     note(choice.why)
-    run = gather if choice.by == "gather" else partial(exchange, ulysses=choice.ulysses)
+    if choice.by == "gather" and kernel != "auto":
+        note(f"context_kernel={kernel!r} does nothing, as keys are gathered")
+    run = gather if choice.by == "gather" else partial(exchange, ulysses=choice.ulysses, kernel=kernel)
     return run(q, k, v, **masks)
 
 
@@ -58,9 +63,15 @@ HOW: dict[str, Mapping[str, Callable]] = {
 }
 WHY = {
     "gather": "every device gathers all keys and values, which is least to wait for while rows are short",
-    "ring": "keys and values go around while those that have come are met; no scores are kept, and no kernel is fused",
-    "ulysses": "devices exchange heads for tokens, and each meets all keys with its own heads; no kernel is fused",
+    "ring": "keys and values go around while those that have come are met; no scores are kept",
+    "ulysses": "devices exchange heads for tokens, and each meets all keys with its own heads; no scores are kept",
     "auto": "a plan's fastest form of those whose scores fit, chosen as a step is traced, which then says it",
+}
+KERNEL = {
+    "auto": "parts of attention are run by cuDNN's kernel on GPUs in 16 bits where it takes heads and masks, else, "
+    "and on simulated devices, in blocks of plain JAX; the step's report says which",
+    "cudnn": "parts of attention are run by cuDNN's kernel, as asked",
+    "plain": "parts of attention are run in blocks of plain JAX, as asked",
 }
 _AT_ONCE = Option(
     name="xla_gpu_experimental_parallel_collective_overlap_limit",
@@ -77,7 +88,7 @@ def names(parallel: Parallel) -> dict[str, Axes]:
 
 def problems(parallel: Parallel) -> list[Problem]:
     """Returns what is wrong with how attention is declared to bring pieces together."""
-    by, devices, ulysses = parallel.context_by, parallel.context, parallel.ulysses
+    by, devices, ulysses, kernel = parallel.context_by, parallel.context, parallel.ulysses, parallel.context_kernel
     if type(devices) is not int:
         return []  # refused where sizes are
     if by not in HOW:
@@ -90,6 +101,12 @@ def problems(parallel: Parallel) -> list[Problem]:
     if by != "gather" and "context" in parallel.how:
         got = f"context_by={by!r} and how={{'context': {parallel.how['context']!r}}}"
         found.append(Problem(got, "attention runs in one way", "one of the two"))
+    if kernel not in KERNELS:
+        rule = f"context_kernel is one of {', '.join(KERNELS)}"
+        found.append(Problem(f"context_kernel={kernel!r}", rule, nearest(str(kernel), KERNELS)))
+    elif kernel != "auto" and by == "gather":
+        got = f"context_kernel={kernel!r} with context_by='gather' does nothing"
+        found.append(Problem(got, "it says what runs the parts of attention where pieces travel", "context_by='ring'"))
     if type(ulysses) is not int or ulysses < 1 or (devices > 0 and devices % ulysses):
         fix = f"ulysses={nearest_divisor(devices, ulysses) or 1}" if type(ulysses) is int else "ulysses=2"
         rule = "the devices of the context axis that exchange heads are equal groups of it"
@@ -101,12 +118,18 @@ def problems(parallel: Parallel) -> list[Problem]:
 
 
 def bind(layout: Layout, own: Mapping[str, Callable]) -> Mapping[str, Callable]:
-    """Returns a ring of groups, where the devices of a group exchange heads, or a choice for the layout."""
+    """Returns a ring of groups, where the devices of a group exchange heads, or a choice for the layout.
+
+    Each with the kernel that is asked for.
+    """
     parallel = layout.parallel
+    asked: dict[str, Any] = {"kernel": parallel.context_kernel} if parallel.context_kernel != "auto" else {}
     if own is HOW["auto"]:
-        return {"attention": partial(auto, layout=layout)}
-    mixed = parallel.ulysses > 1 and own is HOW["ring"]
-    return {"attention": partial(exchange, ulysses=parallel.ulysses)} if mixed else own
+        asked["layout"] = layout
+    if parallel.ulysses > 1 and own is HOW["ring"]:
+        asked["ulysses"] = parallel.ulysses
+    travels = any(own is HOW[by] for by in HOW if by != "gather")
+    return {"attention": partial(own["attention"], **asked)} if asked and travels else own
 
 
 def settle(layout: Layout, compose: Compose) -> Layout:
@@ -114,7 +137,9 @@ def settle(layout: Layout, compose: Compose) -> Layout:
     by, u = layout.parallel.ways.get("context", "gather"), layout.parallel.ulysses
     mixed = f"; {u} devices at a time exchange heads, {layout.sizes['context'] // u} such groups rotate"
     said = WHY.get(by, "as it was added to jaxpar")
-    return layout.noted(f"context by {by}: {said}{mixed if u > 1 else ''}")
+    layout = layout.noted(f"context by {by}: {said}{mixed if u > 1 else ''}")
+    travels = by in HOW and by != "gather"
+    return layout.noted(f"context: {KERNEL[layout.parallel.context_kernel]}") if travels else layout
 
 
 def told(layout: Layout) -> list[Option]:

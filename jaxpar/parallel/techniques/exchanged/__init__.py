@@ -5,6 +5,9 @@
     zigzag     each device takes an early and a late chunk, so that causal attention is the same work for all
     walks      which blocks meet in each turn of a ring, as tables
     ring       keys and values go around; backward, their gradients go with them
+    in_blocks  how queries meet keys that have come: block by block in plain JAX
+    by_kernel  the same, in calls of cuDNN's fused kernel
+    choice     which of the two it is, and how the call is cut for it
     attention  the three as one function with one backward pass, and what it refuses
 
     P devices = ring x ulysses      sends each layer, forward and backward

@@ -14,24 +14,54 @@ The turns are one loop, whose program is as long for 64 devices as for 4.
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.models.blocks.kernel import (
-    Ended,
-    Keys,
-    Queries,
-    Sums,
-    meet,
-    meet_back,
-    no_grads,
-    nothing_met,
-    tied,
-    wide,
-)
-from jaxpar.parallel.techniques.exchanged.walks import Walks
 from jaxpar.parallel.techniques.exchanged.ways import Ways
+
+
+class Meeting(Protocol):
+    """How the queries of a device meet keys that have come. A form of it knows its own arrays of both."""
+
+    def given(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns queries, and keys and values as one array, of pieces [b, s, heads, k]."""
+        ...
+
+    def queries(self, q: jax.Array) -> Any:
+        """Returns queries with what is the same in all turns."""
+        ...
+
+    def own(self, queries: Any, kv: jax.Array) -> Any:
+        """Returns the sums of queries that have met the keys of their own group."""
+        ...
+
+    def met(self, sums: Any, queries: Any, kv: jax.Array, other: jax.Array) -> Any:
+        """Returns the sums after queries have met the keys of another group too."""
+        ...
+
+    def ended(self, sums: Any, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the output [b, s, heads, k] and the logsumexp of queries that have met all keys."""
+        ...
+
+    def end(self, grad: jax.Array, out: jax.Array, logsumexp: jax.Array) -> Any:
+        """Returns what the backward pass knows of queries, of what `ended` returned and the output's gradient."""
+        ...
+
+    def own_back(self, queries: Any, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients, in float32, of queries and of the keys and values of their own group."""
+        ...
+
+    def met_back(
+        self, of_q: jax.Array, queries: Any, kv: jax.Array, end: Any, other: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients of queries with those of another group's keys added, and of these keys and values."""
+        ...
+
+    def gradients(self, of_q: jax.Array, of_kv: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the gradients of q, k and v as pieces."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,67 +70,47 @@ class Ring:
 
     Attributes:
       ways: The devices.
-      walks: The tables.
-      segments: Segments of all tokens [b, s], or None.
+      meeting: How queries meet keys.
     """
 
     ways: Ways
-    walks: Walks
-    segments: jax.Array | None
-
-    def queries(self, q: jax.Array) -> Queries:
-        """Returns the group's queries, where they stand."""
-        return tied(Queries(q, *self.walks.stand(self.ways.group, self.segments, self.walks.queries)))
-
-    def keys(self, kv: jax.Array, turn: int | jax.Array) -> Keys:
-        """Returns keys and values, where those that have come by a turn stand."""
-        return tied(Keys(kv, *self.walks.stand(self.whose(turn), self.segments, self.walks.keys)))
+    meeting: Meeting
 
     def whose(self, turn: int | jax.Array) -> jax.Array:
         """Returns the group whose keys have come by a turn."""
         return (self.ways.group - turn) % self.ways.ring
 
-    def forward(self, q: jax.Array, kv: jax.Array) -> Sums:
+    def forward(self, q: jax.Array, kv: jax.Array) -> Any:
         """Returns the sums of the group's queries over all keys."""
-        queries, last = self.queries(q), self.ways.ring - 1
+        queries, last = self.meeting.queries(q), self.ways.ring - 1
 
-        def met(sums: Sums, kv: jax.Array, turn: int | jax.Array) -> Sums:
-            table = self.walks.met(self.ways.group, self.whose(turn))
-            return meet(sums, queries, self.keys(kv, turn), table, self.walks.rule)
-
-        def one(carry: tuple[Sums, jax.Array], turn: jax.Array) -> tuple[tuple[Sums, jax.Array], None]:
+        def one(carry: tuple[Any, jax.Array], turn: jax.Array) -> tuple[tuple[Any, jax.Array], None]:
             sums, kv = carry
             coming = self.ways.send_on(kv)
-            return (met(sums, kv, turn), coming), None
+            return (self.meeting.met(sums, queries, kv, self.whose(turn)), coming), None
 
         coming = self.ways.send_on(kv) if last else kv
-        sums = meet(nothing_met(q), queries, self.keys(kv, 0), self.walks.own(), self.walks.rule)
+        sums = self.meeting.own(queries, kv)
         if last > 1:
             (sums, coming), _ = jax.lax.scan(one, (sums, coming), jnp.arange(1, last))
-        return met(sums, coming, last) if last else sums
+        return self.meeting.met(sums, queries, coming, self.whose(last)) if last else sums
 
-    def backward(self, q: jax.Array, kv: jax.Array, end: Ended) -> tuple[jax.Array, jax.Array]:
+    def backward(self, q: jax.Array, kv: jax.Array, end: Any) -> tuple[jax.Array, jax.Array]:
         """Returns the gradients of the group's queries, and of its keys and values."""
-        queries, last, rule = self.queries(q), self.ways.ring - 1, self.walks.rule
-
-        def met(of_q: jax.Array, kv: jax.Array, turn: int | jax.Array) -> tuple[jax.Array, jax.Array]:
-            keys, table = self.keys(kv, turn), self.walks.met(self.ways.group, self.whose(turn))
-            return meet_back((of_q, no_grads(kv)), queries, keys, end, (table, rule))
+        queries, last = self.meeting.queries(q), self.ways.ring - 1
 
         def one(carry: tuple, turn: jax.Array) -> tuple[tuple, None]:
             of_q, kv, so_far = carry
             coming, arriving = self.ways.send_on(kv), self.ways.send_on(so_far)
-            of_q, mine = met(of_q, kv, turn)
+            of_q, mine = self.meeting.met_back(of_q, queries, kv, end, self.whose(turn))
             return (of_q, coming, arriving + mine), None
 
         coming = self.ways.send_on(kv) if last else kv
-        zeros = jnp.zeros(q.shape, wide(q))
-        keys = self.keys(kv, 0)
-        of_q, so_far = meet_back((zeros, no_grads(kv)), queries, keys, end, (self.walks.own(), rule))
+        of_q, so_far = self.meeting.own_back(queries, kv, end)
         if not last:
             return of_q, so_far
         if last > 1:
             (of_q, coming, so_far), _ = jax.lax.scan(one, (of_q, coming, so_far), jnp.arange(1, last))
         arriving = self.ways.send_on(so_far)
-        of_q, mine = met(of_q, coming, last)
+        of_q, mine = self.meeting.met_back(of_q, queries, coming, end, self.whose(last))
         return of_q, self.ways.send_on((arriving + mine).astype(q.dtype))
