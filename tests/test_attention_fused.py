@@ -290,3 +290,27 @@ def test_training_by_parts_of_a_kernel_has_the_losses_and_parameters_of_one_devi
         got, state, _ = forms.run(kind, mask, parallel, remat=remat)
     np.testing.assert_allclose(got, want, rtol=1e-5)
     assert_same_arrays(state.params, params)
+
+
+@absent
+def test_on_a_gpu_that_is_here_the_kernel_is_tried_out_before_it_is_taken(monkeypatch):
+    tried = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(choice, "try_out", lambda *given: tried.append(given))
+    called, _ = lowered()
+    assert [note for note in called if KERNEL in note]
+    assert tried == [(fused.CUDNN, "bfloat16", 64, 2, None)]
+    lowered(kernel="plain")
+    assert len(tried) == 1
+
+
+def test_a_trial_takes_no_part_in_the_trace_mesh_and_settings_of_who_asks():
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def piece(x):
+        try_out(REFERENCE, "float16", 32, 1)
+        return x
+
+    with jax.enable_x64(True), jax.set_mesh(mesh):
+        traced = jax.make_jaxpr(jax.shard_map(piece, in_specs=P("context"), out_specs=P("context")))(jnp.ones(4))
+    assert len(traced.eqns[0].params["jaxpr"].eqns) == 0
