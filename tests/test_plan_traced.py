@@ -136,6 +136,21 @@ def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
     assert "layout = jp.compose" in ours._repr_html_()
 
 
+def test_a_step_whose_chain_has_a_mask_for_each_parameter_is_planned():
+    from test_doors import BATCH, Net, loss
+
+    import jaxpar as jp
+
+    mask = {part: {"kernel": True, "bias": False} for part in ("up", "down")}
+    chain = optax.chain(optax.masked(optax.add_decayed_weights(0.1), mask), optax.adam(1e-3))
+    plans = [
+        jp.plan(jp.train_step(jp.compose(Net, jp.Parallel(fsdp=8)), loss, each), BATCH, devices=8)
+        for each in (chain, optax.adam(1e-3))
+    ]
+    masked, plain = ([each.to_dict() for each in plan.best] for plan in plans)
+    assert masked == plain
+
+
 @pytest.mark.slow
 def test_a_model_that_names_shardings_itself_is_planned_as_the_one_that_names_none():
     from explicit import Explicit, Plain

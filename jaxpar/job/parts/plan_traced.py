@@ -27,7 +27,7 @@ from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced import Traced
 from jaxpar.sharding.explicit import understood
-from jaxpar.sharding.names import Blueprint, Compute
+from jaxpar.sharding.names import Blueprint, Compute, nest
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step.keyed.loss import shaped
@@ -73,7 +73,8 @@ def recipe_of(
       name: Of the optimizer.
     """
     params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
-    moments = jax.eval_shape(optimizer.init, params)
+    tree = nest({tuple(path.split("/")): leaf for path, leaf in params.items()})  # as a chain's masks have it
+    moments = jax.eval_shape(optimizer.init, tree)
     own, its = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
     count = sum(leaf.size for leaf in params.values())
     trained = sum(leaf.size * leaf.dtype.itemsize for path, leaf in params.items() if path not in held)
