@@ -10,7 +10,7 @@ from test_fine_tune import ADAPTERS as TUNED
 from test_fine_tune import exported, folder, job
 from test_fine_tune import trained as tuned
 from test_frozen import absent
-from tiny import Staged, assert_same_arrays, batches, models, token_loss, train
+from tiny import BATCH, Staged, assert_same_arrays, batches, models, token_loss, train
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, reading, start_from
@@ -278,6 +278,24 @@ def test_a_state_in_8_bits_is_saved_and_restored_bit_for_bit_on_another_layout(t
         adapters=eight.blueprint.adapters,
     )  # fmt: skip
     assert bits(again.params) == bits(state.params)
+
+
+def test_a_fit_begins_with_a_run_in_floats_rounded_and_no_cast_makes_floats_of_8_bits(tmp_path):
+    one = jax.devices()[:1]
+    floats, eight = (jp.compose(adapted("annotated", base), jp.Parallel(), one) for base in ("float", "int8"))
+    whole = jp.init_state(floats, ONLY, seed=3)
+    jp.save(tmp_path / "floats", whole)
+    begun = jp.fit(
+        jp.train_step(eight, token_loss, ONLY), list(batches(1)), steps=1, batch=BATCH,
+        checkpoints=Checkpoints(start_from=str(tmp_path / "floats")),
+    ).state  # fmt: skip
+    want = in_eight_bits(eight.blueprint.adapters, jax.device_get(whole.params))
+    got, want = ({path: value for path, value in by_path(tree).items() if not path.startswith("adapters")}
+                 for tree in (jax.device_get(begun.params), want))  # fmt: skip
+    assert bits(got) == bits(want)
+    jp.save(tmp_path / "eight", begun)
+    with pytest.raises(JaxparError, match=r"is int8 in the checkpoint, float32 in the job\n.*\n.*--format safetensors"):
+        start_from.start(Checkpoints(start_from=str(tmp_path / "eight"), cast=True), whole, ONLY)
 
 
 EIGHT = TUNED[:-1] + ', base = "int8"}'

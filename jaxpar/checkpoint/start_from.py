@@ -141,7 +141,7 @@ def plan(spec: Checkpoints, path: Path, saved: Mapping[str, Array], wanted: Mapp
     begun = [name for name in wanted if name in called or not begins(name, ADAPTERS)]  # adapters begin with a run
     names = meant(begun, spec.take)
     found = differences({new: saved[old] for new, old in called.items() if new in names}, {n: wanted[n] for n in names})
-    unfit = [each for each in found if not (each.kind == "dtype" and spec.cast)]
+    unfit = [each for each in found if not (each.kind == "dtype" and spec.cast and not _scaled(each))]
     if wrong or unfit:
         bad = {each.path for each in unfit}
         raise JaxparError(*wrong, *_unfit(unfit, [name for name in names if name not in bad]))
@@ -156,6 +156,11 @@ def _unfit(found: list[Difference], good: list[str]) -> list[Problem]:
     take = "take = [" + ", ".join(f'"{top}*"' if top in good else f'"{top}/*"' for top in tops) + "]"
     fixes = {"dtype": "cast = true", "missing": f"{take}, or rename" if tops else "rename it"}
     made = []
+    if scaled := list(filter(_scaled, found)):
+        rule = "a matrix in 8 bits is whole numbers and scales, and no other dtype is a cast of these"
+        fix = 'base = "int8" among the adapters of both, or what `jaxpar checkpoint export --format safetensors` writes'
+        made.append(Problem(scaled[0].describe(), rule, fix))
+        found = [each for each in found if each.kind != "dtype" or not _scaled(each)]
     for kind in ("missing", "shape", "dtype"):
         if some := [each for each in found if each.kind == kind]:
             more = f", and {len(some) - 1} more like it" if some[1:] else ""
@@ -164,6 +169,11 @@ def _unfit(found: list[Difference], good: list[str]) -> list[Problem]:
                 Problem(f"{some[0].describe()}{more}", rule, fixes.get(kind, take if tops else "another model"))
             )
     return made
+
+
+def _scaled(each: Difference) -> bool:
+    """Returns whether one of the two is a matrix in 8 bits, and the other is none."""
+    return each.kind == "dtype" and "int8" in (each.was and each.was.dtype, each.now and each.now.dtype)
 
 
 def _takable(described: Mapping[str, Array]) -> dict[str, Array]:

@@ -149,7 +149,7 @@ def _begin(
         return store.restore(step.abstract())
     state = init_state(step.layout, step.optimizer, seed=seed) if state is None else state
     if saved.start_from:
-        state, origin = start(saved, state, step.optimizer)
+        state, origin = start(saved, state, step.optimizer, adapters=step.layout.blueprint.adapters)
         say(str(origin))
     return state, 0
 
