@@ -160,6 +160,7 @@ WRONG = {
     "a rollback without a run": (lambda path: fit(faults=Faults(on_bad_step="rollback")), "rollback"),
     "a skip of a step that does not": (lambda path: fit(faults=Faults(on_bad_step="skip")), "guard=True"),
     "an empty set": (lambda path: fit(sets={"far": []}), "at least one"),
+    "a set whose path nothing reads": (lambda path: fit(sets={"far": jp.Data(path="far.txt")}), "reads no path"),
     "a set that is none": (lambda path: fit(sets={"far": 3}), r"sets\['far'\] is a int"),
     "the name of a set": (lambda path: fit(sets={"Far away": Far()}), "small letters"),
     "nothing to evaluate": (lambda path: fit(data=[Points().batch(0, 8)], eval_every=1), "holds no example out"),

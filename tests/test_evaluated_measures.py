@@ -94,6 +94,7 @@ def test_each_set_has_its_metrics_and_the_best_may_be_by_one_of_them(own, tmp_pa
         ("{ wiki = {} }", ["data.sets.wiki", "other examples"]),
         ('{ wiki = { source = "text" } }', ["data.sets.wiki.source = 'text' without a path"]),
         ('{ wiki = { source = "text", path = "none.txt" } }', ["'none.txt'", "names no file"]),
+        ('{ wiki = { source = "stdlib", path = "a" } }', ["data.sets.wiki.path = 'a'", "reads no path"]),
         ('{ wiki = { source = "json", path = "a" } }', ["data.sets.wiki.source = 'json'"]),
         ('{ wiki = { source = "my_measures:hold" } }', ["no 'hold'", "did you mean 'held'?"]),
         ('{ wiki = { source = "jsonl", path = "a", messages = "m" } }', ["data.sets.wiki.messages", "chat template"]),

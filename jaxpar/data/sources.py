@@ -17,7 +17,7 @@ from jaxpar.data.arrays import Arrays, load_arrays, load_digits
 from jaxpar.data.packing import pack
 from jaxpar.data.rows.documents import Documents
 from jaxpar.data.rows.mixture import Mixture
-from jaxpar.data.spec import Data, Source
+from jaxpar.data.spec import Data, Source, check_path
 from jaxpar.data.streams.opening import open_own
 from jaxpar.data.text import Tokens, stdlib_files, text_files
 from jaxpar.data.tokenizers.encode import corpus_of
@@ -40,6 +40,7 @@ def open_data(
       JaxparError: If there is nothing to read, or it cannot be read.
     """
     folder = Path(folder)
+    check_path(spec)
     if spec.is_text:
         return _of_text(spec, folder, seed)
     if spec.source == "digits":

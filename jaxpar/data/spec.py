@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from jaxpar.data.tokenizers.saved import saved
-from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, nearest
+from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, nearest, refuse
 
 Batch = dict[str, np.ndarray]
 ROWS = ("jsonl", "parquet")
@@ -168,6 +168,20 @@ def _of_text(spec: Data) -> list[Problem]:
     return found
 
 
+def check_path(spec: Data) -> None:
+    """Refuses a path that no source reads.
+
+    Raises:
+      JaxparError: If there is one.
+    """
+    if spec.path and spec.source not in ("text", "arrays", *ROWS):
+        raise refuse(
+            f"data.path = {spec.path!r} with data.source = {spec.source!r}, which reads no path",
+            rule="a path is read by text, jsonl, parquet and arrays",
+            fix='source = "text"',
+        )
+
+
 def _of_set(spec: Data, name: str) -> list[Problem]:
     """Returns what is wrong with an evaluation set."""
     key, table = f"data.sets.{name}", spec.sets[name]
@@ -185,6 +199,10 @@ def _of_set(spec: Data, name: str) -> list[Problem]:
         return [Problem(each.got.replace("data.", f"{key}.", 1), each.rule, each.fix) for each in error.problems]
     if ":" in made.source and "source" not in table:
         return [Problem(f"{key} without a source", "data of one's own says nothing of files", 'source = "jsonl"')]
+    try:
+        check_path(made)
+    except JaxparError as error:
+        return [Problem(each.got.replace("data.", f"{key}.", 1), each.rule, each.fix) for each in error.problems]
     if made.is_text and made.tokenizer == "bpe":
         rule = "a bpe is trained on the text of a job: that of a set would be another one"
         return [Problem(f"{key} with data.tokenizer = 'bpe'", rule, 'tokenizer = "bytes", or a tokenizer.json')]

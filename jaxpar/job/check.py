@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.data import arrays
 from jaxpar.data.look import look
-from jaxpar.data.spec import ROWS
+from jaxpar.data.spec import check_path
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.schema import Job
@@ -72,7 +72,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     attempt(resolve_measures, job)
     attempt(derived_of, job)
     if whole:
-        attempt(_check_path, job)
+        attempt(check_path, job.data)
     sizes = attempt(infer_sizes, job.parallel.sizes, device_count(job))
     sound = attempt(lambda: job.declared)
     parallel = sound or job.parallel  # of a sweep that is wrong, what it is without one
@@ -125,15 +125,6 @@ def devices_of(job: Job) -> Simulated | int:
     count = device_count(job)
     simulated = job.mesh.simulate or (not job.mesh.declared and is_simulated(visible()))
     return Simulated(count) if simulated else count
-
-
-def _check_path(job: Job) -> None:
-    if job.data.path and job.data.source not in ("text", "arrays", *ROWS):
-        raise refuse(
-            f"data.path = {job.data.path!r} with data.source = {job.data.source!r}, which reads no path",
-            rule="a path is read by text, jsonl, parquet and arrays",
-            fix='source = "text"',
-        )
 
 
 def _check_origin(job: Job, exchange: Exchange) -> None:

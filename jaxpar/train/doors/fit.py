@@ -3,7 +3,8 @@
     from jaxpar.checkpoint import Checkpoints
     from jaxpar.train.best import Best
 
-    jp.fit(step, data, steps=200, batch=16, run="runs/mine", eval_every=50, sets={"wiki": jp.Data(path="wiki.txt")},
+    wiki = jp.Data(source="text", path="wiki.txt", tokenizer="my-llama")  # the tokenizer of what is trained on
+    jp.fit(step, data, steps=200, batch=16, run="runs/mine", eval_every=50, sets={"wiki": wiki},
            checkpoints=Checkpoints(every=50, keep_best=1), best=Best(metric="eval_wiki_loss", patience=3))
 
 RUN/metrics.jsonl   a line per step       RUN/checkpoints/    the state
