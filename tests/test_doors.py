@@ -156,6 +156,8 @@ WRONG = {
     "patience without a run": (lambda path: fit(best=Best(patience=2), eval_every=1), "keeps the rows"),
     "two ways to compare": (lambda path: fit(best=Best(), checkpoints=Checkpoints(best="eval_accuracy"), run=path),
                             "compared in one way"),
+    "two directions": (lambda path: fit(best=Best(metric="eval_accuracy"), run=path,
+                                        checkpoints=Checkpoints(best_is="highest")), "compared in one way"),
     "checkpoints without a run": (lambda path: fit(checkpoints=Checkpoints(every=5)), "without run"),
     "a rollback without a run": (lambda path: fit(faults=Faults(on_bad_step="rollback")), "rollback"),
     "a skip of a step that does not": (lambda path: fit(faults=Faults(on_bad_step="skip")), "guard=True"),

@@ -79,7 +79,9 @@ def test_each_set_has_its_metrics_and_the_best_may_be_by_one_of_them(own, tmp_pa
     assert "eval_loss, eval_perplexity, eval_wiki_loss, eval_wiki_perplexity, eval_mine_loss" in problem.rule
     alone = f"{sets}\ndata.held_out = 0.0"
     assert check(job("[]", alone)) == []  # where nothing is compared, no examples need be held out beside them
-    assert "eval_loss" not in check(job("[]", f"{alone}\ncheckpoint.keep_best = 1"))[0].rule.split(", ")
+    (problem,) = check(job("[]", f"{alone}\ncheckpoint.keep_best = 1"))
+    assert "eval_loss" not in problem.rule.split(", ")
+    assert problem.fix.startswith('checkpoint.best = "eval_wiki_loss"')  # a metric that there is
     made = job("[]", f"{sets}\ntrain.global_batch = 4")
     opened = open_sets(made)
     assert len(opened["wiki"].evaluation(0, 8)[0].batch["inputs"]) == 8

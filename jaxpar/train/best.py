@@ -40,11 +40,12 @@ class Best:
         if self.metric == Best.metric and not self.patience and not keeps:
             return
         # without a loss there is nothing to compare: all members of a population may be lost
-        if self.metric not in found and any(name.endswith("_loss") for name in found):
+        losses = [name for name in found if name.endswith("_loss")]
+        if self.metric not in found and losses:
             raise refuse(
                 f"checkpoint.best = {self.metric!r}",
                 rule=f"an evaluation has {', '.join(name for name in found if name.startswith('eval_'))}",
-                fix='checkpoint.best = "eval_loss", or an entry of that name in what the loss returns',
+                fix=f'checkpoint.best = "{losses[0]}", or an entry of that name in what the loss returns',
             )
 
     def order(self, score: float) -> float:

@@ -102,13 +102,14 @@ def _together(step: Step, given: Mapping[str, Any], run: Any, eval_every: int) -
     """Returns what one argument asks for and another does not give."""
     saved, best, faults = given["checkpoints"], given["best"], given["faults"]
     problems = []
+    said = (saved.best, saved.best_is)
     if (
         best
-        and saved.best != Checkpoints.best
-        and (saved.best, saved.best_is == "lowest") != (best.metric, best.lowest)
+        and said != (Checkpoints.best, Checkpoints.best_is)
+        and said != (best.metric, "lowest" if best.lowest else "highest")
     ):
         got = f"checkpoints.best = {saved.best!r} ({saved.best_is}), best = {best}"
-        problems.append(Problem(got, "evaluations are compared in one way", "leave checkpoints.best out"))
+        problems.append(Problem(got, "evaluations are compared in one way", "leave checkpoints.best and best_is out"))
     if best and best.patience and not (eval_every and run is not None):
         rule = "a run that waits for a better evaluation evaluates every so many steps, and keeps the rows"
         problems.append(Problem(f"best.patience = {best.patience}", rule, 'eval_every=50, run="runs/mine"'))
