@@ -2,11 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from covering import some
 
+import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.job.file.parse import load
 from jaxpar.job.inspect import observe
@@ -182,6 +184,15 @@ def test_auto_takes_the_fastest_form_whose_scores_fit_and_says_why_with_figures(
     assert "context by auto: ring, for rows of 131,072 tokens on NVIDIA H100 SXM: a layer takes gather" in long.why
     assert "384 GiB, which do not fit beside a state of 15 GiB" in long.why
     assert "which fit" in short.why
+
+
+def test_auto_counts_the_gradients_and_moments_of_what_is_trained_as_the_stage_cuts_them():
+    model = partial(jp.Decoder, jp.DecoderSettings(vocab=32, seq=32, layers=1, dim=16, heads=2))
+    all_, zero = (jp.compose(model, jp.Parallel(context=2, **how), 8) for how in ({"data": 4}, {"fsdp": 4, "zero": 1}))
+    size = all_.per_device(all_.placements)
+    assert all_.held == 4 * size
+    assert zero.held == size + 3 * zero.per_device(zero.placements)  # gradients are whole
+    assert all_.under(frozenset(all_.placements), ()).held == size
 
 
 @pytest.mark.parametrize("seq", [4096, 32768, 131072])

@@ -26,7 +26,7 @@ from jaxpar.sharding.adapters import is_scales
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import SCOPE, Blueprint, Tree, nest, path_of, pick
 from jaxpar.sharding.rules import SMALL, Axes
-from jaxpar.sharding.shard_bytes import shard_shape
+from jaxpar.sharding.shard_bytes import shard_bytes, shard_shape
 from jaxpar.units import show_bytes, show_count
 
 
@@ -81,8 +81,12 @@ class Layout:
 
     @property
     def held(self) -> int:
-        """Bytes of a device's parameters, of as large gradients, and of two moments of Adam."""
-        return 4 * self.per_device(self.placements)
+        """Bytes of a device's parameters, and of gradients and two moments of Adam of those that are trained."""
+        trained = [place for path, place in self.placements.items() if path not in self.frozen]
+        whole = sum(shard_bytes(place.leaf, place.whole, self.sizes) for place in trained)
+        cut = sum(shard_bytes(place.leaf, place.sharded, self.sizes) for place in trained)
+        stage = self.parallel.stage
+        return self.per_device(self.placements) + (cut if stage >= 2 else whole) + 2 * (cut if stage >= 1 else whole)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
