@@ -174,6 +174,15 @@ def test_a_trial_passes_a_kernel_that_is_right_and_refuses_others():
             try_out(rounded(wrong), "bfloat16", 64, 2)
 
 
+def test_a_trial_of_a_window_longer_than_itself_finds_a_kernel_that_leaves_it_out():
+    def no_window(run):
+        return lambda *arrays, causal, window=None: run(*arrays, causal=causal)
+
+    assert max(off(REFERENCE, "bfloat16", head_dim=64, shared=2, window=4096).values()) < BAND["bfloat16"] / 5
+    with pytest.raises(JaxparError, match="is off: the output by"):
+        try_out(fused.Fused(*map(no_window, REFERENCE)), "bfloat16", 64, 2, 4096)
+
+
 def test_a_kernel_that_does_not_run_is_refused_with_the_way_out():
     with pytest.raises(JaxparError, match=r"does not run: .*fmhaSoftmax.*\n.*\n.*context_kernel = 'plain'"):
         try_out(fused.CUDNN, "bfloat16", 64, 2)
