@@ -302,5 +302,5 @@ for by, per_length in reports.items():
 #
 # Short rows: `gather`, the default, which sends least and has the largest matmuls. Long rows: `ring`, with any number of
 # heads; `ulysses` where there are as many heads as devices, and fast links between all of them. `context_by="auto"`
-# gathers up to 8,192 tokens and takes the ring above, and says so. None of them runs a fused kernel: blocks are plain
-# matmuls of XLA's.
+# takes the fastest form by the plan's formulas whose scores fit the chip, and says so. On GPUs in 16 bits, rings and
+# `ulysses` call cuDNN's kernel; here, on simulated devices, blocks are plain matmuls of XLA's.

@@ -34,7 +34,8 @@ class Parallel(Keywords):
       context_by: How attention brings queries and keys of all pieces together. gather: every device gathers all keys
         and values (Llama 3, arXiv:2407.21783, section 3.3.2), the least that is sent at once, and in 16 bits scores
         [pieces, seq] that are kept: for short rows. ring: keys and values go around (arXiv:2310.01889), no scores are
-        kept. ulysses: devices exchange heads for tokens (arXiv:2309.14509). auto: gather up to 8,192 tokens, else ring.
+        kept. ulysses: devices exchange heads for tokens (arXiv:2309.14509). auto: the fastest by a plan's
+        formulas of those whose scores of a layer fit the chip, chosen and said as a step is traced.
       ulysses: Of the devices of a ring, those that exchange heads; the rest rotate keys (arXiv:2405.07719).
       context_kernel: What runs a device's part of attention where pieces travel (ring, ulysses). auto: cuDNN's fused
         kernel on GPUs in 16 bits where it takes the heads and masks, else blocks of plain JAX; `Step.forms` and reports
