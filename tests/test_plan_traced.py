@@ -133,6 +133,7 @@ def test_a_step_made_in_python_is_planned_as_the_job_of_the_same_model(text):
     assert [each.to_dict() for each in ours.best] == [each.to_dict() for each in its.best]
     assert (ours.considered, ours.fitting) == (its.considered, its.fitting)
     assert ours.command.startswith("layout = jp.compose(model, jp.Parallel(")
+    assert "optimizer, precision='bf16'" in ours.command  # as it is planned
     assert "layout = jp.compose" in ours._repr_html_()
 
 

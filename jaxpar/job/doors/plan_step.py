@@ -41,7 +41,7 @@ def of_step(step: Any, batches: Sequence[Any], *, top: int, devices: int, **aske
         remat=step.numerics.remat, steps=0, devices=devices, **asked,
     )  # fmt: skip
     found = search(question, top=top)
-    command = _command(found.best[0].candidate)
+    command = _command(found.best[0].candidate, step)
     return ShownPlan.of(found, title=f"{step.layout.blueprint.name}: a plan", command=command)
 
 
@@ -78,12 +78,16 @@ def _traced(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> 
     )  # fmt: skip
 
 
-def _command(candidate: Candidate) -> str:
-    """Returns a layout as Python."""
+def _command(candidate: Candidate, step: "Step") -> str:
+    """Returns a layout as Python, with what the step has and the plan goes by."""
+    exchange, precision = step.layout.parallel.exchange, step.numerics.matmuls
     sizes = {"data": candidate.data, "fsdp": candidate.fsdp, "zero": candidate.zero if candidate.shards > 1 else None}
     said = [f"{key}={size}" for key, size in sizes.items() if size is not None and (key == "zero" or size > 1)]
     said += [f"axes={dict(candidate.axes)}"] if any(size > 1 for size in candidate.axes.values()) else []
-    more = [f"accumulate={candidate.microbatches}"] * bool(candidate.microbatches > 1)
+    said += [f"exchange={exchange!r}"] * (exchange != type(step.layout.parallel)().exchange)
+    text = {"compute": precision.compute, "allow": [*precision.allow]} if precision.allow else precision.compute
+    more = [f"precision={text!r}"] * (text != "fp32")
+    more += [f"accumulate={candidate.microbatches}"] * bool(candidate.microbatches > 1)
     more += [f"remat={candidate.remat!r}"] * (candidate.remat != "none")
     parallel = f"layout = jp.compose(model, jp.Parallel({', '.join(said)}))"
     return f"{parallel}; step = jp.train_step({', '.join(['layout', 'loss', 'optimizer', *more])})"
