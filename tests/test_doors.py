@@ -166,6 +166,8 @@ WRONG = {
     "a set that is none": (lambda path: fit(sets={"far": 3}), r"sets\['far'\] is a int"),
     "the name of a set": (lambda path: fit(sets={"Far away": Far()}), "small letters"),
     "nothing to evaluate": (lambda path: fit(data=[Points().batch(0, 8)], eval_every=1), "holds no example out"),
+    "nothing to compare": (lambda path: fit(data=[Points().batch(0, 8)], sets={"far": Far()}, eval_every=1, run=path,
+                                            best=Best(patience=2)), 'metric="eval_far_loss"'),
     "two beginnings": (lambda path: fit(state=1, checkpoints=Checkpoints(start_from="runs/other")), "one state"),
     "steps that are text": (lambda path: fit(eval_every="5"), "number of steps"),
     "a path for a step": (lambda path: jp.restore(path, "fsdp 8"), "jp.train_step"),

@@ -59,12 +59,12 @@ def agreed(
 
 
 def check_evaluated(
-    source: Source, sets: Mapping[str, EvaluationSet], size: int, eval_every: int, saved: Checkpoints
+    source: Source, sets: Mapping[str, EvaluationSet], size: int, eval_every: int, saved: Checkpoints, best: Best
 ) -> None:
     """Refuses evaluations that are asked for where there is no example to evaluate.
 
     Raises:
-      JaxparError: If neither the source nor a set holds one.
+      JaxparError: If neither the source nor a set holds one; if `eval_loss` is compared, and only sets do.
     """
     asked = {"eval_every": eval_every, "checkpoints.keep_best": saved.keep_best}
     said = [f"{key}={value}" for key, value in asked.items() if value]
@@ -73,6 +73,13 @@ def check_evaluated(
             f"jp.fit with {' and '.join(said)}, and data holds no example out",
             rule="a run is evaluated on examples that are held out",
             fix='sets={"held": what holds them}, evaluation(index, size) in data, or without what asks for it',
+        )
+    compared = best.metric == Best.metric and (best.patience or saved.keep_best)
+    if sets and compared and not source.evaluation(0, size):
+        raise refuse(
+            f"best.metric = {best.metric!r}, and data holds no example out",
+            rule=f"an evaluation has {', '.join(f'eval_{name}_loss' for name in sets)}",
+            fix=f'best=Best(metric="eval_{next(iter(sets))}_loss")',
         )
 
 

@@ -96,7 +96,7 @@ def fit(
     folder = None if run is None else Path(run)
     with _locked(folder):
         source, held = _source(data, folder), as_sets(sets, (folder or Path("runs")) / "data", batch)
-        check_evaluated(source, held, batch, eval_every, saved)
+        check_evaluated(source, held, batch, eval_every, saved, judged)
         store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
         state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
         log = _log(folder, at, loggers, step=step, source=source)
