@@ -311,6 +311,8 @@ def test_on_a_gpu_that_is_here_the_kernel_is_tried_out_before_it_is_taken(monkey
     assert tried == [(fused.CUDNN, "bfloat16", 64, 2, None)]
     lowered(kernel="plain")
     assert len(tried) == 1
+    lowered(kv_heads=1, ulysses=2)  # of which each device gets a copy, and two of four heads
+    assert tried[1:] == [(fused.CUDNN, "bfloat16", 64, 2, None)]
 
 
 def test_a_trial_takes_no_part_in_the_trace_mesh_and_settings_of_who_asks():

@@ -25,6 +25,7 @@ from jaxpar.models.blocks.trial import try_out
 from jaxpar.models.islands import KEYS, QUERIES, note
 from jaxpar.models.named import axes_of, spec_of
 from jaxpar.parallel.techniques.exchanged.checks import name
+from jaxpar.parallel.techniques.exchanged.heads import repeated
 from jaxpar.parallel.techniques.exchanged.ways import AXIS, Ways
 
 KERNELS = ("auto", "cudnn", "plain")  # what may be asked for
@@ -83,7 +84,8 @@ def choose(
     if why is None:
         kernel = instead() or CUDNN
         if kernel is CUDNN and jax.default_backend() == "gpu":
-            try_out(kernel, str(q.dtype), q.shape[-1], q.shape[2] // k.shape[2], rule.window)
+            shared = q.shape[2] // repeated(k.shape[2], ways)  # of the heads that the call has
+            try_out(kernel, str(q.dtype), q.shape[-1], shared, rule.window)
         note(f"{name(ways)}: parts of attention are run by cuDNN's kernel, and added up by its float32 statistics")
         return kernel, cut
     if asked == "cudnn":
