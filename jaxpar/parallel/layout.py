@@ -23,7 +23,7 @@ from jaxpar.parallel.unsplit import told
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.adapters import is_scales
-from jaxpar.sharding.lists import Lists
+from jaxpar.sharding.lists import Lists, longest_list
 from jaxpar.sharding.names import SCOPE, Blueprint, Tree, nest, path_of, pick
 from jaxpar.sharding.rules import SMALL, Axes
 from jaxpar.sharding.shard_bytes import shard_bytes, shard_shape
@@ -87,6 +87,12 @@ class Layout:
         cut = sum(shard_bytes(place.leaf, place.sharded, self.sizes) for place in trained)
         stage = self.parallel.stage
         return self.per_device(self.placements) + (cut if stage >= 2 else whole) + 2 * (cut if stage >= 1 else whole)
+
+    @property
+    def depth(self) -> int:
+        """Layers of the model's deepest stack, in one array or in a list of layers; 1 where there is none."""
+        stacks = [place.leaf.shape[0] for place in self.placements.values() if place.names[:1] == ("layers",)]
+        return max([*stacks, *map(len, longest_list(self.blueprint.leaves, 1).values())], default=1)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -317,7 +317,8 @@ class Step:
     @contextmanager
     def traced(self):
         """Yields while a function of the step's own arrays is traced: on its mesh, with the names of its dims."""
-        with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used):
+        keeps = self.numerics.remat == "none"
+        with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used, keeps=keeps):
             yield
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:

@@ -60,7 +60,7 @@ def settled(layout: Layout, compose: Compose) -> Layout:
     return layout
 
 
-def islands(layout: Layout) -> dict[str, Callable]:
+def islands(layout: Layout, *, keeps: bool = False) -> dict[str, Callable]:
     """Returns what runs the islands of a model in a step, by the names of the islands.
 
     A technique whose axis is not there runs those that no other does: `gather` goes by the names of dims, which a
@@ -70,7 +70,7 @@ def islands(layout: Layout) -> dict[str, Callable]:
     parallel = layout.parallel
     for axis, each in TECHNIQUES.items():
         if each.how:
-            own = each.bind(layout, each.how[parallel.ways.get(axis, next(iter(each.how)))])
+            own = each.bind(layout, each.how[parallel.ways.get(axis, next(iter(each.how)))], keeps)
             # an axis that is there decides; one that is not only fills in what no other runs
             found = {**found, **own} if parallel.sizes.get(axis, 1) > 1 else {**own, **found}
     return found
@@ -92,10 +92,16 @@ class Used:
 
 
 @contextmanager
-def traced(layout: Layout, used: Used) -> Iterator[None]:
-    """Gives names of dims and islands their meaning in a layout while a step of it is traced, and notes their use."""
+def traced(layout: Layout, used: Used, *, keeps: bool = False) -> Iterator[None]:
+    """Gives names of dims and islands their meaning in a layout while a step of it is traced, and notes their use.
+
+    Args:
+      layout: Of the step.
+      used: Where it is noted.
+      keeps: Whether the backward pass keeps what layers compute.
+    """
     names = activation_names(layout.names, layout.sizes)
-    with names as named, implemented(islands(layout)) as called, understood(), split_convolutions():
+    with names as named, implemented(islands(layout, keeps=keeps)) as called, understood(), split_convolutions():
         yield
     used.names |= meant(named)
     used.forms |= {each for each in called if " " in each}

@@ -30,7 +30,14 @@ from jaxpar.parallel.techniques.exchanged.choice import KERNELS
 
 
 def auto(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, layout: Layout | None = None, kernel: str = "auto", **masks: Any
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    layout: Layout | None = None,
+    keeps: bool = False,
+    kernel: str = "auto",
+    **masks: Any,
 ) -> jax.Array:
     """Returns attention in the form that a plan has as the fastest, and notes which and why.
 
@@ -39,13 +46,14 @@ def auto(
     # by name, as a plan reads layouts, and what makes them knows nothing of it
     plan = import_module("jaxpar.plan.techniques.chosen")
     sizes, chip, held = ({"context": 1}, "", 0) if layout is None else (layout.sizes, layout.chip, layout.held)
+    layers = layout.depth if layout is not None and keeps else 1
     spec = spec_of(QUERIES)
     cut = () if spec is None or spec[2] is None else (spec[2],) if isinstance(spec[2], str) else spec[2]
     choice = plan.choose(
         plan.Call(
             rows=max(1, q.shape[0] // (1 if layout is None else layout.replicas)), seq=k.shape[1], heads=q.shape[2],
             kv_heads=k.shape[2], head_dim=q.shape[3], causal=bool(masks["causal"]), context=sizes["context"],
-            tensor=math.prod(sizes.get(axis, 1) for axis in cut), held=held, chip=chip,
+            tensor=math.prod(sizes.get(axis, 1) for axis in cut), held=held, layers=layers, chip=chip,
         )
     )  # fmt: skip
     note(choice.why)
@@ -117,7 +125,7 @@ def problems(parallel: Parallel) -> list[Problem]:
     return found
 
 
-def bind(layout: Layout, own: Mapping[str, Callable]) -> Mapping[str, Callable]:
+def bind(layout: Layout, own: Mapping[str, Callable], keeps: bool) -> Mapping[str, Callable]:
     """Returns a ring of groups, where the devices of a group exchange heads, or a choice for the layout.
 
     Each with the kernel that is asked for.
@@ -125,7 +133,7 @@ def bind(layout: Layout, own: Mapping[str, Callable]) -> Mapping[str, Callable]:
     parallel = layout.parallel
     asked: dict[str, Any] = {"kernel": parallel.context_kernel} if parallel.context_kernel != "auto" else {}
     if own is HOW["auto"]:
-        asked["layout"] = layout
+        asked |= {"layout": layout, "keeps": keeps}
     if parallel.ulysses > 1 and own is HOW["ring"]:
         asked["ulysses"] = parallel.ulysses
     travels = any(own is HOW[by] for by in HOW if by != "gather")

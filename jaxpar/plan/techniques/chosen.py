@@ -1,7 +1,9 @@
 """Which form of context a call of attention takes where the declaration leaves it open: the fastest that has the room.
 
     gather, ring, ring x ulysses, ulysses     each of those that divide tokens and heads, in seconds of `crossover`
-    gathered scores                           of one layer, beside the training state, have to fit the chip
+    gathered scores                           of one layer, and what the others keep, have to fit beside the state
+
+Pieces that travel are priced in blocks of plain JAX: what cuDNN's kernel takes for them has not been measured.
 
 It is a formula of shapes and of a chip, so it is the same on simulated, absent and real devices of one chip.
 """
@@ -35,6 +37,7 @@ class Call:
       context: Devices that share a row.
       tensor: Devices that share the heads.
       held: Bytes of a device's training state.
+      layers: Layers whose shares the backward pass keeps: all without recomputation, 1 where they are made again.
       chip: For which chip, a key of `HARDWARE`; "" where none is known.
     """
 
@@ -47,6 +50,7 @@ class Call:
     context: int
     tensor: int = 1
     held: int = 0
+    layers: int = 1
     chip: str = ""
 
 
@@ -60,7 +64,7 @@ class Choice:
 
 
 def choose(call: Call) -> Choice:
-    """Returns the fastest form of which one layer's scores fit beside the state; by less memory, if none does."""
+    """Returns the fastest form whose scores fit beside the state; by less memory, if none does."""
     key = call.chip if call.chip in HARDWARE else ASSUMED
     hardware, width = HARDWARE[key], call.heads * call.head_dim
     shape = Shape(
@@ -70,30 +74,34 @@ def choose(call: Call) -> Choice:
     made = [replace(plain, context_by=by, ulysses=ulysses) for by, ulysses in ways(shape, call.context, call.tensor)]
     took = {each: seconds(shape, each, hardware, JAXPAR_FUSED) for each in made}
     room = int((1 - SPARE) * hardware.memory) - call.held
-    fits = {each: _scores(shape, each) <= room for each in made}
+    fits = {each: _scores(shape, each, call.layers) <= room for each in made}
     gather = made[0]
     first = min([each for each in made if fits[each]] or made[1:] or made, key=lambda each: took[each])
     told = ", ".join(f"{_name(each)} {show_seconds(took[each])}" for each in sorted(made, key=lambda each: took[each]))
-    size = f"scores of a layer that gathers are {show_bytes(_scores(shape, gather))}"
+    those = "a layer that gathers" if call.layers == 1 else f"{call.layers} layers that gather, and keep shares,"
+    size = f"scores of {those} are {show_bytes(_scores(shape, gather, call.layers))}"
     beside = f"beside a state of {show_bytes(call.held)}" if call.held else "alone"
     verdict = "fit" if fits[gather] else "do not fit"
     known = call.chip == key
     why_chip = f", assumed, as {call.chip} is not planned for" if call.chip else ", assumed, as no chip is named"
     chip = hardware.chip.name + why_chip * (not known)
     why = (
-        f"context by auto: {_name(first)}, for rows of {call.seq:,} tokens on {chip}: a layer takes {told} (modelled); "
+        f"context by auto: {_name(first)}, for rows of {call.seq:,} tokens on {chip}: a layer takes {told} "
+        f"(modelled, in blocks of plain JAX); "
         f"{size}, which {verdict} {beside}"
     )
     return Choice(by=first.context_by, ulysses=first.ulysses, why=why)
 
 
-def _scores(shape: Shape, candidate: Candidate) -> float:
-    """Returns the bytes of the scores that the backward pass of a layer works with; of pieces that travel, none."""
+def _scores(shape: Shape, candidate: Candidate, layers: int) -> float:
+    """Returns the bytes of scores that a layer's backward pass works with, and the others keep; of pieces that travel,
+    none.
+    """
     if exchanged.travels(candidate):
         return 0.0
     own = JAXPAR_FUSED.pieces or JAXPAR_FUSED
     scores = candidate.microbatch * shape.heads * shape.seq**2 / candidate.context / candidate.tensor
-    return own.worked * scores
+    return (own.worked + own.kept[0] * (layers - 1)) * scores
 
 
 def _name(candidate: Candidate) -> str:
