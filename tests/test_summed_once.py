@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
 from jaxpar.bench.overhead.program import compiled
@@ -51,3 +52,64 @@ def test_gradients_are_those_of_jax(again):
         made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 4))(params, x)
     assert str(made).count("f32[3,4,8,8]"), "a matrix of each replica"
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), found, jax.grad(loss)(params, x))
+
+
+def held_by_two(x, w):
+    """One gradient is the other's transpose: what is taken out of the scan for one is there for the other."""
+    return x + jnp.tanh(jnp.einsum("bsd,df->bsf", x, w[0] + w[1].T))
+
+
+def cut(*spec):
+    def layer(x, w):
+        matrix = jax.lax.with_sharding_constraint(w[0], PartitionSpec(*spec))
+        return x + jnp.tanh(jnp.einsum("bsd,df->bsf", x, matrix))
+
+    return layer
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def scaled(x, w, by):
+    return x + by * jnp.tanh(jnp.einsum("bsd,df->bsf", x, w[0]))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        held_by_two,
+        cut("data"),
+        cut(("data", "tensor")),
+        cut(None, ("tensor", "data")),
+        cut(PartitionSpec.UNCONSTRAINED, "tensor"),
+        cut(PartitionSpec.UNCONSTRAINED, "data"),
+        lambda x, w: scaled(x, w, 0.5),
+    ],
+)
+def test_gradients_are_those_of_jax_whatever_reads_or_cuts_a_matrix(layer):
+    def loss(params, x):
+        return jnp.sum(jnp.square(jax.lax.scan(lambda x, w: (layer(x, w), None), x, params)[0]))
+
+    *params, x = (jax.random.normal(key, shape) for key, shape in zip(
+        jax.random.split(jax.random.key(0), 3), [(3, 8, 8), (3, 8, 8), (8, 4, 8)], strict=True))  # fmt: skip
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
+    with jax.set_mesh(mesh):
+        found = jax.jit(room.summed_once(jax.grad(loss), "data", 4))(params, x)
+        wanted = jax.jit(jax.grad(loss))(params, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
+
+
+def test_a_matrix_that_two_axes_cut_along_one_dim_is_summed_by_xla():
+    """`fsdp` of 3 divides 24 columns, which `tensor` cuts, and not 20 rows."""
+    settings = jp.DecoderSettings(**{**SHAPE, "layers": 2, "dim": 20, "hidden": 24})
+    layout = jp.compose(partial(jp.Decoder, settings), jp.Parallel(fsdp=3, tensor=2), jax.devices()[:6])
+    assert layout.placements["blocks/mlp/up"].stored[-1] == ("tensor", "fsdp")
+    step = jp.train_step(layout, jp.next_token, optax.sgd(0.1))
+    step.subject({name: jax.ShapeDtypeStruct((12, 16), jnp.int32) for name in ("inputs", "targets")})
+
+
+def test_a_scan_that_is_unrolled_stays_so():
+    def loss(params, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params, unroll=3)[0])
+
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
+        made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 8))(jnp.ones((3, 8, 8)), jnp.ones((8, 8)))
+    assert {eqn.params["unroll"] for eqn in made.eqns if eqn.primitive.name == "scan"} == {3}

@@ -12,6 +12,7 @@ it. Where replicas share the gradient it stays in the scan, but XLA moves a redu
 it makes itself, into the next turn; the gathers of the first turn then go with those of the forward pass.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from jax.extend.core import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.models.named import axes_of
-from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, consts_of, jaxpr_of, parts, shapes
+from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, consts_of, jaxpr_of, parts, shapes, variables
 from jaxpar.sharding.shard_bytes import pieces
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -51,7 +52,15 @@ class Sum:
 
     def scatters(self, axis: str) -> int | None:
         """Returns the number of the equation after which an axis cuts the gradient; None where it cuts none."""
-        return next((i for i, eqn in enumerate(self.after) if _cut(eqn, axis) is not None), None)
+        return next((i for i, eqn in enumerate(self.after) if axis in _axes(eqn)), None)
+
+    def fits(self, axis: str) -> bool:
+        """Returns whether the gradient can be of [replica, ...] until one reduce-scatter over the axis, or to the end.
+
+        It cannot where the axis shares a dim with another one, or cuts it into pieces that are not equal.
+        """
+        at = self.scatters(axis)
+        return at is None or _cut(self.after[at], axis) is not None
 
 
 def summed_once(function: Callable, axis: str, ways: int) -> Callable:
@@ -67,7 +76,7 @@ def summed_once(function: Callable, axis: str, ways: int) -> Callable:
     def run(*args: Any) -> Any:
         traced = Traced(function, *args)
         jaxpr = traced.closed.jaxpr
-        found = {id(eqn): sums for eqn in jaxpr.eqns if (sums := _sums(eqn, ways))}
+        found = {id(eqn): sums for eqn in jaxpr.eqns if (sums := _sums(eqn, axis, ways))}
         if not found:
             return traced(*args)
         env = Env(jaxpr, traced.closed.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
@@ -88,47 +97,48 @@ def _body(scan: Scan) -> tuple[Jaxpr, Sequence]:
     if len(body.eqns) == 1 and body.eqns[0].primitive.name in REMAT and not body.eqns[0].params["prevent_cse"]:
         (eqn,) = body.eqns
         inner = jaxpr_of(eqn.params["jaxpr"])
-        own: dict[Any, Any] = dict(zip(eqn.invars, inner.invars, strict=True))
-        made: dict[Any, Any] = dict(zip(eqn.outvars, inner.outvars, strict=True))
-        plain = len(own) == len(eqn.invars) and not consts and all(var in own for var in body.invars)
-        if plain and all(var in made for var in body.outvars):
+        ends = [*eqn.invars, *body.outvars]
+        plain = not consts and len(variables(ends)) == len(ends) and {*eqn.invars} == {*body.invars}
+        if plain and {*body.outvars} <= {*eqn.outvars}:
+            own: dict[Any, Any] = dict(zip(eqn.invars, inner.invars, strict=True))
+            made: dict[Any, Any] = dict(zip(eqn.outvars, inner.outvars, strict=True))
             ins, outs = [own[var] for var in body.invars], [made[var] for var in body.outvars]
             return inner.replace(invars=ins, outvars=outs), consts_of(eqn.params["jaxpr"])
     return body, consts
 
 
-def _sums(eqn: JaxprEqn, ways: int) -> dict[int, Sum]:
+def _sums(eqn: JaxprEqn, axis: str, ways: int) -> dict[int, Sum]:
     """Returns the sums over examples among the stacks that a scan makes, by their number; none where they are large."""
     if eqn.primitive.name != "scan":
         return {}
     scan = Scan(eqn)
     body, _ = _body(scan)
     made = {var: each for each in body.eqns for var in each.outvars}
-    read = [var for each in body.eqns for var in each.invars if not isinstance(var, Literal)]
-    times = {var: read.count(var) for var in {*read}}
+    read = [*body.outvars, *(var for each in body.eqns for var in each.invars)]
+    times = Counter(var for var in read if not isinstance(var, Literal))
     found = {}
     for i, var in enumerate(body.outvars[scan.carry :]):
-        if (one := _sum(var, made, times, ways)) and body.outvars.count(var) == 1:
+        if (one := _sum(var, made, times, ways)) and one.fits(axis):
             found[i] = one
     size = sum(body.outvars[scan.carry + i].aval.size * body.outvars[scan.carry + i].aval.dtype.itemsize for i in found)
     return found if size <= SMALL else {}
 
 
-def _sum(var: Any, made: dict[Var, JaxprEqn], times: dict[Var, int], ways: int) -> Sum | None:
+def _sum(var: Any, made: dict[Var, JaxprEqn], times: Counter[Var], ways: int) -> Sum | None:
     after: list[JaxprEqn] = []
-    while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times.get(var, 0) == bool(after):
+    while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times[var] == 1:
         name = eqn.primitive.name
-        if name in ("transpose", "sharding_constraint"):  # no cast: devices send the 16 bits before it
+        # no cast: devices send the 16 bits before it
+        if name == "transpose" or _is_constraint(eqn):
             after.append(eqn)
             var = eqn.invars[0]
             continue
-        (first, *_) = shapes(eqn.invars)
         if name == "dot_general":
             (left, right), batch = eqn.params["dimension_numbers"]
             over = any(pair == (0, 0) for pair in zip(left, right, strict=True)) and not any(batch)
         else:
             over = name == "reduce_sum" and 0 in eqn.params["axes"]
-        return Sum(eqn, tuple(after[::-1])) if over and first.shape[0] % ways == 0 else None
+        return Sum(eqn, tuple(after[::-1])) if over and shapes(eqn.invars)[0].shape[0] % ways == 0 else None
     return None
 
 
@@ -149,9 +159,10 @@ def _run(eqn: JaxprEqn, sums: dict[int, Sum], env: Env, axis: str, ways: int) ->
         ]
         return [inside[var] for var in body.outvars[: scan.carry]], made
 
-    last, ys = jax.lax.scan(step, first, xs, length=scan.length, reverse=scan.reverse)
-    apart = {i for i, one in sums.items() if one.scatters(axis) is None}
-    ys = [_as(sums[i].eqn, partial(jnp.sum, axis=1), y) if i in apart else y for i, y in enumerate(ys)]
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    last, ys = jax.lax.scan(step, first, xs, **how)
+    of_each = {i for i, one in sums.items() if one.scatters(axis) is None}
+    ys = [_as(sums[i].eqn, partial(jnp.sum, axis=1), y) if i in of_each else y for i, y in enumerate(ys)]
     env.update(zip(eqn.outvars, [*last, *ys], strict=True))
 
 
@@ -173,14 +184,26 @@ def _of_each(one: Sum, env: Env, axis: str, ways: int) -> jax.Array:
 def _cut(eqn: JaxprEqn, axis: str) -> int | None:
     """Returns the dim that an equation constrains to be cut along an axis and no other; None where it does not.
 
-    None also where pieces are not equal, for which there is no reduce-scatter.
+    None also where pieces are not equal or a dim is left to XLA, for which there is no reduce-scatter.
     """
-    if eqn.primitive.name != "sharding_constraint":
+    if axis not in _axes(eqn):
         return None
     on, shape = eqn.params["sharding"], shapes(eqn.outvars)[0].shape
+    if FREE in on.spec:
+        return None
     if any(size % ways for size, ways in zip(shape, pieces(on.spec, len(shape), on.mesh.shape), strict=True)):
         return None
     return next((dim for dim, entry in enumerate(on.spec) if axes_of(entry) == (axis,)), None)
+
+
+def _is_constraint(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding)
+
+
+def _axes(eqn: JaxprEqn) -> tuple[str, ...]:
+    """Returns the axes that an equation constrains its array to be cut along."""
+    spec = eqn.params["sharding"].spec if _is_constraint(eqn) else ()
+    return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
 def _scattered(eqn: JaxprEqn, axis: str, x: jax.Array) -> jax.Array:
