@@ -42,6 +42,18 @@ def test_another_norm_and_another_optimizer_are_left_as_they_are(optimizer):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), updated(optimizer, 1000.0), plain)
 
 
+def test_what_an_optimizer_prints_is_still_made(capsys):
+    """What `jax.debug.print` reads is read by nothing else."""
+
+    def update(gradients):
+        jax.debug.print("largest {}", jnp.max(gradients["a"]))
+        return optax.clip_by_global_norm(1.0).update(gradients, optax.EmptyState())[0]
+
+    jax.block_until_ready(with_norm(update, GRADIENTS, jnp.float32(10)))
+    jax.effects_barrier()
+    assert "largest 5.0" in capsys.readouterr().out
+
+
 def test_what_travels_for_norm_and_clipping_is_one_number():
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
     layout = jp.compose(MODEL, jp.Parallel(data=2, fsdp=2, tensor=2), jax.devices())

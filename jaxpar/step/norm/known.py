@@ -36,7 +36,8 @@ def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -
     if found is None:
         return traced(gradients)
     eqns = [eqn for eqn in jaxpr.eqns if found not in eqn.outvars]
-    live = set(map(id, needed(eqns, jaxpr.outvars)[0]))
+    told = [var for eqn in eqns if eqn.effects for var in eqn.invars]  # what `jax.debug.print` and its kin read
+    live = set(map(id, needed(eqns, [*jaxpr.outvars, *told])[0]))
     eqns = [eqn for eqn in eqns if id(eqn) in live or eqn.effects]
     changed = ClosedJaxpr(jaxpr.replace(invars=[*jaxpr.invars, found], eqns=eqns), traced.closed.consts)
     out = jaxpr_as_fun(changed)(*jax.tree.leaves(gradients), norm.astype(found.aval.dtype))
