@@ -162,7 +162,7 @@ def _run(eqn: JaxprEqn, sums: dict[int, Sum], env: Env, axis: str, ways: int) ->
     how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
     last, ys = jax.lax.scan(step, first, xs, **how)
     of_each = {i for i, one in sums.items() if one.scatters(axis) is None}
-    ys = [_as(sums[i].eqn, partial(jnp.sum, axis=1), y) if i in of_each else y for i, y in enumerate(ys)]
+    ys = [_as(sums[i].eqn, partial(jax.lax.reduce_sum, axes=(1,)), y) if i in of_each else y for i, y in enumerate(ys)]
     env.update(zip(eqn.outvars, [*last, *ys], strict=True))
 
 
