@@ -42,6 +42,13 @@ def test_another_norm_and_another_optimizer_are_left_as_they_are(optimizer):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), updated(optimizer, 1000.0), plain)
 
 
+def test_a_norm_that_is_computed_twice_is_taken_twice():
+    kept = optax.GradientTransformation(lambda _: jnp.zeros(()), lambda x, *_: (x, optax.tree.norm(x)))
+    update = optax.chain(kept, optax.clip_by_global_norm(1.0)).update
+    made = jax.make_jaxpr(lambda x, norm: with_norm(lambda x: update(x, (None, optax.EmptyState())), x, norm))
+    assert "sqrt" not in str(made(GRADIENTS, jnp.float32(10)))
+
+
 def test_what_an_optimizer_prints_is_still_made(capsys):
     """What `jax.debug.print` reads is read by nothing else."""
 

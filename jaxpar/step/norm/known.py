@@ -32,15 +32,15 @@ def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -
     values = Values({})
     sought = values.of(wanted)[wanted.outvars[0]]
     jaxpr = traced.closed.jaxpr
-    found = next((var for var, value in Values(values.numbers, grows=False).of(jaxpr).items() if value == sought), None)
-    if found is None:
+    found = [var for var, value in Values(values.numbers, grows=False).of(jaxpr).items() if value == sought]
+    if not found:
         return traced(gradients)
-    eqns = [eqn for eqn in jaxpr.eqns if found not in eqn.outvars]
+    eqns = [eqn for eqn in jaxpr.eqns if not {*found}.intersection(eqn.outvars)]
     told = [var for eqn in eqns if eqn.effects for var in eqn.invars]  # what `jax.debug.print` and its kin read
     live = set(map(id, needed(eqns, [*jaxpr.outvars, *told])[0]))
     eqns = [eqn for eqn in eqns if id(eqn) in live or eqn.effects]
-    changed = ClosedJaxpr(jaxpr.replace(invars=[*jaxpr.invars, found], eqns=eqns), traced.closed.consts)
-    out = jaxpr_as_fun(changed)(*jax.tree.leaves(gradients), norm.astype(found.aval.dtype))
+    changed = ClosedJaxpr(jaxpr.replace(invars=[*jaxpr.invars, *found], eqns=eqns), traced.closed.consts)
+    out = jaxpr_as_fun(changed)(*jax.tree.leaves(gradients), *(norm.astype(var.aval.dtype) for var in found))
     return jax.tree.unflatten(traced.outputs, out)
 
 
