@@ -48,8 +48,8 @@ def test_gradients_are_those_of_jax(again):
     x = jax.random.normal(keys[4], (8, 4, 8))
     layout = jp.compose(partial(jp.Decoder, jp.DecoderSettings(**SHAPE)), jp.Parallel(data=8), jax.devices())
     with jax.set_mesh(layout.on):
-        found = jax.jit(room.summed_once(jax.grad(loss), "data", 4))(params, x)
-        made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 4))(params, x)
+        found = jax.jit(room.summed_once(jax.grad(loss), "data", 4, rows=8))(params, x)
+        made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 4, rows=8))(params, x)
     assert str(made).count("f32[3,4,8,8]"), "a matrix of each replica"
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-5), found, jax.grad(loss)(params, x))
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_jax_whatever_reads_or_cuts_a_matrix(layer):
         jax.random.split(jax.random.key(0), 3), [(3, 8, 8), (3, 8, 8), (8, 4, 8)], strict=True))  # fmt: skip
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto, AxisType.Auto))
     with jax.set_mesh(mesh):
-        found = jax.jit(room.summed_once(jax.grad(loss), "data", 4))(params, x)
+        found = jax.jit(room.summed_once(jax.grad(loss), "data", 4, rows=8))(params, x)
         wanted = jax.jit(jax.grad(loss))(params, x)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
@@ -111,7 +111,8 @@ def test_a_scan_that_is_unrolled_stays_so():
         return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params, unroll=3)[0])
 
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
-        made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 8))(jnp.ones((3, 8, 8)), jnp.ones((8, 8)))
+        run = room.summed_once(jax.grad(loss), "data", 8, rows=8)
+        made = jax.make_jaxpr(run)(jnp.ones((3, 8, 8)), jnp.ones((8, 8)))
     assert {eqn.params["unroll"] for eqn in made.eqns if eqn.primitive.name == "scan"} == {3}
 
 
@@ -121,6 +122,15 @@ def test_what_travels_of_16_bits_is_16_bits():
 
     half = partial(jnp.ones, dtype=jnp.bfloat16)
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
-        made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 8))(half((3, 8, 8)), half((8, 8)))
+        made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 8, rows=8))(half((3, 8, 8)), half((8, 8)))
     over = [eqn for eqn in made.eqns if eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.shape == (3, 8, 8, 8)]
     assert [eqn.invars[0].aval.dtype for eqn in over] == [jnp.bfloat16]
+
+
+def test_activations_whose_sequence_comes_first_stay_where_they_are():
+    def loss(params, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(jnp.einsum("sbd,df->sbf", x, w)), None), x, params)[0])
+
+    run = room.summed_once(jax.grad(loss), "data", 4, rows=8)
+    made = jax.make_jaxpr(run)(jnp.ones((3, 8, 8)), jnp.ones((16, 8, 8)))
+    assert "f32[3,4,8,8]" not in str(made)

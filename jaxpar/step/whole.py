@@ -162,7 +162,8 @@ class Whole(Gradients):
             objective = remat(objective, by_model(self.numerics.remat))
         differentiated = jax.grad(objective, has_aux=True)
         if axis := self._summed_over:
-            differentiated = summed_once(differentiated, axis, self.layout.sizes[axis])
+            rows = max((value.shape[0] for value in batch.values() if value.shape), default=1)
+            differentiated = summed_once(differentiated, axis, self.layout.sizes[axis], rows=rows)
         gradients, (sums, after) = differentiated(without(self.frozen, params))
         stored = without(self.frozen, self.layout.params)
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)

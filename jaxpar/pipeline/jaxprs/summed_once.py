@@ -63,7 +63,7 @@ class Sum:
         return at is None or _cut(self.after[at], axis) is not None
 
 
-def summed_once(function: Callable, axis: str, ways: int) -> Callable:
+def summed_once(function: Callable, axis: str, ways: int, *, rows: int) -> Callable:
     """Returns a function of pytrees of arrays, whose scans over layers leave sums over an axis for after them.
 
     Args:
@@ -71,12 +71,15 @@ def summed_once(function: Callable, axis: str, ways: int) -> Callable:
         axis, it is scattered in the scan.
       axis: Of the mesh, the outermost that cuts dim 0 of activations.
       ways: Its size.
+      rows: Examples of the batch: so long is dim 0 of activations, or a multiple where tokens are rows of a matrix.
+        What sums over another dim 0, such as the sequence of a model that has it first, is left to XLA: cut there,
+        activations would travel.
     """
 
     def run(*args: Any) -> Any:
         traced = Traced(function, *args)
         jaxpr = traced.closed.jaxpr
-        found = {id(eqn): sums for eqn in jaxpr.eqns if (sums := _sums(eqn, axis, ways))}
+        found = {id(eqn): sums for eqn in jaxpr.eqns if (sums := _sums(eqn, axis, ways, rows))}
         if not found:
             return traced(*args)
         env = Env(jaxpr, traced.closed.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
@@ -107,7 +110,7 @@ def _body(scan: Scan) -> tuple[Jaxpr, Sequence]:
     return body, consts
 
 
-def _sums(eqn: JaxprEqn, axis: str, ways: int) -> dict[int, Sum]:
+def _sums(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> dict[int, Sum]:
     """Returns the sums over examples among the stacks that a scan makes, by their number; none where they are large."""
     if eqn.primitive.name != "scan":
         return {}
@@ -118,13 +121,13 @@ def _sums(eqn: JaxprEqn, axis: str, ways: int) -> dict[int, Sum]:
     times = Counter(var for var in read if not isinstance(var, Literal))
     found = {}
     for i, var in enumerate(body.outvars[scan.carry :]):
-        if (one := _sum(var, made, times, ways)) and one.fits(axis):
+        if rows % ways == 0 and (one := _sum(var, made, times, rows)) and one.fits(axis):
             found[i] = one
     size = sum(body.outvars[scan.carry + i].aval.size * body.outvars[scan.carry + i].aval.dtype.itemsize for i in found)
     return found if size <= SMALL else {}
 
 
-def _sum(var: Any, made: dict[Var, JaxprEqn], times: Counter[Var], ways: int) -> Sum | None:
+def _sum(var: Any, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int) -> Sum | None:
     after: list[JaxprEqn] = []
     while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times[var] == 1:
         name = eqn.primitive.name
@@ -138,8 +141,13 @@ def _sum(var: Any, made: dict[Var, JaxprEqn], times: Counter[Var], ways: int) ->
             over = any(pair == (0, 0) for pair in zip(left, right, strict=True)) and not any(batch)
         else:
             over = name == "reduce_sum" and 0 in eqn.params["axes"]
-        return Sum(eqn, tuple(after[::-1])) if over and shapes(eqn.invars)[0].shape[0] % ways == 0 else None
+        return Sum(eqn, tuple(after[::-1])) if over and _of_examples(shapes(eqn.invars)[0].shape, rows) else None
     return None
+
+
+def _of_examples(shape: tuple[int, ...], rows: int) -> bool:
+    """Returns whether dim 0 of an activation is the examples of a batch, or all of their tokens."""
+    return shape[0] == rows or (len(shape) == 2 and shape[0] % rows == 0)
 
 
 def _run(eqn: JaxprEqn, sums: dict[int, Sum], env: Env, axis: str, ways: int) -> None:
