@@ -19,7 +19,7 @@ from tiny import Annotated, Staged, assert_same_arrays, batches, on_one_device, 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.mesh.target import find_plugin
-from jaxpar.step.gathering import Reads, reads
+from jaxpar.step.parameters.gathering import Reads, reads
 
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 LAYERS, DIM, HIDDEN, VOCAB, SEQ = 4, 256, 512, 1024, 128

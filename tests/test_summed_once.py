@@ -113,7 +113,8 @@ def test_a_scan_that_is_unrolled_stays_so():
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
         run = room.summed_once(jax.grad(loss), "data", 8, rows=8)
         made = jax.make_jaxpr(run)(jnp.ones((3, 8, 8)), jnp.ones((8, 8)))
-    assert {eqn.params["unroll"] for eqn in made.eqns if eqn.primitive.name == "scan"} == {3}
+    (own,) = [eqn.params["jaxpr"] for eqn in made.eqns if eqn.params.get("name") == "summed_once"]
+    assert {eqn.params["unroll"] for eqn in own.eqns if eqn.primitive.name == "scan"} == {3}
 
 
 def test_what_travels_of_16_bits_is_16_bits():
@@ -123,7 +124,8 @@ def test_what_travels_of_16_bits_is_16_bits():
     half = partial(jnp.ones, dtype=jnp.bfloat16)
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))):
         made = jax.make_jaxpr(room.summed_once(jax.grad(loss), "data", 8, rows=8))(half((3, 8, 8)), half((8, 8)))
-    over = [eqn for eqn in made.eqns if eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.shape == (3, 8, 8, 8)]
+    (own,) = [eqn.params["jaxpr"] for eqn in made.eqns if eqn.params.get("name") == "summed_once"]
+    over = [eqn for eqn in own.eqns if eqn.primitive.name == "reduce_sum" and eqn.invars[0].aval.shape == (3, 8, 8, 8)]
     assert [eqn.invars[0].aval.dtype for eqn in over] == [jnp.bfloat16]
 
 

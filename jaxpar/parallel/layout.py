@@ -1,7 +1,7 @@
 """A layout is a value: where every array of a training job lives, and why."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -255,25 +255,28 @@ class Layout:
             straight = looked_up or own or any(padding(value.shape, used))
             return cut(value, used, whole) if straight else gather(value, used, stored)
 
-    def small_stacks(self, params: Tree, dtype=None) -> Tree:
+    def small_stacks(self, params: Tree, dtype=None, as_stored: Set[str] = frozenset()) -> Tree:
         """Returns the parameters, small vectors gathered over `fsdp`, those of stacked layers for all layers at once.
 
         In a loop each turn would gather its own, with `data` or `tensor` apart from the matrices, whose groups of
         devices XLA writes in another form and so does not compare as equal. Beside `tensor` they are written as those
-        of matrices are. Their gradients travel as ever.
+        of matrices are. Their gradients travel as ever. Those `as_stored` are left alone: they are also read uncast.
         """
         if self.parallel.stage != 3 or self.sizes["pipe"] > 1 or self.mesh is None:
             return params
 
+        # JAX maps no part of a program over replicas that is manual over `tensor` alone
+        beside = self.sizes["tensor"] > 1 and self.mesh.shape["data"] == self.sizes["data"]
+
         def one(keys, value: jax.Array) -> jax.Array:
             place = self.placements[path := path_of(keys)]
             vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1) and place.leaf.bytes < SMALL
-            if not vector or place.stored == place.used:
+            if not vector or place.stored == place.used or path in as_stored:
                 return value
             with jax.named_scope(SCOPE + path.replace("/", ".")):
                 light = value.astype(dtype) if dtype is not None and self._is_cast(path, value) else value
                 used, stored = self.sharding(place.used), self.sharding(place.stored)
-                if self.sizes["tensor"] > 1 and not any("tensor" in axes_of(entry) for entry in place.stored):
+                if beside and not any("tensor" in axes_of(entry) for entry in place.stored):
                     return gather_beside(light, used, stored, "tensor")
                 return gather(light, used, stored)
 

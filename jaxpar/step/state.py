@@ -19,7 +19,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.sharding.tracing import uncollected
-from jaxpar.step.frozen import frozen, without
+from jaxpar.step.parameters.frozen import frozen, without
 
 HOST = "pinned_host"  # the memory of offloaded optimizer state
 

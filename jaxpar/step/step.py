@@ -39,7 +39,6 @@ from jaxpar.step.checks import precision as check
 from jaxpar.step.checks.dims import check_dims
 from jaxpar.step.checks.eight_bits import check_eight_bits
 from jaxpar.step.checks.given_state import check_same, check_there
-from jaxpar.step.frozen import frozen
 from jaxpar.step.guard import guarded
 from jaxpar.step.inspectable import subject
 from jaxpar.step.keyed.loss import shaped
@@ -47,6 +46,7 @@ from jaxpar.step.kinds import gradients_of
 from jaxpar.step.losses import Sums
 from jaxpar.step.measures.beside import beside, check_measures
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.parameters.frozen import frozen
 from jaxpar.step.shard_batch import BatchPlacement
 from jaxpar.step.state import State
 

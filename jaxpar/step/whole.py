@@ -6,7 +6,7 @@
 The specs of the layout say where each piece lives. `pipelined` does the same for layers spread over stages.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,13 +26,13 @@ from jaxpar.pipeline.jaxprs.summed_once import summed_once
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.block_inputs import offloading
 from jaxpar.step.checks.given_state import check_kept
-from jaxpar.step.frozen import joined, without, zeroed
-from jaxpar.step.gathering import gathered
 from jaxpar.step.gradients import Gradients, constrained, one_update
 from jaxpar.step.keyed.draws import split_over_examples
 from jaxpar.step.keyed.loss import Drawing
 from jaxpar.step.losses import Sums, as_sums
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.parameters.frozen import joined, without, zeroed
+from jaxpar.step.parameters.gathering import gathered, reads
 from jaxpar.step.state import State
 
 
@@ -118,7 +118,17 @@ class Whole(Gradients):
         forward = partial(self._forward, train=train)
         return gathered(self.layout, params, forward, model_state, batch, dtype=self.numerics.dtype)
 
-    def _forward(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> tuple[Sums, Tree]:
+    def _uncast(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], train: bool) -> Set[str]:
+        """Returns parameters that stage 3 would gather cast and that the loss also reads as stored, for a penalty."""
+        if self.numerics.dtype is None or self.layout.parallel.stage != 3:
+            return frozenset()
+        forward = partial(self._forward, train=train, together=False)
+        found = reads(forward, params, model_state, batch, dtype=self.numerics.dtype)
+        return {path for path, each in found.items() if each.others}
+
+    def _forward(
+        self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool, together: bool = True
+    ) -> tuple[Sums, Tree]:
         compute = Compute(train=train, dtype=self.numerics.dtype, remat=by_model(self.numerics.remat))
         blueprint = self.layout.blueprint
         read: set[str] = set()
@@ -127,8 +137,10 @@ class Whole(Gradients):
             read.add(path)
             return self.layout.use(path, value, compute.dtype)
 
+        uncast = self._uncast(params, model_state, batch, train) if together else frozenset()
+
         def run(params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> tuple[Sums, Tree]:
-            params = self.layout.small_stacks(params, compute.dtype)
+            params = self.layout.small_stacks(params, compute.dtype, uncast) if together else params
             model = blueprint.bind(params, model_state, use, compute)
             sums = as_sums(self.loss(model, batch), accumulate=self.numerics.accumulate)
             return sums, blueprint.collect(model)

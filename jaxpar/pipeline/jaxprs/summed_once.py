@@ -31,7 +31,7 @@ from jax.extend.core import (
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.models.named import axes_of
-from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, Traced, consts_of, jaxpr_of, parts, shapes, variables
+from jaxpar.pipeline.jaxprs.dataflow import REMAT, Env, Scan, consts_of, jaxpr_of, parts, rewritten, shapes, variables
 from jaxpar.sharding.shard_bytes import pieces
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -76,22 +76,22 @@ def summed_once(function: Callable, axis: str, ways: int, *, rows: int) -> Calla
         activations would travel.
     """
 
-    def run(*args: Any) -> Any:
-        traced = Traced(function, *args)
-        jaxpr = traced.closed.jaxpr
-        found = {id(eqn): sums for eqn in jaxpr.eqns if (sums := _sums(eqn, axis, ways, rows))}
-        if not found:
-            return traced(*args)
-        env = Env(jaxpr, traced.closed.consts, zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
-        for eqn in jaxpr.eqns:
-            if id(eqn) in found:
-                with jax.named_scope(str(eqn.source_info.name_stack) or "summed_once"):
-                    _run(eqn, found[id(eqn)], env, axis, ways)
-            else:
-                env.run(eqn)
-        return jax.tree.unflatten(traced.outputs, [env[var] for var in jaxpr.outvars])
+    def change(jaxpr: Jaxpr) -> Jaxpr:
+        return jaxpr.replace(eqns=[_changed_scan(eqn, axis, ways, rows) for eqn in jaxpr.eqns])
 
-    return run
+    return rewritten(function, change)
+
+
+def _changed_scan(eqn: JaxprEqn, axis: str, ways: int, rows: int) -> JaxprEqn:
+    """Returns an equation that computes the same, by another scan where it is one over layers."""
+    if not (sums := _sums(eqn, axis, ways, rows)):
+        return eqn
+
+    def summed_once(*args: jax.Array) -> list[jax.Array]:
+        return _run(eqn, sums, args, axis, ways)
+
+    (call,) = jax.make_jaxpr(jax.jit(summed_once))(*shapes(eqn.invars)).eqns
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
 def _body(scan: Scan) -> tuple[Jaxpr, Sequence]:
@@ -150,10 +150,10 @@ def _of_examples(shape: tuple[int, ...], rows: int) -> bool:
     return shape[0] == rows or (len(shape) == 2 and shape[0] % rows == 0)
 
 
-def _run(eqn: JaxprEqn, sums: dict[int, Sum], env: Env, axis: str, ways: int) -> None:
+def _run(eqn: JaxprEqn, sums: dict[int, Sum], args: Sequence[jax.Array], axis: str, ways: int) -> list[jax.Array]:
     scan = Scan(eqn)
     body, body_consts = _body(scan)
-    consts, first, xs = parts([env[var] for var in eqn.invars], [scan.consts, scan.carry, scan.xs])
+    consts, first, xs = parts(args, [scan.consts, scan.carry, scan.xs])
     apart = {id(each) for one in sums.values() for each in (one.eqn, *one.after)}
 
     def step(carry, xs):
@@ -171,7 +171,7 @@ def _run(eqn: JaxprEqn, sums: dict[int, Sum], env: Env, axis: str, ways: int) ->
     last, ys = jax.lax.scan(step, first, xs, **how)
     of_each = {i for i, one in sums.items() if one.scatters(axis) is None}
     ys = [_as(sums[i].eqn, partial(jax.lax.reduce_sum, axes=(1,)), y) if i in of_each else y for i, y in enumerate(ys)]
-    env.update(zip(eqn.outvars, [*last, *ys], strict=True))
+    return [*last, *ys]
 
 
 def _of_each(one: Sum, env: Env, axis: str, ways: int) -> jax.Array:

@@ -24,9 +24,9 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.step.apart.predicting import REPLICA
-from jaxpar.step.frozen import joined, without, zeroed
 from jaxpar.step.gradients import Batch, Gradients, metrics, updated
 from jaxpar.step.losses import Sums
+from jaxpar.step.parameters.frozen import joined, without, zeroed
 from jaxpar.step.state import State, of_one_replica
 from jaxpar.step.whole import Whole
 

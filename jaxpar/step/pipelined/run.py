@@ -30,10 +30,10 @@ from jaxpar.pipeline.run.spread_head import Around, Spread
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
-from jaxpar.step.frozen import zeroed
 from jaxpar.step.gradients import Gradients, one_update
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.parameters.frozen import zeroed
 from jaxpar.step.pipelined import lists
 from jaxpar.step.pipelined.cut_model import CutModel
 from jaxpar.step.pipelined.model_state import ModelStates, folded

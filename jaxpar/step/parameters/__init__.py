@@ -1,0 +1,5 @@
+"""The parameters that a step computes with, and those that it does not train.
+
+gathering   whole over fsdp once per step, where ZeRO's stages 1 and 2 keep shards of them between steps
+frozen      paths whose gradients nobody reads
+"""
