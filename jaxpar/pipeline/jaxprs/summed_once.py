@@ -57,9 +57,12 @@ class Sum:
     def fits(self, axis: str) -> bool:
         """Returns whether the gradient can be of [replica, ...] until one reduce-scatter over the axis, or to the end.
 
-        It cannot where the axis shares a dim with another one, or cuts it into pieces that are not equal.
+        It cannot where the axis shares a dim with another one, or cuts it into pieces that are not equal; nor where
+        it is cast before it travels: devices send the bits that the sum has.
         """
         at = self.scatters(axis)
+        if any(map(_is_cast, self.after[:at])):
+            return False
         return at is None or _cut(self.after[at], axis) is not None
 
 
@@ -131,8 +134,7 @@ def _sum(var: Any, made: dict[Var, JaxprEqn], times: Counter[Var], rows: int) ->
     after: list[JaxprEqn] = []
     while not isinstance(var, Literal) and (eqn := made.get(var)) is not None and times[var] == 1:
         name = eqn.primitive.name
-        # no cast: devices send the 16 bits before it
-        if name == "transpose" or _is_constraint(eqn):
+        if name == "transpose" or _is_constraint(eqn) or _is_cast(eqn):
             after.append(eqn)
             var = eqn.invars[0]
             continue
@@ -202,6 +204,10 @@ def _cut(eqn: JaxprEqn, axis: str) -> int | None:
     if any(size % ways for size, ways in zip(shape, pieces(on.spec, len(shape), on.mesh.shape), strict=True)):
         return None
     return next((dim for dim, entry in enumerate(on.spec) if axes_of(entry) == (axis,)), None)
+
+
+def _is_cast(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "convert_element_type"
 
 
 def _is_constraint(eqn: JaxprEqn) -> bool:
