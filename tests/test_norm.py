@@ -61,6 +61,7 @@ def test_what_an_optimizer_prints_is_still_made(capsys):
     assert "largest 5.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_travels_for_norm_and_clipping_is_one_number():
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
     layout = jp.compose(MODEL, jp.Parallel(data=2, fsdp=2, tensor=2), jax.devices())

@@ -23,6 +23,7 @@ def launches():
     return compiled(step.subject(batch).lowered, layout.on).launches
 
 
+@pytest.mark.slow
 def test_the_sums_of_all_layers_are_one(monkeypatch):
     assert launches() < SHAPE["layers"]
     monkeypatch.setattr(room, "SMALL", 0)

@@ -51,7 +51,7 @@ def add_axes(
 def beside_zero(
     path: str, choice: Choice, leaf: Leaf, sizes: Mapping[str, int], zero_axes: tuple[str, ...], axes: tuple[str, ...]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the per-dim axes with `axes` added to a dim that leaves ZeRO's the one that they take without `axes`.
+    """Returns the per-dim axes with `axes` added to another dim than ZeRO's, where `axes` divide one.
 
     A pipeline sums gradients of layers with `axes` taken away again: they are then cut as where `axes` are on the dim
     of the layers. On a dim that `tensor` splits too, a tick could scatter them only after a gather over `tensor`.

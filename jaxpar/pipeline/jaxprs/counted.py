@@ -118,5 +118,7 @@ class _Evaluation:
         numbers = jnp.arange(scan.length, dtype=jnp.int32)
         name = str(eqn.source_info.name_stack)
         with jax.named_scope(name) if name else jax.named_scope("layers"):
-            last, _ = jax.lax.scan(step, start, (numbers, xs), length=scan.length, reverse=scan.reverse)
+            last, _ = jax.lax.scan(
+                step, start, (numbers, xs), **{key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+            )
         env.update(zip(eqn.outvars, last, strict=False))

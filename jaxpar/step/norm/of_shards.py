@@ -44,8 +44,8 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
             held[tuple(axis for axis in axes if axis not in _cut(spec))].append(shard)
         # what several devices hold counts once
         own = [
-            optax.tree.norm(each, squared=True) / math.prod(layout.sizes[axis] for axis in whole)
-            for whole, each in held.items()
+            optax.tree.norm(each, squared=True) / math.prod(layout.sizes[axis] for axis in alike)
+            for alike, each in held.items()
         ]
         return jax.lax.psum(sum(own[1:], own[0]), axes)
 
