@@ -84,7 +84,12 @@ def add(verbs) -> None:
 def _add_steps(add_one: Add) -> None:
     """Adds those of jaxpar's own step, checkpoints and processes."""
     one = add_one("overhead", "the step beside two that were written by hand", overhead)
-    one.add_argument("--rounds", type=int, default=60, help="interleaved pairs per layout (default 60); beside the expert 0 compiles only")
+    one.add_argument(
+        "--rounds",
+        type=int,
+        default=60,
+        help="interleaved pairs per layout (default 60); beside the expert 0 compiles only",
+    )
     one.add_argument(
         "--beside", choices=("twin", "expert"), help="only the overhead, or only the expert (default: both)"
     )
