@@ -37,6 +37,8 @@ def test_simulated_devices_have_no_speed_and_no_file(name, tmp_path, capsys):
 def test_no_rounds_are_refused(capsys):
     assert main(["bench", "links", "--rounds", "0"]) == 1
     assert "--rounds 0" in capsys.readouterr().err
+    assert main(["bench", "overhead", "--beside", "expert", "--rounds", "-1"]) == 1
+    assert "a count is at least 0" in capsys.readouterr().err
 
 
 def test_tiers_have_neighbours_inside_and_one_of_each_machine_between():

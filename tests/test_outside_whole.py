@@ -215,3 +215,20 @@ def test_outside_a_checkpoint_of_zero_1_goes_on_under_zero_3_under_0_and_back(tm
         store = Store(tmp_path, Checkpoints())
         store.save(number + 1, state, {})
         store.finish()
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"fsdp": 2}], ids=str)
+def test_a_penalty_reads_biases_as_they_are_stored_on_every_layout(sizes):
+    """Small vectors are gathered cast, in 16 bits, where a loss reads them by the model alone."""
+    seen = {}
+
+    def loss(model, batch):
+        leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+        seen.update({leaf.ndim: leaf.dtype for leaf in leaves})
+        penalty = sum(jnp.sum(jnp.square(leaf)) for leaf in leaves)
+        return jnp.sum(model(batch["x"])).astype(jnp.float32) + penalty, batch["x"].shape[0]
+
+    layout = jp.compose(lambda rngs: nnx.Linear(16, 64, rngs=rngs), jp.Parallel(**sizes), jax.devices()[:2])
+    step = jp.train_step(layout, loss, optax.sgd(0.1), precision="bf16")
+    step.lower(step.abstract(), {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32)})
+    assert seen == {1: jnp.float32, 2: jnp.float32}

@@ -188,15 +188,14 @@ def overhead(args: argparse.Namespace) -> tuple[Any, int]:
     for name in args.only:
         if name not in LAYOUTS:
             raise refuse(f"--only {name!r:.60}", rule="a layout of the bench has a name", fix=nearest(name, LAYOUTS))
+    rounds = _rounds(args, least=0 if args.beside == "expert" else 1)  # 0 compares what is compiled
     prefer_huge_pages()
     found: dict[str, Any] = {}
     if args.beside != "expert":
-        found["twin"] = against_twin(rounds=_rounds(args), only=args.only)
+        found["twin"] = against_twin(rounds=rounds, only=args.only)
     if args.beside != "twin":
         remat = [args.remat] if args.remat else list(REMAT)
-        found["expert"] = against_expert(
-            only=args.only, remat=remat, rounds=_rounds(args, least=0), minutes=args.minutes, out=args.out
-        )
+        found["expert"] = against_expert(only=args.only, remat=remat, rounds=rounds, minutes=args.minutes, out=args.out)
     return found, 0 if all(table["holds"] for table in found.values()) else 1
 
 
