@@ -29,6 +29,7 @@ SMALL = (
 ).split()
 LAYOUTS = {
     "one stage, ZeRO-3": Candidate(fsdp=8, zero=3, microbatch=4, remat="full"),
+    "one stage, ZeRO-3, gathered layers kept": Candidate(fsdp=8, zero=3, microbatch=1, microbatches=4),
     "scores of pieces": Candidate(fsdp=4, context=2, zero=1, microbatch=4, microbatches=2),
     "two chunks": Candidate(
         pipe=2, data=4, schedule="interleaved_phased", chunks=2, microbatches=4, microbatch=2, remat="dots"
@@ -43,7 +44,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full, pytest.mark.slow][n < 2]) for n, name in enumerate(LAYOUTS)]
+    "name", [pytest.param(name, marks=[pytest.mark.full, pytest.mark.slow][n < 3]) for n, name in enumerate(LAYOUTS)]
 )
 @gpu_compiler
 def test_a_peak_is_what_xla_assigns(name):

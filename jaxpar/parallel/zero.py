@@ -11,6 +11,8 @@ rules from stage 1 on, and gathered where the model reads it; what the model wri
 
 Between steps the float32 parameters of stages 1 and 2 are shards too, as in the distributed optimizers of Megatron-LM
 and DeepSpeed: what is whole is a copy in the dtype that products run in, gathered at the beginning of a step.
+A layer that stage 3 gathers is gathered again for its backward pass where remat computes it again, and in pipelines;
+else what was gathered is a result like any other, and kept.
 
 "Whole" still means split over `tensor` where the names say so. Source: Rajbhandari et al.
 2020, arXiv:1910.02054, figure 1. JAX does not pad arrays where they enter or leave a

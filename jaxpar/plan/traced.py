@@ -4,7 +4,8 @@
     elementwise   what the backward pass reads was written and read once going forward, and is read, and its gradient
                   written and read, going backward: 5 times its bytes; once more to and fro where it is computed again
     activations   what `jax.vjp` keeps that grows with the batch, as the remat policy leaves it
-    working       what one block computes again; with ZeRO-3, twice the largest piece that is gathered at once
+    working       what one block computes again; with ZeRO-3, twice the largest piece that is gathered at once, or all
+                  that is gathered where nothing is computed again: it is kept for the backward pass
 
 What XLA fuses away, or keeps although nobody asked it to, is not in it: `--verify` compiles.
 """
@@ -141,7 +142,8 @@ class Traced:
         parameters, gradients, moments = by_stage(whole, shard, candidate, self.recipe)
         kept, everything = self._kept(candidate), candidate.microbatch * self.trace.kept["none"]
         piece = 2.0 * np.equal(candidate.zero, 3) * self.piece
-        gathered = self.itemsize * np.where(gathered_for_a_step(candidate, self.recipe), whole, piece)
+        at_once = gathered_for_a_step(candidate, self.recipe) | own.keeps_gathered(candidate)
+        gathered = self.itemsize * np.where(at_once, whole, piece)
         return (
             Memory(
                 parameters=parameters,

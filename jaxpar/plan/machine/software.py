@@ -125,6 +125,11 @@ class SoftwareModel:
         shared = np.logical_or(self.context_shards, candidate.zero_context) & np.greater(candidate.zero, 0)
         return candidate.fsdp * np.where(shared, candidate.context, 1)
 
+    def keeps_gathered(self, candidate: Candidate) -> Any:
+        """Returns whether stage 3 keeps what it gathered going forward: for JAX it is a result like any other."""
+        alone = np.equal(candidate.pipe, 1) & np.greater(self.sharers(candidate), 1) & np.equal(candidate.zero, 3)
+        return self.everywhere & alone & np.equal(candidate.remat, "none")
+
     @property
     def everywhere(self) -> bool:
         """Whether every stage holds the embedding and the head, as in one program on all devices."""

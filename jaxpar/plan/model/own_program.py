@@ -130,6 +130,7 @@ def _copies(shape: Shape, candidate: Candidate, software: SoftwareModel, parts: 
 
     A stage casts all that it has, once. Alone, stages 1 and 2 gather all, once, and stage 3 a layer and the next; of
     the arrays whose last dim fsdp splits XLA lays all shards the other way before its loop, to gather along the first.
+    Where nothing is recomputed, stage 3 keeps all that it has gathered for the backward pass.
     """
     table, over = np.greater(candidate.pipe, 1), np.greater(parts.shards, 1)
     once = table | (over & np.greater(candidate.zero, 0) & np.less(candidate.zero, 3))
@@ -138,8 +139,9 @@ def _copies(shape: Shape, candidate: Candidate, software: SoftwareModel, parts: 
     split = np.greater(candidate.tensor, 1)
     inner = np.where(split, shape.width, (1 + shape.gated) * shape.width) + shape.dim
     turned = (shape.layers * shape.dim * inner / candidate.tensor + parts.end) / parts.shards
+    kept = np.where(software.keeps_gathered(candidate), software.wire[0] * parts.layers, 0.0)
     return Copies(
-        all=np.where(once, software.wire[0] * parts.all, 0.0) + np.where(by_layer, 4 * turned, 0.0),
+        all=np.where(once, software.wire[0] * parts.all, 0.0) + np.where(by_layer, 4 * turned, 0.0) + kept,
         layer=np.where(by_layer, 2 * software.wire[0] * shape.cut_layer(candidate.tensor), 0.0),
     )
 

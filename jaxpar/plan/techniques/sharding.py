@@ -2,7 +2,8 @@
 
     fsdp     zero 0: all-reduce of gradients; 1: scatter once a step, or an all-reduce with data for every one of
              several microbatches; 2: scatter for every microbatch; 1 and 2: parameters gathered once a step;
-             3: parameters gathered going forward and backward, for every microbatch, and scatter
+             3: parameters gathered going forward and backward, for every microbatch, and scatter; jaxpar's own
+             steps keep them for the backward pass where nothing is recomputed
     data     all-reduce of gradients, and so over context, of fsdp's share where it shards them; once a step, or as the
              software has it
 
@@ -63,7 +64,8 @@ def gradients(
     eager = _eager(candidate, software)
     zero = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
     nothing = 0.0 * gather
-    each = np.select(zero, [nothing, nothing, ticks * scatter, ~around * (2 * gather + scatter)])
+    gathers = np.where(software.keeps_gathered(candidate), 1, 2)
+    each = np.select(zero, [nothing, nothing, ticks * scatter, ~around * (gathers * gather + scatter)])
     once = [2 * scatter, ~eager * scatter + whole, whole, around * (gather + scatter)]
     return each, np.select(zero, once)
 
