@@ -3,7 +3,7 @@
     normalized(x, ...)   keeps its input and a number for each token; JAX would keep the input and what is normalized in
                          float32 beside it, and that in the dtype of `x`
     swiglu(gate, up)     keeps its two inputs; JAX would keep the sigmoid and silu(gate) beside them
-    another(x)           is read by another matmul: XLA would join small ones, and keep copies of weights for that
+    apart(x, weight)     stays a matmul of its own: XLA would join small ones that read `x`, and keep copies of weights
     logits(x, head)      makes the gradient of the head as the head lies; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
     attended(q, k, v)    keeps the shares of each query, softmax(q k), which are the largest arrays of a layer; XLA
@@ -70,23 +70,35 @@ def _normalized_backward(eps: float, centered: bool, kept: tuple[jax.Array, ...]
 normalized.defvjp(_normalized_forward, _normalized_backward)
 
 
-def another(x: jax.Array) -> jax.Array:
-    """Returns `x`, for a matmul with columns `mlp` that XLA is not to make one with another that reads `x`.
+def apart(x_bsd: jax.Array, weight_df: jax.Array) -> jax.Array:
+    """Returns x @ weight, whose columns are `mlp`, as a matmul that XLA is not to make one with another that reads `x`.
 
     It joins small ones, for which it copies each layer's slice of a stack of weights, and keeps that for the backward
     pass. Where the step cuts the columns, what is cut of `x` is gathered for both at once, and they stay as they are.
+
+    Args:
+      x_bsd: Shape [batch, seq, dim].
+      weight_df: Shape [dim, mlp].
     """
     (entry,) = spec_of(("mlp",)) or (None,)
     sizes = jax.sharding.get_abstract_mesh().shape
-    return x if math.prod(sizes[axis] for axis in axes_of(entry)) > 1 else _another(x)
+    if math.prod(sizes[axis] for axis in axes_of(entry)) > 1:
+        return jnp.einsum("bsd,df->bsf", x_bsd, weight_df)
+    return _apart(x_bsd, weight_df)
 
 
 @jax.custom_vjp
-def _another(x: jax.Array) -> jax.Array:
-    return jax.lax.optimization_barrier(x)
+def _apart(x_bsd: jax.Array, weight_df: jax.Array) -> jax.Array:
+    return jnp.einsum("bsd,df->bsf", jax.lax.optimization_barrier(x_bsd), weight_df)
 
 
-_another.defvjp(lambda x: (_another(x), None), lambda _, grad: (grad,))
+def _apart_backward(kept: tuple[jax.Array, jax.Array], grad_bsf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # `x` itself is kept, as for the other matmul; what is behind the barrier would be a second array of its size
+    x_bsd, weight_df = jax.lax.optimization_barrier(kept[0]), kept[1]
+    return jnp.einsum("bsf,df->bsd", grad_bsf, weight_df), jnp.einsum("bsf,bsd->fd", grad_bsf, x_bsd).T
+
+
+_apart.defvjp(lambda x, weight: (_apart(x, weight), (x, weight)), _apart_backward)
 
 
 @jax.custom_vjp
