@@ -41,6 +41,7 @@ LAYOUTS = {
     "context 4, tensor 2": {"context": 4, "tensor": 2},
     "context 4, tensor 2, sequence": {"context": 4, "tensor": 2, "sequence": True},
     "context 4, pipe 2": {"context": 4, "pipe": 2},
+    "context 2, tensor 2, pipe 2": {"context": 2, "tensor": 2, "pipe": 2},  # none is left to XLA inside of a ring
     "context 2, fsdp 2, tensor 2": {"context": 2, "fsdp": 2, "tensor": 2},
     "context 8": {"context": 8},
 }
@@ -119,6 +120,7 @@ OFTEN = [
 ]
 SLOW = [
     ("ring", "llama", "packed", "context 4, pipe 2", "full"),
+    ("ring", "llama", "causal", "context 2, tensor 2, pipe 2", "none"),
     *PAIRS[:3],
     ("ulysses", "gpt", "causal", "context 2, fsdp 2, tensor 2", "none"),
     ("ring", "llama", "window", "context 4, tensor 2, sequence", "none"),

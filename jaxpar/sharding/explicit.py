@@ -129,7 +129,10 @@ def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
     mesh = get_abstract_mesh()
     if mesh.empty or not spmd.get_logical_axis_rules():
         return NamedSharding(_NOWHERE, PartitionSpec())
-    return NamedSharding(mesh, translated(_splits(sharding), mesh.shape))
+    said = translated(_splits(sharding), mesh.shape)
+    if {*mesh.axis_types} == {AxisType.Manual}:  # each device has its part in hand, and XLA splits nothing
+        said = PartitionSpec(*(None,) * len(said))
+    return NamedSharding(mesh, said)
 
 
 def _splits(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
