@@ -12,7 +12,8 @@ a loop over blocks: one large matmul instead of many small ones.
 """
 
 import jax
-import jax.numpy as jnp
+
+from jaxpar.models.settings import cudnn
 
 LONG = 8192
 
@@ -26,14 +27,17 @@ def fits_cudnn(q: jax.Array, *, causal: bool, window: int | None = None, segment
 
 def wants_cudnn(q: jax.Array) -> bool:
     """Returns whether queries are on GPUs and in the 16 bits that cuDNN's kernel computes in."""
-    return q.dtype in (jnp.bfloat16, jnp.float16) and jax.default_backend() == "gpu"
+    return str(q.dtype) in cudnn.DTYPES and jax.default_backend() == "gpu"
 
 
 def head_fits(head_dim: int) -> bool:
     """Returns whether cuDNN's kernel has heads of this size on the GPUs here."""
-    # an absent or simulated GPU states no capability: what is compiled for one is from Hopper on
-    capability = float(getattr(jax.local_devices()[0], "compute_capability", "9.0"))
-    return head_dim % 8 == 0 and head_dim <= (256 if capability >= 9 else 128)
+    return cudnn.head_fits(head_dim, capability())
+
+
+def capability() -> float:
+    """Returns the compute capability of the GPUs here; absent or simulated ones state none, and are from Hopper on."""
+    return float(getattr(jax.local_devices()[0], "compute_capability", cudnn.HOPPER))
 
 
 def in_blocks(k: jax.Array, *, fused: bool) -> bool:

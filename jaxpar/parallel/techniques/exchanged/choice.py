@@ -13,17 +13,17 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpar.errors import refuse
-from jaxpar.models.blocks.chosen import head_fits
+from jaxpar.models.blocks.chosen import capability
 from jaxpar.models.blocks.fused import CUDNN, Fused, instead
 from jaxpar.models.blocks.rule import Rule
 from jaxpar.models.blocks.trial import try_out
 from jaxpar.models.islands import KEYS, QUERIES, note
 from jaxpar.models.named import axes_of, spec_of
+from jaxpar.models.settings.cudnn import why_no_part
 from jaxpar.parallel.techniques.exchanged.checks import name
 from jaxpar.parallel.techniques.exchanged.heads import repeated
 from jaxpar.parallel.techniques.exchanged.ways import AXIS, Ways
@@ -101,13 +101,10 @@ def choose(
 
 def _refusal(q: jax.Array, rule: Rule, segments: jax.Array | None, ways: Ways) -> str | None:
     """Returns why cuDNN's kernel cannot run such a call anywhere."""
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"it computes in 16 bits, not in {q.dtype}"
-    if segments is not None:
-        return "it is given no segments of packed documents"
-    if rule.window is not None and not (rule.causal and ways.ring == 1):
-        return "a window is causal and within the tokens of one device for it"
-    return None if head_fits(q.shape[-1]) else f"it has no heads of {q.shape[-1]}"
+    return why_no_part(
+        dtype=str(q.dtype), head_dim=q.shape[-1], causal=rule.causal, window=rule.window,
+        segments=segments is not None, ring=ways.ring, capability=capability(),
+    )  # fmt: skip
 
 
 def _no_gpu(asked: str) -> str | None:

@@ -1,0 +1,39 @@
+"""Which attention cuDNN's fused kernel takes, by sizes and masks alone: a call that is traced asks it, and a plan."""
+
+HOPPER = 9.0  # compute capability from which on its heads may be 256 wide, and 128 before it: as JAX's own check has it
+DTYPES = ("bfloat16", "float16")
+
+
+def head_fits(head_dim: int, capability: float = HOPPER) -> bool:
+    """Returns whether the kernel has heads of this width on GPUs of a compute capability."""
+    return head_dim % 8 == 0 and head_dim <= (256 if capability >= HOPPER else 128)
+
+
+def why_no_part(
+    *,
+    dtype: str,
+    head_dim: int,
+    causal: bool,
+    window: int | None,
+    segments: bool,
+    ring: int,
+    capability: float = HOPPER,
+) -> str | None:
+    """Returns why the kernel cannot run a part of attention whose pieces travel, in words; None where it can.
+
+    Args:
+      dtype: Of queries.
+      head_dim: Width of a head.
+      causal: Whether the mask is causal.
+      window: In tokens; None is no bound.
+      segments: Whether documents share a row and do not see each other.
+      ring: Groups of the ring, between which keys rotate.
+      capability: Compute capability of the GPUs.
+    """
+    if dtype not in DTYPES:
+        return f"it computes in 16 bits, not in {dtype}"
+    if segments:
+        return "it is given no segments of packed documents"
+    if window is not None and not (causal and ring == 1):
+        return "a window is causal and within the tokens of one device for it"
+    return None if head_fits(head_dim, capability) else f"it has no heads of {head_dim}"
