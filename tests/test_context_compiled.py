@@ -19,11 +19,19 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxpar as jp
+from jaxpar.hlo.bytes_accessed import bytes_accessed
 from jaxpar.hlo.text import parse
+from jaxpar.hlo.trip_counts import walk
+from jaxpar.inspector import timeline
 from jaxpar.inspector.compiled import compile_program
+from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models.blocks.fused import BACKWARD, FORWARD
 from jaxpar.parallel.techniques.exchanged.attention import exchange
+from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.software import JAXPAR_FUSED
+from jaxpar.plan.model import exchanged as planned
+from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.context_forms import Rows, exchanged, work
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
@@ -160,6 +168,37 @@ def squares(assignment, piece):
 @pytest.mark.parametrize("kernel", ["auto", "cudnn"])
 def test_no_buffer_has_two_dims_of_a_pieces_tokens(kernel):
     assert not squares(program(4 * SEQ, kernel).assignment, 4 * SEQ // 8)
+
+
+def around_the_kernel(text):
+    """Bytes to and from memory of all kernels but cuDNN's calls and collectives, forward and backward, loops too."""
+    module, found = parse(text), 0
+    player = timeline._Player(module, {"context": 8}, find_chip("h100"), 8)
+    for visit in walk(module):
+        op, calls = visit.op, ("while", "conditional", "call", "async-start", *timeline._FREE)
+        waits = op.opcode.endswith(("-done", "-update"))
+        if visit.fused or op.opcode in calls or waits or "__cudnn" in op.attributes:
+            continue
+        if not player.collective(visit.computation, op):
+            found += bytes_accessed(module, visit.computation, op) * (visit.times or 1)
+    return found
+
+
+@gpu_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("ulysses", "near"), [(1, 0.1), (2, 0.1), (8, 0.25)])  # 8 devices have copies of 2 heads
+def test_a_plan_counts_what_is_made_of_a_kernels_parts_and_the_memory_that_this_takes(ulysses, near):
+    run, given, mesh = attention(kernel="cudnn", ulysses=ulysses)
+    with jax.set_mesh(mesh):
+        found = compile_program(run.lower(*given), list(mesh.devices.flat))
+    shape = Shape(layers=1, dim=HEADS * HEAD_DIM, heads=HEADS, kv_heads=KV_HEADS, vocab=1, seq=SEQ)
+    one = Candidate(context=8, context_by="ring" if ulysses < 8 else "ulysses", ulysses=ulysses)
+    sizes = planned.entries(shape, one)
+    moved = [JAXPAR_FUSED.parts.moved(way, *sizes, ring=8 // ulysses, ulysses=ulysses) for way in (0, 1)]
+    assert around_the_kernel(found.text) == pytest.approx(sum(moved), rel=near)
+    gradients = 2 * (sizes[0] + 2 * sizes[1]) * (ulysses == 8)  # results of the program, that no ring works in
+    kept, worked = planned.kept_bytes(shape, one), planned.worked_bytes(shape, one, JAXPAR_FUSED)
+    assert found.temporary == pytest.approx(float(kept + worked) - gradients, rel=near)
 
 
 @gpu_compiler

@@ -1,7 +1,9 @@
 """Every form of context parallelism trains as one device does: masks, models and the other axes of a mesh."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,7 +19,10 @@ from jaxpar.job.file import parse
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models import layers
 from jaxpar.models.islands import attention
+from jaxpar.parallel.techniques.asked import Used, traced
+from jaxpar.parallel.techniques.open_choice import Choice
 from jaxpar.plan.techniques import chosen
+from jaxpar.sharding.names import Compute
 from jaxpar.step.inspectable import subject
 from jaxpar.step.losses import cross_entropy
 
@@ -210,6 +215,39 @@ def test_the_layout_says_which_form_and_why_and_the_step_what_it_found(monkeypat
     step = lowered(LLAMA, data=2, context=4, context_by="auto")
     assert "context by auto: ulysses, for rows" in step.layout.explain()
     assert "do not fit beside a state of" in step.layout.explain()
+
+
+def test_the_step_asks_whoever_it_is_handed_and_takes_the_form_that_he_chooses():
+    """No room below the plan knows it: what answers `auto` comes from above."""
+    layout, calls = jp.compose(MODELS["llama"], jp.Parallel(context=4, data=2, context_by="auto")), []
+
+    def choose(call):
+        calls.append(call)
+        return Choice(by="ring", ulysses=2, why="as he says")
+
+    def run(params, ids):
+        return layout.blueprint.bind(params, {}, layout.use, Compute())(ids)
+
+    used = Used()
+    with jax.set_mesh(layout.on), traced(layout, used, choose, keeps=True):
+        params, _ = jax.eval_shape(layout.blueprint.init, jax.random.key(0))
+        text = jax.jit(run).lower(params, next(rows(1))["inputs"]).as_text()
+    assert used.forms == {"as he says"}
+    assert {(call.seq, call.heads, call.kv_heads, call.layers, call.dtype) for call in calls} == {
+        (SEQ, 4, 2, 2, "float32")
+    }
+    assert "all_to_all" in text
+    assert "collective_permute" in text
+
+
+def test_no_room_below_the_plan_imports_it_by_name():
+    """`lint-imports` sees statements alone."""
+    house = Path(jp.__file__).parent
+    below = ("parallel", "exchange", "pipeline", "sharding", "optim", "models", "mesh", "cluster", "hlo", "partition")
+    by_name = re.compile(r"""["']jaxpar\.plan\.[\w.]+["']""")
+    files = [file for room in below for file in (house / room).rglob("*.py")]
+    assert len(files) > 100
+    assert not [str(file) for file in files if by_name.search(file.read_text())]
 
 
 @pytest.mark.slow

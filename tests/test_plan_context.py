@@ -10,6 +10,7 @@ from covering import some
 
 import jaxpar as jp
 from jaxpar.cli.main import main
+from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load
 from jaxpar.job.inspect import observe
 from jaxpar.job.plan import overrides, planned, question
@@ -17,20 +18,22 @@ from jaxpar.mesh.target import find_plugin
 from jaxpar.models.blocks import chosen, pairs
 from jaxpar.models.blocks.rule import Rule
 from jaxpar.models.settings.logits import Logits
+from jaxpar.parallel.techniques.open_choice import Call
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.plan.machine.software import JAXPAR_FUSED as JAXPAR
-from jaxpar.plan.machine.walk import Walk
+from jaxpar.plan.machine.kernels import CUDNN
+from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.layer_bytes import logit_chunks
+from jaxpar.plan.model.layer_time import attention
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.pages.html import write as html
 from jaxpar.plan.pages.text import page
 from jaxpar.plan.search import describe, search, weigh
 from jaxpar.plan.techniques import context
 from jaxpar.plan.techniques.asked import collectives
-from jaxpar.plan.techniques.chosen import Call, choose
+from jaxpar.plan.techniques.chosen import choose
 from jaxpar.plan.techniques.context_forms import Rows, gathered
 from jaxpar.plan.techniques.context_forms import exchanged as of_row
 from jaxpar.plan.techniques.crossover import crossover, seconds
@@ -105,8 +108,8 @@ def crossing(shape, far, hardware, software):
     return high
 
 
-# blocks as XLA compiles them, and as a kernel would run them, whose scores stay on chip
-PROGRAMS = {"compiled": JAXPAR, "kernel": replace(JAXPAR, walk=Walk(scores=(2.0, 3.0), pair=5e-6))}
+# blocks as XLA compiles them, and cuDNN's kernel, whose scores stay on chip
+PROGRAMS = {"compiled": JAXPAR, "kernel": JAXPAR_FUSED}
 CASES = [
     (program, chip, size, remat)
     for program in PROGRAMS
@@ -131,9 +134,9 @@ def test_the_modelled_times_cross_where_the_formula_says(program, chip, size, re
     assert formula == pytest.approx(found, rel=0.1)
 
 
-def asked(seq, devices=8):
-    job = load(JOB, [f"data.seq={seq}"])
-    return job, question(job, devices=devices, chip="h100", per_node=None, given={})
+def asked(seq, *words, devices=8, attention="fused"):
+    job = load(JOB, [f"data.seq={seq}", *words])
+    return job, question(job, devices=devices, chip="h100", per_node=None, given={"attention": attention})
 
 
 def test_keys_are_gathered_below_the_crossover_and_go_around_above():
@@ -158,7 +161,9 @@ def test_a_plan_tries_every_form_of_long_rows_and_writes_the_job_that_runs_it():
     assert describe(ring.candidate).startswith("context 8 (ZeRO-3 over fsdp x context), context by ring")
     made = planned(job, ring.candidate, 32)
     assert replace(made.parallel, zero=None) == job.parallel
-    both = next(each for each in plan.best if each.candidate.ulysses == 2).candidate
+    both = next(
+        each.candidate for each in plan.best if (each.candidate.context_by, each.candidate.ulysses) == ("ring", 2)
+    )
     assert {"parallel.context_by=ring", "parallel.ulysses=2"} <= {*overrides(both, 32)}
 
 
@@ -174,16 +179,89 @@ def test_a_printed_command_takes_back_the_form_that_its_job_has():
 
 
 def call(**more):
-    return Call(rows=1, heads=32, kv_heads=8, head_dim=128, causal=True, context=8, **more)
+    return Call(**({"rows": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "causal": True, "context": 8} | more))
 
 
 def test_auto_takes_the_fastest_form_whose_scores_fit_and_says_why_with_figures():
-    short, long = (choose(call(seq=seq, chip="h100", held=15 * 2**30)) for seq in (16384, 131072))
+    short, long = (choose(call(seq=seq, chip="h100", held=15 * 2**30, kernel="plain")) for seq in (16384, 131072))
     assert short.by == "gather"
     assert (long.by, long.ulysses) == ("ring", 1)
     assert "context by auto: ring, for rows of 131,072 tokens on NVIDIA H100 SXM: a layer takes gather" in long.why
+    assert "(modelled, in blocks of plain JAX: as asked); scores of a layer that gathers are 384 GiB" in long.why
     assert "384 GiB, which do not fit beside a state of 15 GiB" in long.why
     assert "which fit" in short.why
+
+
+def test_auto_prices_the_kernel_where_a_run_has_it_and_blocks_where_it_has_not():
+    """Under a window heads for tokens have it, and rings do not."""
+    by_kernel, in_blocks = choose(call(seq=32768)), choose(call(seq=32768, kernel="plain"))
+    assert by_kernel.by != "gather" == in_blocks.by
+    assert "pieces met by cuDNN's kernel, as on a GPU where it passes its trial" in by_kernel.why
+    for lacks, why in (
+        ({"dtype": "float32"}, "it computes in 16 bits, not in float32"),
+        ({"segments": True}, "it is given no segments of packed documents"),
+        ({"head_dim": 20}, "it has no heads of 20"),
+        ({"chip": "a100", "head_dim": 256}, "it has no heads of 256"),
+    ):
+        assert f"(modelled, in blocks of plain JAX: {why})" in choose(call(seq=32768, **lacks)).why
+    assert "it has no heads" not in choose(call(seq=32768, chip="h100", head_dim=256)).why
+    mixed = choose(call(seq=32768, window=1024))
+    assert mixed.by == "ulysses"
+    assert "(modelled, ulysses by cuDNN's kernel, as on a GPU where it passes its trial, others in blocks" in mixed.why
+
+
+def test_auto_with_the_kernel_asked_for_takes_a_form_that_has_it_or_refuses():
+    """Gathered keys have none: a choice of them would leave out what was asked for."""
+    free, asked = (choose(call(seq=1024, kernel=kernel)) for kernel in ("auto", "cudnn"))
+    assert free.by == "gather"
+    assert asked.by != "gather"
+    assert asked.why.endswith("; gather has no kernel, which is asked for")
+    with pytest.raises(JaxparError, match=r"for q bfloat16.*: ring: it has no heads of 20; .*\n.*gather has none"):
+        choose(call(seq=32768, kernel="cudnn", head_dim=20))
+    with pytest.raises(JaxparError, match="no form but gather divides the tokens and heads"):
+        choose(replace(call(seq=1001, kernel="cudnn"), heads=7, kv_heads=7))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["ring", "both", "ulysses"])
+def test_a_plan_prices_the_kernel_by_its_share_of_the_peak_and_blocks_where_those_run(name, causal):
+    shape, chip, one = replace(LLAMA, causal=causal), HARDWARE["h100"], form(name)
+    flop = 4 * shape.seq**2 * shape.dim / 8 / (2 if causal else 1)
+    ring = 8 // FORMS[name][1]
+    ahead, back = attention(shape, one, chip, JAXPAR_FUSED)
+    share = CUDNN.core("h100", shape.seq // ring, 128, other=(1.0, 1.0))
+    assert ahead == pytest.approx(flop / chip.chip.bf16_flops / share[0], rel=1e-3)
+    assert back == pytest.approx(2.5 * flop / chip.chip.bf16_flops / share[1], rel=1e-3)
+    blocks = [seconds(shape, one, chip, software) for software in (JAXPAR, replace(JAXPAR_FUSED, parts=None))]
+    assert blocks[0] == blocks[1] > 1.5 * seconds(shape, one, chip, JAXPAR_FUSED)
+    cut = replace(one, tensor=16)  # of 8 heads of keys
+    assert exchanged.by_kernel(shape, one, JAXPAR_FUSED)
+    assert not exchanged.by_kernel(shape, cut, JAXPAR_FUSED)
+    assert not exchanged.by_kernel(shape, one, JAXPAR)
+
+
+def test_a_plan_of_a_job_prices_and_says_what_runs_its_pieces_and_the_job_that_it_writes_has_it():
+    ring, taken = form("ring", remat="full", zero=3, zero_context=True), {}
+    for words, said in (
+        ((), "of pieces that travel by the kernel, in parts"),
+        (("parallel.context_kernel=plain",), "in blocks of plain JAX (parallel.context_kernel = 'plain')"),
+        (("data.documents=apart",), "in blocks of plain JAX (it is given no segments of packed documents)"),
+        (("model.heads=256", "model.kv_heads=8"), "by the kernel, in parts"),
+        (("parallel.context_kernel=cudnn",), "by the kernel, in parts"),
+    ):
+        job, one = asked(32768, *words)
+        assert said in one.model.attention(one.software)
+        taken[words] = weigh(one, ring).time.total
+        assert planned(job, ring, 32).parallel.context_kernel == job.parallel.context_kernel
+        kept = [word for word in overrides(ring, 32, job) if "context_kernel" in word]
+        kernel = job.parallel.context_kernel
+        assert kept == [f"parallel.context_kernel={kernel}"] * (kernel != "auto")
+        back = [word for word in overrides(Candidate(fsdp=8, zero=3), 32, job) if "context_kernel" in word]
+        assert back == ["parallel.context_kernel=auto"] * (kernel != "auto")
+    blocks = weigh(asked(32768, attention="unfused")[1], ring).time.total
+    assert taken["parallel.context_kernel=plain",] == taken["data.documents=apart",] == blocks > 1.2 * taken[()]
+    with pytest.raises(JaxparError, match=r"a plan with parallel.context_kernel = 'cudnn': it has no heads of 4"):
+        asked(32768, "parallel.context_kernel=cudnn", "model.heads=1024")
 
 
 def test_auto_counts_the_gradients_and_moments_of_what_is_trained_as_the_stage_cuts_them():
@@ -208,7 +286,8 @@ def test_auto_is_the_same_where_the_chip_is_and_says_which_one_it_assumes(seq):
 @pytest.mark.full
 @pytest.mark.parametrize("seq", [16384, 32768, 131072])
 def test_hops_hide_behind_the_turns_of_an_8b_model_as_compiled(seq):
-    job, one = asked(seq)
+    """In blocks of plain JAX: where no GPU is, no program has cuDNN's kernel."""
+    job, one = asked(seq, attention="unfused")
     found = observe(job, job.mesh.target)
     assert found.fits
     assert found.timeline is not None

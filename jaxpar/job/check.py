@@ -35,6 +35,7 @@ from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques.asked import Used, declared, traced
+from jaxpar.plan.techniques.chosen import choose
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
@@ -288,7 +289,7 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
     check_measures(layout, measures)
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
-        with traced(layout, used), noted() as scores:
+        with traced(layout, used, choose), noted() as scores:
             found = jax.eval_shape(layers if job.train.remat == "offload" else forward, jax.random.key(0), batch)
             beside = jax.eval_shape(lambda key, batch: measured(measures, bound(key), batch), jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:

@@ -12,6 +12,7 @@ from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.plan_model import subject
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import taken
+from jaxpar.models.settings.cudnn import HOPPER, why_no_part
 from jaxpar.parallel.declare import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
@@ -19,7 +20,8 @@ from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.file import load_hardware
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
-from jaxpar.plan.planned import Model
+from jaxpar.plan.model.shape import Shape
+from jaxpar.plan.planned import Model, Transformer
 from jaxpar.plan.search import Question
 from jaxpar.units import parse_bytes, parse_rate, show_bytes
 
@@ -51,9 +53,35 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
         steps=0 if job.train.grow else job.train.steps,  # a batch that grows has steps of several lengths
         devices=devices, chip=chip, per_node=per_node, given=given,
     )  # fmt: skip
+    if isinstance(asked.model, Transformer):
+        why = _in_blocks(job, asked.model.shape, asked.hardware.chip)
+        asked = dataclasses.replace(asked, model=dataclasses.replace(asked.model, in_blocks=why))
     if job.train.adapters.base == "int8":  # which no pipeline keeps
         return dataclasses.replace(asked, choices=dataclasses.replace(asked.choices, pipe=1))
     return asked
+
+
+def _in_blocks(job: Job, shape: Shape, chip: Chip) -> str:
+    """Returns why blocks of plain JAX run a job's parts of attention where pieces travel; "" where cuDNN's kernel does.
+
+    Raises:
+      JaxparError: If the kernel is asked for, and does not run them.
+    """
+    asked, capability = job.parallel.context_kernel, chip.gpu.capability if chip.gpu else None
+    if asked == "plain":
+        return "parallel.context_kernel = 'plain'"
+    why = why_no_part(
+        dtype="bfloat16", head_dim=shape.dim // shape.heads, causal=shape.causal, window=None,
+        segments=job.data.documents == "apart", ring=1,
+        capability=capability[0] + capability[1] / 10 if capability else HOPPER,
+    )  # fmt: skip
+    if why and asked == "cudnn":
+        raise refuse(
+            f"a plan with parallel.context_kernel = 'cudnn': {why}",
+            rule="where cuDNN's kernel is asked for, it takes the parts of attention",
+            fix="parallel.context_kernel=auto",
+        )
+    return why or ""
 
 
 def question_of(
@@ -170,7 +198,9 @@ def overrides(candidate: Candidate, layers: int, job: Job | None = None) -> list
     words += [f"parallel.ulysses={c.ulysses}"] * (c.context_by == "ring" and c.ulysses > 1)
     words += ['parallel.zero_over="fsdp x context"'] * bool(c.zero_context)
     own = job.parallel if job else None
-    for key in ("context_by", "ulysses", "zero_over") if own else ():
+    if own and own.context_kernel != "auto" and c.context_by != "gather":
+        words.append(f"parallel.context_kernel={own.context_kernel}")  # as it was planned
+    for key in ("context_by", "ulysses", "zero_over", "context_kernel") if own else ():
         usual = getattr(type(own)(), key)
         if getattr(own, key) != usual and not any(word.startswith(f"parallel.{key}=") for word in words):
             words.append(f"parallel.{key}={usual}")
@@ -196,7 +226,9 @@ def planned(job: Job, candidate: Candidate, layers: int) -> Job:
     """
     parallel = type(job.parallel)(exchange=job.parallel.exchange)
     plain = dataclasses.replace(job, parallel=parallel, mesh=MeshTable(devices=int(candidate.devices)))
-    return loads(dumps(plain), overrides(candidate, layers), allow_import=job.allow_import)
+    kernel, travels = job.parallel.context_kernel, candidate.context_by != "gather"
+    words = [*overrides(candidate, layers), *[f"parallel.context_kernel={kernel}"] * (travels and kernel != "auto")]
+    return loads(dumps(plain), words, allow_import=job.allow_import)
 
 
 def compiled_chip(hardware: Hardware) -> Chip:

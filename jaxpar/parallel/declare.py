@@ -39,7 +39,8 @@ class Parallel(Keywords):
       ulysses: Of the devices of a ring, those that exchange heads; the rest rotate keys (arXiv:2405.07719).
       context_kernel: What runs a device's part of attention where pieces travel (ring, ulysses). auto: cuDNN's fused
         kernel on GPUs in 16 bits where it takes the heads and masks, else blocks of plain JAX; `Step.forms` and reports
-        say which, and why. cudnn: the kernel, or an error. plain: blocks of plain JAX.
+        say which, and why. cudnn: the kernel, or an error; context_by="auto" then takes a form that has it. plain:
+        blocks of plain JAX.
       tensor: Devices that share every large matrix (Megatron tensor parallelism).
       zero: What `fsdp` shards: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
         (ZeRO, Rajbhandari et al. 2020, arXiv:1910.02054). None means 3 where fsdp is not 1. With 1 and 2 parameters are

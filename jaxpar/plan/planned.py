@@ -1,6 +1,6 @@
 """The protocol of a planned model; a transformer answers with formulas, any other is traced (`traced.py`)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -86,10 +86,13 @@ class Transformer:
     Attributes:
       shape: Its widths.
       recipe: Bytes per parameter of the training state.
+      in_blocks: Why blocks of plain JAX run parts of attention where pieces travel, though the software has a kernel
+        for them; "" where that runs them.
     """
 
     shape: Shape
     recipe: Recipe = JAXPAR
+    in_blocks: str = ""
 
     @property
     def parameters(self) -> int:
@@ -114,8 +117,20 @@ class Transformer:
         """Returns whose kernels run attention, and what they keep."""
         if software.attention == "unfused":
             return "XLA's own, which keeps the scores"
-        cut = "; where context cuts sequences XLA's own, which keeps the scores" * (software.pieces is not None)
-        return f"cuDNN's kernel, which keeps no scores{cut}"
+        if software.pieces is None:
+            return "cuDNN's kernel, which keeps no scores"
+        by = f"in blocks of plain JAX ({why})" if (why := self._why_blocks(software)) else "by the kernel, in parts"
+        return (
+            "cuDNN's kernel, which keeps no scores; where context cuts sequences XLA's own, which keeps the scores, "
+            f"of gathered keys, and of pieces that travel {by}"
+        )
+
+    def _why_blocks(self, software: SoftwareModel) -> str:
+        return self.in_blocks or "the software has no kernel for them" * (software.parts is None)
+
+    def _run(self, software: SoftwareModel) -> SoftwareModel:
+        """Returns the software as it runs this model."""
+        return replace(software, parts=None) if self.in_blocks else software
 
     def left_out(self, choices: Choices) -> tuple[str, ...]:
         """Returns axes that no layout has, and schedules that are not weighed."""
@@ -133,11 +148,11 @@ class Transformer:
 
     def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""
-        return memory(self.shape, candidate, software, self.recipe)
+        return memory(self.shape, candidate, self._run(software), self.recipe)
 
     def time(self, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> StepTime:
         """Returns the seconds of a step; see `jaxpar.plan.time`."""
-        return step_time(self.shape, candidate, hardware, software)
+        return step_time(self.shape, candidate, hardware, self._run(software))
 
     def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
         """Returns the collectives of a step; see `jaxpar.plan.techniques.asked`."""

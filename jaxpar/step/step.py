@@ -30,6 +30,7 @@ from jaxpar.models.settings import logits
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
+from jaxpar.plan.techniques.chosen import choose
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.reading.called import zeros
 from jaxpar.sharding.tracing import uncollected
@@ -318,7 +319,7 @@ class Step:
     def traced(self):
         """Yields while a function of the step's own arrays is traced: on its mesh, with the names of its dims."""
         keeps = self.numerics.remat == "none"
-        with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used, keeps=keeps):
+        with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used, choose, keeps=keeps):
             yield
 
     def _update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:

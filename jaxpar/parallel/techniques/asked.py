@@ -12,7 +12,8 @@ from jaxpar.models.islands import implemented
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.grouped import split_convolutions
 from jaxpar.parallel.layout import Layout
-from jaxpar.parallel.techniques.base import Compose
+from jaxpar.parallel.techniques.base import Compose, Traced
+from jaxpar.parallel.techniques.open_choice import Choose
 from jaxpar.parallel.techniques.table import TECHNIQUES
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.explicit import understood
@@ -60,7 +61,7 @@ def settled(layout: Layout, compose: Compose) -> Layout:
     return layout
 
 
-def islands(layout: Layout, *, keeps: bool = False) -> dict[str, Callable]:
+def islands(layout: Layout, step: Traced) -> dict[str, Callable]:
     """Returns what runs the islands of a model in a step, by the names of the islands.
 
     A technique whose axis is not there runs those that no other does: `gather` goes by the names of dims, which a
@@ -70,7 +71,7 @@ def islands(layout: Layout, *, keeps: bool = False) -> dict[str, Callable]:
     parallel = layout.parallel
     for axis, each in TECHNIQUES.items():
         if each.how:
-            own = each.bind(layout, each.how[parallel.ways.get(axis, next(iter(each.how)))], keeps)
+            own = each.bind(layout, each.how[parallel.ways.get(axis, next(iter(each.how)))], step)
             # an axis that is there decides; one that is not only fills in what no other runs
             found = {**found, **own} if parallel.sizes.get(axis, 1) > 1 else {**own, **found}
     return found
@@ -92,16 +93,17 @@ class Used:
 
 
 @contextmanager
-def traced(layout: Layout, used: Used, *, keeps: bool = False) -> Iterator[None]:
+def traced(layout: Layout, used: Used, choose: Choose, *, keeps: bool = False) -> Iterator[None]:
     """Gives names of dims and islands their meaning in a layout while a step of it is traced, and notes their use.
 
     Args:
       layout: Of the step.
       used: Where it is noted.
+      choose: Answers what the declaration left to a plan.
       keeps: Whether the backward pass keeps what layers compute.
     """
-    names = activation_names(layout.names, layout.sizes)
-    with names as named, implemented(islands(layout, keeps=keeps)) as called, understood(), split_convolutions():
+    names, found = activation_names(layout.names, layout.sizes), islands(layout, Traced(choose=choose, keeps=keeps))
+    with names as named, implemented(found) as called, understood(), split_convolutions():
         yield
     used.names |= meant(named)
     used.forms |= {each for each in called if " " in each}

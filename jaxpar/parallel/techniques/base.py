@@ -17,8 +17,22 @@ from jaxpar.errors import Problem
 from jaxpar.mesh.preset import Option
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
+from jaxpar.parallel.techniques.open_choice import Choose
 
 Compose = Callable[[Parallel], tuple[Layout | None, list[Problem]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """The step that is traced.
+
+    Attributes:
+      choose: Answers what a declaration left to a plan.
+      keeps: Whether the backward pass keeps what layers compute.
+    """
+
+    choose: Choose
+    keeps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +48,7 @@ class Technique:
         `Layout.notes`. It is given the layout, and what composes the same model under another declaration.
       how: Ways in which it runs the islands of a model, where it has any: name to the functions that implement them,
         each by the name of its island. The first is the default; `Parallel.how` chooses another.
-      bind: Returns those functions with what else a layout, and its declaration, say of them, and whether the backward
-        pass keeps what layers compute.
+      bind: Returns those functions with what else a layout, its declaration, and the step that is traced say of them.
       check: Refuses a step by the names of activation dims that its model used, and its lowered program.
       told: Returns options of XLA's for several GPUs, unless the job wants XLA's own choice (`collectives="plain"`).
     """
@@ -46,7 +59,7 @@ class Technique:
     idle: Callable[[Layout], list[Problem]] = lambda _: []
     settle: Callable[[Layout, Compose], Layout] = lambda layout, _: layout
     how: Mapping[str, Mapping[str, Callable]] = field(default_factory=dict)
-    bind: Callable[[Layout, Mapping[str, Callable], bool], Mapping[str, Callable]] = lambda _, own, __: own
+    bind: Callable[[Layout, Mapping[str, Callable], Traced], Mapping[str, Callable]] = lambda _, own, __: own
     check: Callable[[Layout, set[str], Any], None] = lambda *_: None
     told: Callable[[Layout], Iterable[Option]] = lambda _: ()
 

@@ -12,7 +12,6 @@ a row of `HOW`. It is chosen by `Parallel(context_by=name)`, one that a user add
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -24,36 +23,28 @@ from jaxpar.models.named import spec_of
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.attention_gather import gather
-from jaxpar.parallel.techniques.base import Compose, Technique
+from jaxpar.parallel.techniques.base import Compose, Technique, Traced
 from jaxpar.parallel.techniques.exchanged.attention import exchange
 from jaxpar.parallel.techniques.exchanged.choice import KERNELS
+from jaxpar.parallel.techniques.open_choice import Call
 
 
 def auto(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
-    layout: Layout | None = None,
-    keeps: bool = False,
-    kernel: str = "auto",
-    **masks: Any,
+    q: jax.Array, k: jax.Array, v: jax.Array, *, layout: Layout, step: Traced, kernel: str = "auto", **masks: Any
 ) -> jax.Array:
     """Returns attention in the form that a plan has as the fastest, and notes which and why.
 
     It is chosen as the step is traced, for the chip of the layout, and is the same whether that is there or not.
     """
-    # by name, as a plan reads layouts, and what makes them knows nothing of it
-    plan = import_module("jaxpar.plan.techniques.chosen")
-    sizes, chip, held = ({"context": 1}, "", 0) if layout is None else (layout.sizes, layout.chip, layout.held)
-    layers = layout.depth if layout is not None and keeps else 1
-    spec = spec_of(QUERIES)
+    spec, masked = spec_of(QUERIES), {name: mask for name, mask in masks.items() if mask is not None}
     cut = () if spec is None or spec[2] is None else (spec[2],) if isinstance(spec[2], str) else spec[2]
-    choice = plan.choose(
-        plan.Call(
-            rows=max(1, q.shape[0] // (1 if layout is None else layout.replicas)), seq=k.shape[1], heads=q.shape[2],
-            kv_heads=k.shape[2], head_dim=q.shape[3], causal=bool(masks["causal"]), context=sizes["context"],
-            tensor=math.prod(sizes.get(axis, 1) for axis in cut), held=held, layers=layers, chip=chip,
+    choice = step.choose(
+        Call(
+            rows=max(1, q.shape[0] // layout.replicas), seq=k.shape[1], heads=q.shape[2], kv_heads=k.shape[2],
+            head_dim=q.shape[3], causal=bool(masks["causal"]), window=masked.get("window"),
+            segments="segments" in masked, dtype=str(q.dtype), context=layout.sizes["context"],
+            tensor=math.prod(layout.sizes.get(axis, 1) for axis in cut), held=layout.held,
+            layers=layout.depth if step.keeps else 1, chip=layout.chip, kernel=kernel,
         )
     )  # fmt: skip
     note(choice.why)
@@ -125,7 +116,7 @@ def problems(parallel: Parallel) -> list[Problem]:
     return found
 
 
-def bind(layout: Layout, own: Mapping[str, Callable], keeps: bool) -> Mapping[str, Callable]:
+def bind(layout: Layout, own: Mapping[str, Callable], step: Traced) -> Mapping[str, Callable]:
     """Returns a ring of groups, where the devices of a group exchange heads, or a choice for the layout.
 
     Each with the kernel that is asked for.
@@ -133,7 +124,7 @@ def bind(layout: Layout, own: Mapping[str, Callable], keeps: bool) -> Mapping[st
     parallel = layout.parallel
     asked: dict[str, Any] = {"kernel": parallel.context_kernel} if parallel.context_kernel != "auto" else {}
     if own is HOW["auto"]:
-        asked |= {"layout": layout, "keeps": keeps}
+        asked |= {"layout": layout, "step": step}
     if parallel.ulysses > 1 and own is HOW["ring"]:
         asked["ulysses"] = parallel.ulysses
     travels = any(own is HOW[by] for by in HOW if by != "gather")
@@ -146,8 +137,9 @@ def settle(layout: Layout, compose: Compose) -> Layout:
     mixed = f"; {u} devices at a time exchange heads, {layout.sizes['context'] // u} such groups rotate"
     said = WHY.get(by, "as it was added to jaxpar")
     layout = layout.noted(f"context by {by}: {said}{mixed if u > 1 else ''}")
-    travels = by in HOW and by != "gather"
-    return layout.noted(f"context: {KERNEL[layout.parallel.context_kernel]}") if travels else layout
+    kernel, travels = layout.parallel.context_kernel, by in HOW and by != "gather"
+    only = "; auto takes a form that has it" if (by, kernel) == ("auto", "cudnn") else ""
+    return layout.noted(f"context: {KERNEL[kernel]}{only}") if travels else layout
 
 
 def told(layout: Layout) -> list[Option]:

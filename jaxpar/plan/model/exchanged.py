@@ -10,6 +10,11 @@ own:
 
 The more tokens a group has, the larger are its blocks, up to `BLOCK`: fewer pairs, each with less to move per score.
 
+Where cuDNN's kernel runs the parts there are no blocks: own pieces are one call, and squares of chunks others.
+
+    share of the dense square     1/2                 causal: own pieces a half, and two of four chunks of each other
+                                  1                   no mask
+
 Nothing of a score is kept: q, k, v and the result as they are in the ring, and a logsumexp in float32.
 Sources: arXiv:2310.01889 (ring), arXiv:2309.14509 (heads for tokens), arXiv:2205.14135 (blocks).
 """
@@ -19,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.plan.candidate import Candidate
+from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model.shape import Shape
 
 # tokens of a block at most and at least, and entries of all queries for every score: as `jaxpar.models.blocks.pairs`
@@ -29,6 +35,12 @@ SUM = 4  # bytes of what is summed over blocks: float32
 def travels(candidate: Candidate) -> Any:
     """Returns whether pieces travel: sequences are cut, and keys are not gathered."""
     return np.greater(candidate.context, 1) & np.not_equal(candidate.context_by, "gather")
+
+
+def by_kernel(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
+    """Returns whether pieces travel and a fused kernel meets them: heads of keys are cut as those of queries are."""
+    whole = np.equal((shape.kv_heads or shape.heads) % candidate.tensor, 0)
+    return travels(candidate) & whole & (software.parts is not None)
 
 
 def groups(candidate: Candidate) -> Any:
@@ -89,10 +101,20 @@ def walked(shape: Shape, candidate: Candidate) -> Any:
     return np.where(np.greater(ring, 1), (2 * ring + 1 / n) / (4 * ring), (n + 1) / (2 * n))
 
 
-def turn(shape: Shape, candidate: Candidate) -> Any:
-    """Returns the share of a device's pairs that it walks while one piece travels."""
+def turn(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
+    """Returns the share of a device's work that it does while one piece travels: of the pairs that it walks, or equal
+    ones of a kernel, to which the half of own pieces is as much as two of four squares.
+    """
     ring, (_, n) = groups(candidate), _counts(shape, candidate)
-    return np.where(shape.causal & np.greater(ring, 1), 2 * n / (2 * ring * n + 1), 1 / ring)
+    uneven = shape.causal & np.greater(ring, 1) & ~by_kernel(shape, candidate, software)
+    return np.where(uneven, 2 * n / (2 * ring * n + 1), 1 / ring)
+
+
+def entries(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
+    """Returns the entries of a device's queries in the ring, of all rows of a microbatch, and those of its keys."""
+    heads, kv_heads = heads_here(shape, candidate)
+    each = shape.seq / groups(candidate) * (shape.dim / shape.heads)
+    return heads * each, kv_heads * each
 
 
 def heads_here(shape: Shape, candidate: Candidate) -> tuple[Any, Any]:
@@ -108,15 +130,20 @@ def kept_bytes(shape: Shape, candidate: Candidate) -> Any:
     return tokens * (2 * width + SUM * shape.heads) / candidate.tensor
 
 
-def worked_bytes(shape: Shape, candidate: Candidate) -> Any:
+def worked_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     """Returns what a backward pass of a layer works with besides what it keeps.
 
     The gradient of the result in the ring; sums of three gradients in float32, of keys and values beside what has
     arrived and what is sent on; keys and values that have come and come next; four scores of a pair of blocks.
+
+    Where a kernel meets them, whose own workspace is not known, no scores, but of a chunk its queries, the result and
+    the gradients of both; where nothing rotates, the gradients in 16 bits alone.
     """
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     keys = shape.dim // shape.heads * heads_of_keys(shape, candidate)
     moving = tokens * (2 * shape.dim + SUM * shape.dim + 3 * SUM * 2 * keys + 2 * 2 * 2 * keys)
-    return moving / candidate.tensor + 4 * SUM * heads_here(shape, candidate)[0] * np.multiply(
-        *blocks(shape, candidate)
-    )
+    of_pair = heads_here(shape, candidate)[0] * np.multiply(*blocks(shape, candidate))
+    around, alone = moving + tokens * 4 * shape.dim, tokens * (4 * shape.dim + 4 * keys)
+    called = np.where(np.greater(groups(candidate), 1), around, alone) / candidate.tensor
+    in_blocks = moving / candidate.tensor + 4 * SUM * of_pair
+    return np.where(by_kernel(shape, candidate, software), called, in_blocks)

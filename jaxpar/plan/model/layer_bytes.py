@@ -67,7 +67,7 @@ def layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) -> 
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     # in place of gathered keys and values, and of q, k and v as they were before they set out
     less = 2 * tokens * (shape.dim + 2 * shape.kv_dim * candidate.context) / candidate.tensor
-    more, again = exchanged.kept_bytes(shape, candidate) - less, exchanged.worked_bytes(shape, candidate)
+    more, again = exchanged.kept_bytes(shape, candidate) - less, exchanged.worked_bytes(shape, candidate, software)
     keeps = np.equal(candidate.remat, "none")
     return np.where(far, there[0] + keeps * more, kept), np.where(far, there[1] + more + again, working)
 

@@ -89,13 +89,21 @@ def attention(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     far, share = exchanged.travels(candidate), exchanged.walked(shape, candidate)
     own = software.pieces or software
     there = every * share / (peak * own.core[0]), 2.5 * every * share / (peak * own.core[1])  # no score is kept
+    if software.parts is not None:
+        called, by = exchanged.by_kernel(shape, candidate, software), software.parts.kernel
+        reached = by.shares.get(hardware.chip.key, software.core)
+        lost = by.lost(shape.seq / exchanged.groups(candidate), shape.dim / shape.heads)
+        seen = every * lost / (2 if shape.causal else 1)
+        by_it = seen / (peak * reached[0]), 2.5 * seen / (peak * reached[1])
+        there = np.where(called, by_it[0], there[0]), np.where(called, by_it[1], there[1])
     return np.where(far, there[0], forward), np.where(far, there[1], backward)
 
 
 def scores(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> tuple[Any, Any]:
     """Returns the seconds of reading and writing the scores [rows, heads / t, seq, seq], forward and backward.
 
-    Where pieces travel, what the pairs of blocks that a device walks take besides their matmuls.
+    Where pieces travel, what the pairs of blocks that a device walks take besides their matmuls, or what is made of
+    the results of a kernel.
     """
     count = 1.0 * tokens(shape, candidate) * shape.seq * shape.heads / candidate.tensor
     forward, backward = software.cost(
@@ -106,12 +114,22 @@ def scores(shape: Shape, candidate: Candidate, hardware: Hardware, software: Sof
     if not far.any():
         return hardware.stream(forward), hardware.stream(backward)
     pairs, core = exchanged.pairs(shape, candidate), attention(shape, candidate, hardware, software)
-    both = zip((forward, backward), core, strict=True)
-    ahead, back = (
-        np.where(far, pairs * pair(shape, candidate, hardware, software, way, each / pairs), hardware.stream(size))
-        for way, (size, each) in enumerate(both)
-    )
-    return ahead, back
+    called = exchanged.by_kernel(shape, candidate, software)
+    found = []
+    for way, (size, each) in enumerate(zip((forward, backward), core, strict=True)):
+        walked = pairs * pair(shape, candidate, hardware, software, way, each / pairs)
+        there = np.where(called, made_of_parts(shape, candidate, hardware, software, way), walked)
+        found.append(np.where(far, there, hardware.stream(size)))
+    return found[0], found[1]
+
+
+def made_of_parts(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int) -> Any:
+    """Returns the seconds of what is made of a kernel's parts in all turns; way is 0 going forward, 1 backward."""
+    if software.parts is None:
+        return 0.0
+    ring, entries = exchanged.groups(candidate), exchanged.entries(shape, candidate)
+    moved = software.parts.moved(way, *entries, ring=ring, ulysses=candidate.ulysses)
+    return hardware.stream(moved) + (ring - 1) * software.parts.small[way]
 
 
 def pair(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel, way: int, core: Any) -> Any:

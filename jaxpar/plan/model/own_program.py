@@ -156,7 +156,7 @@ def working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:
     if not (far := exchanged.travels(candidate)).any():
         return found
     own = replace(software.pieces or software, worked=0.0, kept=(0.0, 0.0))
-    return np.where(far, _working(shape, candidate, own) + exchanged.worked_bytes(shape, candidate), found)
+    return np.where(far, _working(shape, candidate, own) + exchanged.worked_bytes(shape, candidate, software), found)
 
 
 def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any:

@@ -89,7 +89,7 @@ def _turn(
 
     def seconds(hardware: Hardware) -> Any:
         both = (cost(shape, candidate, hardware, software)[way] for cost in (attention, scores))
-        return sum(both) * exchanged.turn(shape, candidate) / share
+        return sum(both) * exchanged.turn(shape, candidate, software) / share
 
     return seconds
 

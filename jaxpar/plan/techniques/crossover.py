@@ -11,7 +11,9 @@ Of one layer, with r forward passes computed again, in s tokens of a row:
 
 Hops take the longer of the two, so a ring is faster from the larger of both roots on; never, where a <= b. Blocks grow
 with the tokens, and what a pair of them takes with it: b, d and m hold over a range of tokens, and the root counts that
-lies in its own. The times that this stands for are `seconds`, as a plan has them; tests find where they cross.
+lies in its own. Where a kernel meets the pieces there are no blocks, and one range, but for a's softmax: b is half of
+the square at the share that the kernel reaches, d what it loses of short pieces and what is made of its parts. The
+times that this stands for are `seconds`, as a plan has them; tests find where they cross.
 """
 
 import math
@@ -70,11 +72,14 @@ def _ranges(shape: Shape, candidate: Candidate, software: SoftwareModel) -> list
 
     In the first of them a chunk is one block, as long as it is. Another ends where a softmax is one kernel no more.
     """
+    split = (software.pieces or software).split[0]
+    if exchanged.by_kernel(shape, candidate, software):
+        found = [0.0, *[float(split)] * bool(split)]
+        return [(low, (low + high) / 2) for low, high in pairwise([*found, 2 * found[-1] or 2.0**20])]
     one, ring = _one_block(shape, candidate), int(exchanged.groups(candidate))
     per_area = ring * exchanged.SHARE * shape.heads / shape.dim
     least, step = exchanged.LEAST**2, 2 ** (1 / 4)  # blocks grow from area 2 least on, to 4 least
     areas = [least, *(2 * least * step**n for n in range(5))]
-    split = (software.pieces or software).split[0]
     ends = {
         0.0,
         float(one),
@@ -131,8 +136,10 @@ def _travelling(
     """
     ring, ulysses = int(exchanged.groups(candidate)), candidate.ulysses
     causal, again = shape.causal, 1 + float(candidate.recomputed[1])
-    few = shape.seq < _one_block(shape, candidate)
-    met = _alone(shape, candidate, hardware, software) if few else _walked(shape, candidate, hardware, software)
+    called = bool(exchanged.by_kernel(shape, candidate, software))
+    few = shape.seq < _one_block(shape, candidate) and not called
+    meet = _called if called else _alone if few else _walked
+    met = meet(shape, candidate, hardware, software)
     tokens = BYTES * candidate.microbatch / candidate.context / candidate.tensor
     queries, keys = (
         tokens * shape.dim,
@@ -150,8 +157,26 @@ def _travelling(
         linear, constant = linear + both * 2 * byte * (queries + keys), constant + both * 8 * sent
     hidden = np.array([met[0], linear, constant]) + _kept(shape, candidate, hardware, software)
     hops = (ring - 1) * np.array([0.0, (2 * again + 6) * byte * keys, (2 * again + 4) * sent])
-    turns = (ring - 1) / (ring + (0.5 if few and causal else 0.0)) * met * np.array([1.0, 0.0, 1.0])
+    # of blocks, what is linear in the tokens is those on the diagonal, of own keys
+    turns = (ring - 1) / (ring + (0.5 if few and causal else 0.0)) * met * np.array([1.0, float(called), 1.0])
     return hidden, hidden - turns + hops
+
+
+def _called(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:
+    """Returns coefficients of the seconds of all passes, where a kernel meets the pieces."""
+    ring, parts = int(exchanged.groups(candidate)), software.parts
+    assert parts is not None  # or else it is not asked
+    reached = parts.kernel.shares.get(hardware.chip.key, software.core)
+    wide = shape.dim / shape.heads
+    heads, kv_heads = (float(many) for many in exchanged.heads_here(shape, candidate))
+    flop = 4 * heads * shape.dim / shape.heads / (2 if shape.causal else 1) / hardware.chip.bf16_flops
+    found = np.zeros(3)
+    for way, times in ((0, 1 + float(candidate.recomputed[1])), (1, 1.0)):
+        core = flop * (1.0, 2.5)[way] / reached[way] * parts.kernel.lost(np.inf, wide)
+        moved = parts.moved(way, heads * wide / ring, kv_heads * wide / ring, ring=ring, ulysses=candidate.ulysses)
+        linear = core * parts.kernel.short + float(hardware.stream(moved))
+        found += times * np.array([core / ring, linear, (ring - 1) * parts.small[way]])
+    return found
 
 
 def _walked(shape: Shape, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> np.ndarray:

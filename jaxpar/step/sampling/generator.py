@@ -19,6 +19,7 @@ from jaxpar.models.cache import Cache
 from jaxpar.models.returned import goes_with_call
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques import asked
+from jaxpar.plan.techniques.chosen import choose
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step.sampling.draws import Sampling
@@ -156,5 +157,5 @@ class Generator:
 
     @contextmanager
     def _traced(self):
-        with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used):
+        with jax.set_mesh(self.layout.on), uncollected(), asked.traced(self.layout, self._used, choose):
             yield
