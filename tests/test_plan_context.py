@@ -23,10 +23,10 @@ from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.kernels import CUDNN
-from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
+from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED, TORCHTITAN
 from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.layer_bytes import logit_chunks
-from jaxpar.plan.model.layer_time import attention
+from jaxpar.plan.model.layer_time import attention, block
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.pages.html import write as html
 from jaxpar.plan.pages.text import page
@@ -280,6 +280,29 @@ def test_auto_is_the_same_where_the_chip_is_and_says_which_one_it_assumes(seq):
     assert "NVIDIA H100 SXM: " in known.why
     assert "NVIDIA H100 SXM, assumed, as no chip is named" in assumed.why
     assert "NVIDIA H100 SXM, assumed, as rtx4090 is not planned for" in other.why
+
+
+def test_the_last_matmul_of_a_layer_is_not_computed_again():
+    """The compiled backward pass makes gate and up again, and not down: nobody reads its result."""
+    chip, one = HARDWARE["h100"], form("gather", remat="full")
+    forward, _, again = block(LLAMA, one, chip, JAXPAR)
+    down = chip.matmul(LLAMA.seq / 8, LLAMA.hidden, LLAMA.dim)
+    assert again.matmuls == pytest.approx(forward.matmuls - down)
+    assert again[1:] == forward[1:]
+    theirs = block(LLAMA, one, chip, TORCHTITAN)  # checkpoints of PyTorch's make all of it again
+    assert theirs[2].matmuls == theirs[0].matmuls
+    assert block(LLAMA, replace(one, remat="dots"), chip, JAXPAR)[2].matmuls == 0
+
+
+@gpu_compiler
+@pytest.mark.full
+@pytest.mark.parametrize("seq", [8192, 16384])
+def test_gathered_keys_of_an_8b_model_take_as_long_as_compiled(seq):
+    job, one = asked(seq, "parallel.context_by=gather")
+    found = observe(job, job.mesh.target)
+    assert found.timeline is not None
+    predicted = weigh(one, form("gather", remat="full", zero=3, zero_context=True)).time
+    assert predicted.total == pytest.approx(found.timeline.seconds, rel=0.15)
 
 
 @gpu_compiler
