@@ -44,7 +44,7 @@ def add(verbs) -> None:
     verb.add_argument(
         "--attention",
         choices=["unfused", "fused"],
-        help="fused: with cuDNN's kernel where sequences are whole, as a run has it (default); unfused: XLA's own, as "
+        help="fused: with cuDNN's kernel where a run has it, not for gathered keys (default); unfused: XLA's own, as "
         "--verify compiles it here (default with --verify)",
     )
     verb.add_argument(

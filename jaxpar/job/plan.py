@@ -36,7 +36,7 @@ def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: 
       per_node: How many of them NVLink joins; None is as many as in the chip's usual machine, or as the file says.
       given: Texts that replace the hardware's: `inside` and `between`, bytes or bits per second and device, as 3GB or
         10Gb/s; `memory` of a device, as 70GiB; and `attention`: fused is cuDNN's kernel, which a run takes in 16
-        bits on GPUs wherever sequences are whole, unfused what XLA compiles without it; None leaves all as they are,
+        bits on GPUs but for gathered keys, unfused what XLA compiles without it; None leaves all as they are,
         and attention as in a run; `price` of a GPU-hour, as 2.5, for what the job costs; and
         `schedules` to weigh, as zb_h1,1f1b_phased or all, in place of those of `Choices`.
 

@@ -46,7 +46,7 @@ def plan(
       inside: Bytes per second and GPU inside a node, as text: "300GB".
       between: The same between nodes: "46GB", "10Gb/s".
       memory: What a program may use of a GPU: "70GiB".
-      attention: fused, cuDNN's, as a run has it where sequences are whole; or unfused, as XLA has it.
+      attention: fused, cuDNN's where a run has it, but for gathered keys; or unfused, as XLA has it.
       top: How many layouts are kept.
       allow_import: Whether the job may name Python objects from anywhere.
 

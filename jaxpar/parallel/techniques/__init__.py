@@ -2,8 +2,8 @@
 
     declared   problems, names        asked.declared, asked.names_of
     composed   idle                   asked.idle: no axis may do nothing
-    traced     how                    asked.traced: what runs the islands that a model calls, such as jp.attention; what a
-                                      declaration leaves to a plan is asked of whoever the step hands in (open_choice)
+    traced     how                    asked.traced: what runs the islands that a model calls, such as jp.attention; what
+                                      it leaves to a plan is asked of what the step hands in (open_choice)
     lowered    check                  asked.check: what the technique needs of the model, seen in its program
 
 Nouns: a `Technique` and the axis that it communicates over, a way (`how`) of running it, what a model has `Used`.
