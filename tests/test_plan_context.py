@@ -243,11 +243,17 @@ def test_a_plan_prices_the_kernel_by_its_share_of_the_peak_and_blocks_where_thos
 def test_a_plan_of_a_job_prices_and_says_what_runs_its_pieces_and_the_job_that_it_writes_has_it():
     ring, taken = form("ring", remat="full", zero=3, zero_context=True), {}
     for words, said in (
-        ((), "of pieces that travel by the kernel, in parts"),
-        (("parallel.context_kernel=plain",), "in blocks of plain JAX (parallel.context_kernel = 'plain')"),
-        (("data.documents=apart",), "in blocks of plain JAX (it is given no segments of packed documents)"),
-        (("model.heads=256", "model.kv_heads=8"), "by the kernel, in parts"),
-        (("parallel.context_kernel=cudnn",), "by the kernel, in parts"),
+        ((), "for pieces that travel the kernel, in parts"),
+        (
+            ("parallel.context_kernel=plain",),
+            "for pieces that travel blocks of plain JAX (parallel.context_kernel = 'plain')",
+        ),
+        (
+            ("data.documents=apart",),
+            "for pieces that travel blocks of plain JAX (it is given no segments of packed documents)",
+        ),
+        (("model.heads=256", "model.kv_heads=8"), "for pieces that travel the kernel, in parts"),
+        (("parallel.context_kernel=cudnn",), "for pieces that travel the kernel, in parts"),
     ):
         job, one = asked(32768, *words)
         assert said in one.model.attention(one.software)

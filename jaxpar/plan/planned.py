@@ -119,10 +119,10 @@ class Transformer:
             return "XLA's own, which keeps the scores"
         if software.pieces is None:
             return "cuDNN's kernel, which keeps no scores"
-        by = f"in blocks of plain JAX ({why})" if (why := self._why_blocks(software)) else "by the kernel, in parts"
+        far = f"blocks of plain JAX ({why})" if (why := self._why_blocks(software)) else "the kernel, in parts"
         return (
-            "cuDNN's kernel, which keeps no scores; where context cuts sequences XLA's own, which keeps the scores, "
-            f"of gathered keys, and of pieces that travel {by}"
+            "cuDNN's kernel, which keeps no scores; where context cuts sequences XLA's own, which keeps them, for "
+            f"gathered keys, and for pieces that travel {far}"
         )
 
     def _why_blocks(self, software: SoftwareModel) -> str:
