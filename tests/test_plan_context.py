@@ -246,11 +246,11 @@ def test_a_plan_of_a_job_prices_and_says_what_runs_its_pieces_and_the_job_that_i
         ((), "for pieces that travel the kernel, in parts"),
         (
             ("parallel.context_kernel=plain",),
-            "for pieces that travel blocks of plain JAX (parallel.context_kernel = 'plain')",
+            "travel blocks of plain JAX (parallel.context_kernel = 'plain')",
         ),
         (
             ("data.documents=apart",),
-            "for pieces that travel blocks of plain JAX (it is given no segments of packed documents)",
+            "travel blocks of plain JAX (it is given no segments of packed documents)",
         ),
         (("model.heads=256", "model.kv_heads=8"), "for pieces that travel the kernel, in parts"),
         (("parallel.context_kernel=cudnn",), "for pieces that travel the kernel, in parts"),
