@@ -337,7 +337,7 @@ def test_a_check_refuses_scores_that_no_device_holds_and_says_how_many_bytes_the
     assert main(["check", JOB]) == 0
     capsys.readouterr()
     assert main(["check", JOB, "parallel.context_by=auto"]) == 0
-    assert "context by auto: ring, for rows of 131,072 tokens on NVIDIA H100 SXM: a layer" in capsys.readouterr().out
+    assert "context by auto: ulysses, for rows of 131,072 tokens on NVIDIA H100 SXM: a layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tokens", [2**13, 2**14, 2**17])

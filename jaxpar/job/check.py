@@ -35,6 +35,7 @@ from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques.asked import Used, declared, traced
+from jaxpar.parallel.techniques.open_choice import Call, Choice
 from jaxpar.plan.techniques.chosen import choose
 from jaxpar.sharding.names import Compute
 from jaxpar.sharding.shard_bytes import shard_bytes
@@ -45,7 +46,7 @@ from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.kinds import check_offload, gradients_of
 from jaxpar.step.measures.beside import check_measures, check_names, measured
 from jaxpar.step.measures.functions import evaluated
-from jaxpar.step.numerics import Numerics
+from jaxpar.step.numerics import DTYPES, Numerics
 from jaxpar.units import show_bytes
 
 
@@ -289,7 +290,7 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
     check_measures(layout, measures)
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
-        with traced(layout, used, choose), noted() as scores:
+        with traced(layout, used, partial(_as_it_computes, job)), noted() as scores:
             found = jax.eval_shape(layers if job.train.remat == "offload" else forward, jax.random.key(0), batch)
             beside = jax.eval_shape(lambda key, batch: measured(measures, bound(key), batch), jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
@@ -301,6 +302,12 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
         rows = {name: 0.0 for each in sets_of(job) for name in evaluated((*found, *said), each)}
         best_of(job).check(rows, keeps=job.checkpoint.keep_best)
     return max(scores, default=0) // (job.train.accumulate * layout.microbatches)
+
+
+def _as_it_computes(job: Job, call: Call) -> Choice:
+    """Returns the form of a call in the dtype that the job computes in: here it is traced in that of parameters."""
+    dtype = DTYPES[job.train.precision.compute]
+    return choose(call if dtype is None else dataclasses.replace(call, dtype=jax.numpy.dtype(dtype).name))
 
 
 def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
