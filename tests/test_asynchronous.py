@@ -32,6 +32,7 @@ CHAINS = {  # with rates at which rounding stays rounding for 24 updates
     "sgd": optax.sgd(RATE),
     "momentum": optax.sgd(0.02, momentum=0.9, nesterov=True),
     "adamw": optax.chain(optax.clip_by_global_norm(0.2), optax.adamw(5e-3, eps=1e-3, weight_decay=1e-2)),
+    "free": optax.contrib.schedule_free_sgd(0.02),
 }
 MESHES = {
     "pipe 2": {"pipe": 2},
@@ -201,6 +202,17 @@ def test_stashing_equals_a_replay_at_the_weights_it_recorded(mesh, keep, chain, 
     stages = MESHES[mesh]["pipe"]
     seen = {at: each.backward for at, each in versions(pipedream(stages, MICROBATCHES), "stash").items()}
     assert_equals(trained("stash", mesh, keep, chain, rate=rate), replayed(seen, stages, chain, rate))
+
+
+@pytest.mark.slow
+def test_schedule_free_averages_over_updates_while_its_rate_counts_steps():
+    seen = {at: each.backward for at, each in versions(pipedream(2, MICROBATCHES), "stash").items()}
+    losses, state = trained("stash", "pipe 2", chain="free")
+    wanted, params, held = replayed(seen, 2, "free")
+    np.testing.assert_allclose(losses, wanted, rtol=EXACT)
+    assert_same_arrays(state.eval_params, optax.contrib.schedule_free_eval_params(held, params), EXACT)
+    assert int(state.optimizer.step_count) == 1 + STEPS
+    assert float(state.optimizer.weight_sum) == pytest.approx(STEPS * MICROBATCHES * 0.02**2)
 
 
 @pytest.mark.slow

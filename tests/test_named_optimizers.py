@@ -127,6 +127,7 @@ def test_the_learning_rate_is_the_highest_value_of_a_schedule(name, arguments, w
 
 OWN = """
 import jax.numpy as jnp, optax
+from jaxpar.optim.eval_params import ema_params
 
 def nadam(learning_rate, eps=1e-8):
     return optax.nadam(learning_rate, eps=eps)
@@ -137,7 +138,8 @@ def halved(learning_rate, steps, *, after):
 def several(learning_rate): return optax.MultiSteps(optax.sgd(learning_rate), 2)
 def by_loss(learning_rate): return optax.chain(optax.sgd(learning_rate), optax.scale_by_zoom_linesearch(3))
 def plateau(learning_rate): return optax.chain(optax.sgd(learning_rate), optax.contrib.reduce_on_plateau())
-def free(learning_rate): return optax.contrib.schedule_free(optax.sgd(0.1), learning_rate)
+def free(learning_rate): return optax.contrib.schedule_free(optax.sgd(learning_rate), learning_rate)
+def twice(learning_rate): return optax.chain(free(learning_rate), ema_params(0.9))
 def branches(learning_rate): return lambda count: learning_rate if count < 3 else 0.0
 def lists(learning_rate): return lambda count: jnp.ones(2)
 def constant(): return optax.sgd(0.1)
@@ -187,7 +189,7 @@ def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own
         ('name = "adagrd"', ['"adagrd"', "did you mean 'adagrad'?"]),
         ('name = "reduce_on_plateau"', ["no function", 'schedule = "reduce_on_plateau"']),
         ('name = "lbfgs"', ["no function"]),
-        ('name = "schedule_free_adamw"', ["the parameters that it steps from"]),
+        ('name = "schedule_free"', ["no other optimizer", '"schedule_free_adamw"']),
         ('schedule = { name = "reduce_on_plateau", arguments = { patient = 3 } }', ["did you mean 'patience'?"]),
         ('name = "dpsgd"', ["of each example"]),
         ('name = "rprop"', ["rprop", 'decay = "constant"']),
@@ -206,7 +208,7 @@ def test_ones_own_functions_are_given_the_rate_their_arguments_and_the_steps(own
         ('name = "my_optim:constant"', ["constant()", "def make(learning_rate)"]),
         ('name = "my_optim:broken"', ["no such day", "line"]),
         ('name = "my_optim:by_loss"', ["its update", "no function"]),
-        ('name = "my_optim:free"', ["schedule-free"]),
+        ('name = "my_optim:twice"', ["at most one part"]),
         ('schedule = "my_optim:branches"', ["my_optim:branches", "jnp.where"]),
         ('schedule = "my_optim:lists"', ["shape [2]", "one number"]),
         ('name = "optax:adagrad"', ["--allow-import"]),
@@ -241,7 +243,7 @@ def test_what_optimizers_ask_for_besides_gradients_is_in_their_program(own):
     schedule = optax.cosine_decay_schedule(1e-3, STEPS, alpha=0.1)
     twice = optax.MultiSteps(optax.sgd(schedule), 2).gradient_transformation()
     assert program(resolve_optimizer(several)) == program(twice)
-    told = {"my_optim:several": False, "my_optim:plateau": False, "momo": True, "adagrad": True}
+    told = {"my_optim:several": False, "my_optim:plateau": False, "momo": True, "adagrad": True, "my_optim:free": True}
     for name, is_told in told.items():
         made = job(f'name = "{name}"')
         assert check(made) == []

@@ -5,14 +5,19 @@ needs, and hashes it as it does: all agree that nothing is altered.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint import listing, manifest, orbax, processes
 from jaxpar.checkpoint.arrays.load import load
 from jaxpar.checkpoint.manifest import Manifest
 from jaxpar.errors import JaxparError, Problem
+from jaxpar.optim.eval_params import Copy, copies
 
 
 class Damaged(JaxparError):
@@ -67,6 +72,38 @@ def arrays(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct
     found, wrong = load(path, made, wanted)
     _agree(path, wrong)
     return found
+
+
+def evaluated(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Returns arrays like `arrays`, but parameters as a run evaluates them: see `jaxpar.optim.eval_params`.
+
+    Raises:
+      Damaged: If a byte that any process reads is not as it was written.
+    """
+    found = {f"params/{name}": copy for name, copy in judged(made).items() if f"params/{name}" in wanted}
+    asked = dict(wanted)
+    for name, copy in found.items():  # all in their own dtypes: what is made of them is rounded once
+        on = wanted[name].sharding
+        whole = NamedSharding(on.mesh, PartitionSpec()) if isinstance(on, NamedSharding) else on
+        for each, where in {name: on, copy.path: on, **dict.fromkeys(copy.fields.values(), whole)}.items():
+            array = made.arrays[each]
+            asked[each] = jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype), sharding=where)
+    read = arrays(path, made, asked)
+    for name, copy in found.items():
+        held = {each: read[each] for each in (copy.path, *copy.fields.values())}
+        one = jax.jit(partial(_made, copy, dtype=wanted[name].dtype), out_shardings=wanted[name].sharding)
+        read[name] = one(held, read[name])
+        del read[copy.path]
+    return {name: read[name] for name in wanted}
+
+
+def _made(copy: Copy, held: Mapping[str, jax.Array], trained: jax.Array, *, dtype: Any) -> jax.Array:
+    return copy.of(held, trained).astype(dtype)
+
+
+def judged(made: Manifest) -> dict[str, Copy]:
+    """Returns for each parameter that a run evaluates as another what that follows from, by the parameter's path."""
+    return copies(name for name in made.arrays if name.startswith("optimizer/"))
 
 
 def _agree(path: Path, wrong: list[str]) -> None:

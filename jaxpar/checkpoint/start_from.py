@@ -4,7 +4,8 @@
     encoder/blocks/mlp ─► encoder/blocks = blocks ─► blocks/* ─► blocks/mlp     taken, renamed
     head                                             not taken    head          new
 
-Parameters and floating-point statistics (BatchNorm's) are taken; step, optimizer, and keys for dropout begin anew.
+Parameters, as the other run evaluates them, and floating-point statistics (BatchNorm's) are taken; step, optimizer, and
+keys for dropout begin anew.
 """
 
 import dataclasses
@@ -41,17 +42,20 @@ class Origin:
       taken: Path in the job to path in the checkpoint.
       fresh: Paths in the job that begin anew.
       unused: Paths of parameters in the checkpoint that nothing was made of.
+      judged: How many are taken as the other run evaluates them, which is not as it trains them.
     """
 
     checkpoint: Path
     taken: Mapping[str, str]
     fresh: tuple[str, ...]
     unused: tuple[str, ...]
+    judged: int = 0
 
     def __str__(self) -> str:
         renamed = sum(new != old for new, old in self.taken.items())
         parts = [f"{len(self.taken)} arrays taken from {self.checkpoint}"]
         parts += [f"{renamed} of them renamed"] if renamed else []
+        parts += [f"{self.judged} of them as they are evaluated, not as they are trained"] if self.judged else []
         parts.append(f"{len(self.fresh)} new{_which(self.fresh)}")
         parts += [f"{len(self.unused)} of it not used{_which(self.unused)}"] if self.unused else []
         return "; ".join(parts)
@@ -81,13 +85,15 @@ def start(
     mine, theirs = _takable(here), _takable(saved)
     made = {} if any(begins(name, SCALES) for name in theirs) else {p: a for p, a in adapters.items() if a.wide}
     origin = plan(spec, path, theirs, _in_floats(mine, made))
+    origin = dataclasses.replace(origin, judged=len(reading.judged(found).keys() & set(origin.taken.values())))
     leaves = paths.flat(state)
     for new in [new for new in origin.taken if new in made]:
         whole, scales = f"params/{new}", f"params/{SCALES}/{new}"
         on, each, old = (leaves[whole].sharding, leaves[scales].sharding), made[new], _full(origin.taken[new], saved)
-        read = reading.arrays(path, found, {old: jax.ShapeDtypeStruct(leaves[whole].shape, each.wide, sharding=on[0])})
-        one = jax.jit(partial(rounded, lead=each.lead, inputs=each.inputs), out_shardings=on)
-        leaves[whole], leaves[scales] = jax.block_until_ready(one(read.pop(old)))  # no two in floats at once
+        one = jax.ShapeDtypeStruct(leaves[whole].shape, each.wide, sharding=on[0])
+        read = reading.evaluated(path, found, {old: one})
+        round_it = jax.jit(partial(rounded, lead=each.lead, inputs=each.inputs), out_shardings=on)
+        leaves[whole], leaves[scales] = jax.block_until_ready(round_it(read.pop(old)))  # no two in floats at once
     wanted = {}
     for new, old in origin.taken.items():
         if new in made:
@@ -95,7 +101,7 @@ def start(
         leaf = leaves[_full(new, here)]
         wanted[_full(old, saved)] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
         leaf.delete()  # so that no device holds the new and the taken one
-    read = reading.arrays(path, found, wanted)
+    read = reading.evaluated(path, found, wanted)
     leaves |= {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items() if new not in made}
     begun = paths.unflat(state, leaves)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)

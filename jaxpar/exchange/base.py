@@ -87,6 +87,11 @@ class Exchange(Keywords, metaclass=_Named):
     same_examples = False  # whether all see the same examples and draw the same random numbers, as one alone would
     apart = True  # whether replicas make their steps apart; else XLA sums gradients over them like over any axis
 
+    @property
+    def leaves_optimizers(self) -> bool:
+        """Whether a meeting changes parameters, and leaves what each replica's optimizer keeps of them as it is."""
+        return self.differ and self.every > 0
+
     def init(self, params: Tree, replicas: int) -> Tree:
         """Returns the state of its own at step 0; () for none.
 

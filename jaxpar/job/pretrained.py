@@ -54,7 +54,7 @@ def _with_tokenizer(source: Path, to: Path) -> list[Path]:
 
 
 def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
-    """Writes the decoder of a checkpoint as a folder of Hugging Face's, its adapters merged.
+    """Writes the decoder of a checkpoint, as the run evaluates it, as a folder of Hugging Face's, its adapters merged.
 
     What the run's own folder of Hugging Face's has besides, tokenizer, special ids and generation config, is written
     too; of a run that began with none, the tokenizer that it was trained with.
@@ -73,7 +73,7 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
         for name, array in found.arrays.items()
         if name.startswith("params/")
     }
-    params = {name.removeprefix("params/"): value for name, value in reading.arrays(path, found, wanted).items()}
+    params = {name.removeprefix("params/"): value for name, value in reading.evaluated(path, found, wanted).items()}
     if job.train.adapters.rank:
         params = by_path(merged(as_blueprint(resolve_model(job, resolve_loss(job))), params))
     files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)

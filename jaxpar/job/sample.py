@@ -205,7 +205,7 @@ def _prompt(file: Path, number: int, line: str) -> str:
 
 
 def _restored(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree, Tree]:
-    """Returns the model of a run on a layout, its parameters, adapters merged, and its other state."""
+    """Returns the model of a run on a layout, its parameters as it evaluates them, adapters merged, and other state."""
     model = resolve_model(job, resolve_loss(job))
     devices: Any = visible()
     if parallel == Parallel():
@@ -217,10 +217,10 @@ def _restored(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree,
     store = Store(folder / "checkpoints", job.checkpoint, say=partial(print, file=sys.stderr), owned=False)
     trained, _ = store.restore(like)
     if not layout.blueprint.adapters:
-        return layout, trained.params, trained.model_state
+        return layout, trained.eval_params, trained.model_state
     plain = compose(without_adapters(layout.blueprint), parallel, devices)
     placed = jax.tree.map(plain.sharding, plain.stored, is_leaf=lambda leaf: isinstance(leaf, jax.P))
-    params = jax.jit(partial(merged, layout.blueprint), out_shardings=placed)(trained.params)
+    params = jax.jit(partial(merged, layout.blueprint), out_shardings=placed)(trained.eval_params)
     return plain, params, trained.model_state
 
 

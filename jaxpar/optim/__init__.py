@@ -2,6 +2,8 @@
 
 `freeze` leaves some parameters alone, by `patterns` of their paths.
 
+What is evaluated, sampled and exported where it is not what is trained: `eval_params`.
+
 Those of optax that have no settings here are found by `named`, and tried on shapes by `probe`.
 
 Nouns: `Optimizer` (settings, of which `chain` makes optax's), `pace` (schedules count steps), `Growth` (batches that

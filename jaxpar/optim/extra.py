@@ -2,8 +2,8 @@
 
     optax.contrib.reduce_on_plateau, momo, polyak_sgd      update(gradients, state, params, value=loss)
 
-Every chain that takes extra arguments is given it: what does not read it has the same program. A function of the loss,
-gradients of each example, or other parameters at evaluations are given to none.
+Every chain that takes extra arguments is given it: what does not read it has the same program. A function of the loss
+or gradients of each example are given to none.
 """
 
 from typing import Any

@@ -18,10 +18,16 @@ from jaxpar.optim.extra import PLATEAU
 
 RATES = {"polyak_sgd": "max_learning_rate"}  # optimizers whose rate has another name than `learning_rate`
 HIGHEST = ("peak_value", "init_value", "value")  # the argument of an optax schedule that is the highest rate
-MORE = ("dpsgd", "lbfgs", PLATEAU, "schedule_free", "schedule_free_adamw", "schedule_free_sgd", "sophia")
+MORE = {  # which optimizers need something else to what is said in its place
+    "dpsgd": '"adamw", or another one of optax',
+    "lbfgs": '"adamw", or another one of optax',
+    PLATEAU: f'schedule = "{PLATEAU}", with any optimizer',
+    "schedule_free": '"schedule_free_adamw", "schedule_free_sgd", or "package.module:function" for another base',
+    "sophia": '"adamw", or another one of optax',
+}
 ALONE = (
     "an optimizer is given gradients and loss of the whole batch, its state and parameters: no function, "
-    "no gradients of each example, and what is evaluated, sampled and exported are the parameters that it steps from"
+    "no other optimizer, and no gradients of each example"
 )
 TYPES = 'arguments of its types; decay = "constant" and warmup = 0, if it is an optimizer that takes no schedule'
 
@@ -71,8 +77,7 @@ def find_optimizer(name: str, own: Callable | None) -> Callable:
     if own is not None:
         return _taking_rate(name, own, "optimizer.name")
     if name in MORE:
-        fix = f'schedule = "{PLATEAU}", with any optimizer' if name == PLATEAU else '"adamw", or another one of optax'
-        raise refuse(f'optimizer.name = "{name}"', rule=ALONE, fix=fix)
+        raise refuse(f'optimizer.name = "{name}"', rule=ALONE, fix=MORE[name])
     known = optimizers()
     if name not in known:
         raise refuse(

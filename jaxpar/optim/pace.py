@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import optax
 from optax.schedules import InjectStatefulHyperparamsState
 
-_COUNTS = (optax.ScaleByScheduleState, InjectStatefulHyperparamsState)
+_COUNTS = (optax.ScaleByScheduleState, InjectStatefulHyperparamsState, optax.contrib.ScheduleFreeState)
 
 
 def standing(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns the chain, with schedules that stand still: each call leaves them as they were.
 
-    These are optax's own: `scale_by_schedule`, which is what `learning_rate=schedule` becomes in its optimizers, and
-    `inject_hyperparams`.
+    These are optax's own: `scale_by_schedule`, which is what `learning_rate=schedule` becomes in its optimizers,
+    `inject_hyperparams`, and what `schedule_free` counts by to weigh its average.
     """
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -57,6 +57,11 @@ def _mapped(change: Callable, *states: Any) -> Any:
         first = each[0]
         if isinstance(first, optax.ScaleByScheduleState):
             return jax.tree.map(change, *each)
+        if isinstance(first, optax.contrib.ScheduleFreeState):
+            return first._replace(
+                step_count=change(*(state.step_count for state in each)),
+                base_optimizer_state=_mapped(change, *(state.base_optimizer_state for state in each)),
+            )
         if not isinstance(first, InjectStatefulHyperparamsState):
             return first
         return first._replace(

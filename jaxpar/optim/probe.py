@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.optim.eval_params import held_for
 from jaxpar.optim.extra import given
 from jaxpar.optim.named import ALONE, TYPES
 from jaxpar.optim.optimizer import Optimizer
@@ -26,16 +27,14 @@ def check_chain(made: optax.GradientTransformation, spec: Optimizer, params: Any
       params: A tree of parameters as shapes, on which it is traced, such as `SMALL`.
 
     Raises:
-      JaxparError: If its update cannot be traced, or it steps from other parameters than those that it trains.
+      JaxparError: If its update cannot be traced, or two of its parts say what a parameter is evaluated as.
     """
     said = f'optimizer.name = "{spec.name}"'
     with_them = f" with {spec.arguments!r:.200}" if spec.arguments else ""
     with users_code(f"{said}{with_them}: its update", rule=ALONE, fix=TYPES):
         state = jax.eval_shape(made.init, params)
         updates, _ = jax.eval_shape(partial(updated, made), params, state, params, LOSS)
-    of_free = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)  # noqa: E731
-    if any(map(of_free, jax.tree.leaves(state, is_leaf=of_free))):
-        raise refuse(f"{said} is schedule-free", rule=ALONE, fix="an optimizer with a schedule")
+    held_for(state)  # refuses two of them
     if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
         raise refuse(f"{said}: updates of other shapes", rule="one update per parameter", fix="optax.apply_updates")
     return state

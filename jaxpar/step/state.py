@@ -15,6 +15,7 @@ from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.between import in_pieces
 from jaxpar.exchange.part import Part, piece_dim
 from jaxpar.exchange.sent import Sent
+from jaxpar.optim.eval_params import eval_params
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
@@ -45,6 +46,14 @@ class State:
     optimizer: Any
     model_state: Tree
     exchange: Any = ()
+
+    @property
+    def eval_params(self) -> Tree:
+        """The parameters that a run is evaluated, sampled and exported with: `params`, unless the optimizer says else.
+
+        With `optax.contrib.schedule_free` they are others; see `jaxpar.optim.eval_params`.
+        """
+        return eval_params(self.optimizer, self.params)
 
 
 def init_state(

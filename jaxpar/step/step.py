@@ -27,6 +27,7 @@ from jaxpar.hlo.own_share import FIX, OwnShare, find_excess, own_share
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
 from jaxpar.models.settings import logits
+from jaxpar.optim.eval_params import eval_params, held_for
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
@@ -39,6 +40,7 @@ from jaxpar.step.apart.parts import norm_of_parts, parts_of
 from jaxpar.step.checks import precision as check
 from jaxpar.step.checks.dims import check_dims
 from jaxpar.step.checks.eight_bits import check_eight_bits
+from jaxpar.step.checks.eval_params import check_eval_params
 from jaxpar.step.checks.given_state import check_same, check_there
 from jaxpar.step.guard import guarded
 from jaxpar.step.inspectable import subject
@@ -93,6 +95,8 @@ class Step:
         self.compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         self.placed = states.shardings(layout, abstract, offload=numerics.offload)
         self.gradients = gradients_of(layout, loss, numerics, frozen=layout.frozen, seed=seed)
+        check_eval_params(layout.parallel.exchange, abstract.optimizer)
+        self._judged = bool(held_for(abstract.optimizer))
         check_measures(layout, measures)
         evaluated = beside(loss, measures)
         self._evaluated = (
@@ -168,8 +172,8 @@ class Step:
                 jax.block_until_ready(self._flying.popleft())
 
     def evaluate(self, state: State, batch: Batch) -> Sums:
-        """Returns the sums and counts of one batch, without dropout and without an update."""
-        return self._read("eval", self._eval, state, batch)
+        """Returns the sums and counts of one batch, by `state.eval_params`, without dropout and without an update."""
+        return self._read("eval", self._eval, state, batch, *([held_for(state.optimizer)] if self._judged else ()))
 
     @property
     def parts(self) -> int:
@@ -190,8 +194,8 @@ class Step:
         """
         return self._read("parts", self._norm(), state, batch)
 
-    def _read(self, kind: str, program: Any, state: State, batch: Batch) -> Any:
-        """Returns what a program that updates nothing makes of a state and a batch."""
+    def _read(self, kind: str, program: Any, state: State, batch: Batch, *held: Any) -> Any:
+        """Returns what a program that updates nothing makes of a state, a batch and some of the optimizer's state."""
         check_there(state)
         batch = self.put(batch)
         key = _signature(kind, batch)
@@ -199,10 +203,10 @@ class Step:
             self._check_state(state)
             with self.compiling():
                 with self._users_code(batch), self.traced():
-                    lowered = program.lower(state.params, state.model_state, batch)
+                    lowered = program.lower(state.params, state.model_state, batch, *held)
                 asked.check(self.layout, self._used, lowered)
                 self._compiled[key] = self._compile(key, lowered)
-        found = self._run(key, state, state.params, state.model_state, batch)
+        found = self._run(key, state, state.params, state.model_state, batch, *held)
         self._bound(found)
         return found
 
@@ -337,14 +341,16 @@ class Step:
 
         return _exchange
 
-    def _on_device(self, optimizer: Any) -> Any:
+    def _on_device(self, optimizer: Any, placed: Any = None) -> Any:
         if not self.numerics.offload:
             return optimizer
-        return jax.tree.map(
-            lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, self.placed.optimizer
-        )
+        placed = self.placed.optimizer if placed is None else placed
+        return jax.tree.map(lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, placed)
 
-    def _measure(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
+    def _measure(self, params: Tree, model_state: Tree, batch: Batch, held: Any = None) -> Sums:
+        if held is not None:
+            judged = eval_params(self._on_device(held, held_for(self.placed.optimizer)), params)
+            params = jax.lax.with_sharding_constraint(judged, self.placed.params)  # made where they are stored
         return self._evaluated.evaluate(params, model_state, batch)
 
 

@@ -18,6 +18,7 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.exchange.base import by_path
 from jaxpar.exchange.clock.events import Push, Update
+from jaxpar.optim.eval_params import held_for
 from jaxpar.step.state import State, init_state, salted
 from jaxpar.step.step import Step
 
@@ -38,9 +39,15 @@ def run(
       seed: Of the initial parameters.
 
     Raises:
-      JaxparError: If there are more shards than parameters.
+      JaxparError: If there are more shards than parameters, or the optimizer's state says what is evaluated.
     """
     state = init_state(step.layout, step.optimizer, seed=seed)
+    if held_for(state.optimizer):
+        raise refuse(
+            "a virtual clock with an optimizer whose state says what is evaluated, such as schedule_free",
+            rule="here shards keep the optimizer's state, each its own, and what is evaluated are the parameters",
+            fix="an optimizer that is evaluated as it trains",
+        )
     server = _Server(step.optimizer, by_path(state.params)[0], updates)
     structure = jax.tree.structure(state.params)
     workers = {push.worker for update in updates for push in update.pushes}

@@ -40,6 +40,11 @@ class Local(Exchange):
         check_ranges(self, SECTION, {"every": (1, STEPS)})
         check_algorithm(self.algorithm)
 
+    @property
+    def leaves_optimizers(self) -> bool:
+        """Whether the optimizers' averages are kept by each replica."""
+        return self.optimizer == "kept"
+
     def agree(self, replicas: Replicas, between: "Between") -> Replicas:
         """Returns the replicas, all with the mean of their parameters."""
         met = dataclasses.replace(replicas, params=between.spread(between.mean(replicas.params, self.algorithm)))

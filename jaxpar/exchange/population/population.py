@@ -37,6 +37,11 @@ class Population(Exchange):
             )
 
     @property
+    def leaves_optimizers(self) -> bool:
+        """Whether a member's optimizer stays where its parameters are replaced: they are copied together."""
+        return False
+
+    @property
     def members(self) -> int:
         """How many there are."""
         return len(next(iter(self.values.values())))

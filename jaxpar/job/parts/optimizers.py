@@ -14,6 +14,7 @@ from jaxpar.optim.named import Own
 from jaxpar.optim.optimizer import SETTINGS
 from jaxpar.optim.pace import counts_steps
 from jaxpar.optim.probe import SMALL, check_chain, check_rate, needs_loss
+from jaxpar.step.checks.eval_params import check_eval_params
 from jaxpar.train.best import Best
 
 
@@ -66,6 +67,7 @@ def check_optimizer(job: Job, params: Any = None) -> None:
     if ":" in spec.name and params is None:
         return
     state = check_chain(made, spec, SMALL) if params is None else check_chain(resolve_optimizer(job), spec, params)
+    check_eval_params(job.parallel.exchange, state)
     if job.parallel.pipeline.weights != "flush" and needs_loss(made):
         raise refuse(
             f"parallel.pipeline.weights = {job.parallel.pipeline.weights!r} with {PLATEAU if by_loss else spec.name}",
