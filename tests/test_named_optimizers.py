@@ -15,6 +15,7 @@ from jaxpar.job.build import rates
 from jaxpar.job.check import check
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
+from jaxpar.job.parts.models import resolve_model
 from jaxpar.job.parts.optimizers import check_optimizer, own_functions, resolve_optimizer
 from jaxpar.job.parts.plan_model import needs_jax, subject
 from jaxpar.optim import chain
@@ -23,6 +24,9 @@ from jaxpar.optim.named import optimizers, schedules
 from jaxpar.optim.optimizer import SETTINGS, Optimizer
 from jaxpar.optim.probe import LOSS, needs_loss, updated
 from jaxpar.optim.schedule import Schedule
+from jaxpar.parallel.compose import as_blueprint
+from jaxpar.sharding.names import by_path, nest
+from jaxpar.step.losses import next_token
 
 SHAPES = {"matrix": (3, 4), "vector": (4,)}
 PARAMS = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -288,6 +292,40 @@ def test_several_steps_of_a_chain_make_one_update_on_a_cube_as_on_one_device():
     np.testing.assert_allclose(losses, want, rtol=1e-5)
     assert int(state.optimizer.gradient_step) == int(alone.optimizer.gradient_step) == 2
     assert_same_arrays(state.params, alone.params)
+
+
+def test_muon_makes_each_layers_matrices_orthogonal_and_leaves_vectors_tables_and_heads_to_adamw():
+    decoder = "mesh.simulate = 1\n[model]\nname = 'decoder'\nlayers = 2\ndim = 8\nheads = 2\nuse_bias = true\n"
+    optimizer = "[optimizer]\nname = 'muon'\nclip = 0\nlearning_rate = 1.0\ndecay = 'constant'"
+    made = loads(f"{decoder}\n{optimizer}")
+    assert check(made) == []
+    leaves = as_blueprint(resolve_model(made, next_token)).leaves
+    rng = np.random.default_rng(0)
+    flat = {path: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) for path, leaf in leaves.items()}
+    params = nest({tuple(path.split("/")): x for path, x in flat.items()})
+    muon, alone = resolve_optimizer(made), optax.contrib.muon(1.0)
+    orthogonal = {
+        path.split("/mu/")[1]
+        for path in by_path(jax.eval_shape(muon.init, params))
+        if "muon/" in path and "/mu/" in path
+    }
+    assert orthogonal == {
+        *(f"blocks/attention/{name}" for name in ("query", "key", "value", "out")),
+        *(f"blocks/mlp/{name}" for name in ("up", "gate", "down")),
+    }
+
+    @jax.jit
+    def updates(gradients):
+        return by_path(muon.update(gradients, muon.init(gradients), gradients)[0])
+
+    @jax.jit
+    @jax.vmap
+    def of_layer(one):
+        return alone.update(one.reshape(8, 8), alone.init(one.reshape(8, 8)), one.reshape(8, 8))[0].reshape(one.shape)
+
+    got = updates(params)
+    for path in ("blocks/attention/query", "blocks/attention/out"):
+        np.testing.assert_allclose(got[path], of_layer(flat[path]), rtol=1e-4, atol=1e-5)
 
 
 def test_a_plan_counts_the_state_of_an_optimizer_that_has_no_formula():

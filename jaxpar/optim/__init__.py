@@ -2,7 +2,7 @@
 
 `freeze` leaves some parameters alone, by `patterns` of their paths.
 
-What is evaluated, sampled and exported where it is not what is trained: `eval_params`.
+What is evaluated, sampled and exported where it is not what is trained: `eval_params`. What is a matrix to `muon`.
 
 Those of optax that have no settings here are found by `named`, and tried on shapes by `probe`.
 

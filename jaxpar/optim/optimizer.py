@@ -29,7 +29,7 @@ class Optimizer:
     Attributes:
       name: adamw, adam, sgd, lion, lamb, lars, adafactor, muon, or any other optimizer of optax or optax.contrib that
         takes a learning rate, such as adagrad; or "package.module:function" of learning_rate, a schedule, that returns
-        an optax chain.
+        an optax chain. Of muon's, `jaxpar.optim.muon` says which parameters are matrices, by the names of their dims.
       arguments: Its further arguments, as optax has them: { eps = 1e-6 }. weight_decay, beta1 and beta2 are of the
         eight that are named first; others have all of theirs here.
       learning_rate: The highest.

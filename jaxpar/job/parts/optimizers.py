@@ -1,5 +1,8 @@
 """The optimizer of a job, and by what its evaluations are compared."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import optax
@@ -7,13 +10,16 @@ import optax
 from jaxpar.errors import refuse
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.schema import Job
-from jaxpar.optim import chain
+from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.optim import chain, muon
 from jaxpar.optim.extra import PLATEAU
 from jaxpar.optim.freeze import freeze
 from jaxpar.optim.named import Own
 from jaxpar.optim.optimizer import SETTINGS
 from jaxpar.optim.pace import counts_steps
 from jaxpar.optim.probe import SMALL, check_chain, check_rate, needs_loss
+from jaxpar.parallel.compose import as_blueprint
+from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.checks.eval_params import check_eval_params
 from jaxpar.train.best import Best
 
@@ -35,7 +41,7 @@ def resolve_optimizer(job: Job) -> optax.GradientTransformation:
     Raises:
       JaxparError: If its optimizer or schedule is not there, or has other arguments.
     """
-    made = _whole(job)
+    made = _whole(job, cache(partial(_names, job)))
     frozen, but = job.train.frozen
     return freeze(made, frozen, but=but) if frozen else made
 
@@ -82,10 +88,19 @@ def check_optimizer(job: Job, params: Any = None) -> None:
         )
 
 
-def _whole(job: Job) -> optax.GradientTransformation:
-    """Returns the optax chain of a job, of all parameters."""
+def _whole(job: Job, names: Callable[[], muon.Names] = dict) -> optax.GradientTransformation:
+    """Returns the optax chain of a job, of all parameters; with the names of their dims, for what asks for them."""
     swept = job.sweep.values if job.sweep.over else ()
-    return chain.build(job.optimizer.at(job.train.global_batch), job.train.steps, swept, own=own_functions(job))
+    spec = job.optimizer.at(job.train.global_batch)
+    if spec.name == "muon" and muon.DIMS not in spec.arguments:
+        spec = replace(spec, arguments={**spec.arguments, muon.DIMS: muon.matrices(names)})
+    return chain.build(spec, job.train.steps, swept, own=own_functions(job))
+
+
+def _names(job: Job) -> muon.Names:
+    """Returns the names of the dims of each parameter of a job's model."""
+    leaves = as_blueprint(resolve_model(job, resolve_loss(job))).leaves
+    return {path: leaf.names for path, leaf in name_stacks(leaves).items()}
 
 
 def best_of(job: Job) -> Best:
