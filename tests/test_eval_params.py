@@ -95,9 +95,10 @@ PIPED = {"pipe": 2, "data": 2, "fsdp": 2, "pipeline": jp.Pipeline(microbatches=4
         ("schedule_free", {"data": 2, "fsdp": 4, "zero": 1}, {"accumulate": 2}),
         ("schedule_free", {"fsdp": 4, "tensor": 2, "zero": 2}, {}),
         ("schedule_free", PIPED, {}),
+        ("schedule_free", CUBE, {"offload": True}),
         ("ema", CUBE, {}),
     ],
-    ids=["cube", "ZeRO-1, accumulated", "ZeRO-2", "pipeline", "average"],
+    ids=["cube", "ZeRO-1, accumulated", "ZeRO-2", "pipeline", "offloaded", "average"],
 )
 def test_what_is_evaluated_on_a_mesh_is_what_optax_evaluates_on_one_device(name, sizes, numerics):
     params, loss, of_trained = alone(name)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse, users_code
@@ -15,7 +16,7 @@ from jaxpar.exchange.base import Replicas
 from jaxpar.exchange.between import in_pieces
 from jaxpar.exchange.part import Part, piece_dim
 from jaxpar.exchange.sent import Sent
-from jaxpar.optim.eval_params import eval_params
+from jaxpar.optim.eval_params import eval_params, held_for
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
@@ -53,7 +54,14 @@ class State:
 
         With `optax.contrib.schedule_free` they are others; see `jaxpar.optim.eval_params`.
         """
-        return eval_params(self.optimizer, self.params)
+        return eval_params(jax.tree.map(_on_device, held_for(self.optimizer)), self.params)
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    """Returns an array that may be offloaded in the memory of its devices; in a trace it is left where it is."""
+    if isinstance(x, Tracer) or x.sharding.memory_kind != HOST:
+        return x
+    return jax.device_put(x, x.sharding.with_memory_kind("device"))
 
 
 def init_state(
