@@ -50,7 +50,7 @@ AXES: dict[str, Axis] = {
         Axis(
             name="tensor",
             meaning="pieces of a matrix",
-            splits=("vocab", "embed_table", "heads", "kv_heads", "mlp", "hidden", "model"),
+            splits=("vocab", "embed_table", "heads", "kv_heads", "mlp", "hidden", "model", "joined_kv"),
         ),
     )
 }

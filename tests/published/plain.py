@@ -30,6 +30,7 @@ class Called:
         with nnx.use_eager_sharding(False):  # of NNX modules inside: names of dims are no axes of a mesh
             made = meta.unbox(jax.eval_shape(lambda: example.module.init(rngs, *inputs, **example.options)))
         made.pop("intermediates", None)
+        made.pop("params_axes", None)  # names of dims, and no array
         self.apply, self.streams = example.module.apply, streams
         self.held = _filled(made, {"params": params, **rest["collections"]})
         self.key, self.calls, self.sown = rest["key"], 0, {}

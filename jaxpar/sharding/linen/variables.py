@@ -10,6 +10,8 @@ import jax
 from flax import linen as nn
 from flax import nnx
 from flax.core import meta
+from flax.linen.partitioning import AxisMetadata
+from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
 from jaxpar.sharding.flat_names import fitted, flat_dims
@@ -18,6 +20,7 @@ from jaxpar.sharding.names import Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx_model import names_in
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
+NONE: Mapping[str, tuple] = MappingProxyType({})
 
 
 class Initializer:
@@ -75,15 +78,16 @@ class Variables:
     @classmethod
     def of(cls, boxed: Mapping[str, Any], name: str, flat: Mapping[str, tuple[int, ...]]) -> "Variables":
         """Returns them for what a module made, as shapes in boxes, and the flat dims of its parameters."""
-        others = [collection for collection in boxed if collection not in HIDDEN]
+        said, apart = _said_apart(boxed)
+        others = [collection for collection in boxed if collection not in (*HIDDEN, *apart)]
         sown = tuple(collection for collection in others if _has_tuple(boxed[collection]))
         lasting = tuple(collection for collection in others if collection not in sown)
         rest = {"collections": {each: boxed[each] for each in lasting}, "key": jax.eval_shape(jax.random.key, 0)}
         params = boxed.get("params", {})
         return cls(
             params=jax.tree.structure(params, is_leaf=meta.is_axis_metadata),
-            leaves=_leaves(params, name, flat),
-            others=_leaves(rest, name),
+            leaves=_leaves(params, name, flat, said.get("params", {})),
+            others=_leaves(rest, name, said=_of_the_rest(said)),
             lasting=lasting,
             sown=("intermediates", *sown),  # of which Linen says nothing when it makes a module's variables
         )
@@ -122,12 +126,41 @@ def unboxed(tree):
     )
 
 
-def _leaves(boxed: Tree, name: str, flat: Mapping[str, tuple[int, ...]] = MappingProxyType({})) -> dict[str, Leaf]:
-    """Returns every array of a tree, which may be in a box with names of its dims, or of its flat dims."""
+def _said_apart(boxed: Mapping[str, Any]) -> tuple[dict[str, dict[str, tuple]], list[str]]:
+    """Returns {collection: {path: names of dims}} for the collections in which `flax.linen.partitioning` keeps these.
+
+    It sows the names of `params` into `params_axes`, as T5X's models do, and of others likewise. There are no arrays in
+    such a collection: it is no state, and its names follow as the second of what is returned.
+    """
+    said: dict[str, dict[str, tuple]] = {}
+    for collection in (each for each in boxed if each.endswith("_axes")):
+        flat, _ = jax.tree_util.tree_flatten_with_path(boxed[collection], is_leaf=lambda x: isinstance(x, AxisMetadata))
+        if flat and all(isinstance(each, AxisMetadata) for _, each in flat):
+            names = {path_of(keys).removesuffix("_axes"): each.names for keys, each in flat}
+            # of a parameter that is a tree of arrays they are a tree of names, which are not told apart here
+            plain = {path: tuple(each) for path, each in names.items() if isinstance(each, tuple | PartitionSpec)}
+            said[collection.removesuffix("_axes")] = plain
+    return said, [f"{collection}_axes" for collection in said]
+
+
+def _of_the_rest(said: Mapping[str, Mapping[str, tuple]]) -> dict[str, tuple]:
+    """Returns names of dims by path in jaxpar's tree, of the collections that are no parameters."""
+    return {
+        f"collections/{collection}/{path}": names
+        for collection, each in said.items()
+        if collection != "params"
+        for path, names in each.items()
+    }
+
+
+def _leaves(
+    boxed: Tree, name: str, flat: Mapping[str, tuple] = NONE, said: Mapping[str, tuple] = NONE
+) -> dict[str, Leaf]:
+    """Returns every array of a tree; names of its dims, or of its flat dims, are in a box around it, or said apart."""
     leaves = {}
     for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)[0]:
         value, path = unboxed(box), path_of(keys)
-        names = _names(path, box)
+        names = _names(path, box) or said.get(path)
         names = names and fitted(names, len(value.shape), flat.get(path, ()))
         if path in leaves:
             raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
