@@ -33,7 +33,7 @@ class _Parts:
       name: What the user calls the model.
       graph: The module without its variables.
       params: Its parameters, as shapes, with their metadata.
-      rest: Its other variables likewise, or arrays in `nnx.data`.
+      rest: Its other variables likewise, or arrays that are attributes themselves.
       others: Every array of the rest by its path.
       bridges: Paths of Linen modules inside. These hand their variables on by their exact type, all at once: they are
         gathered before the call.
@@ -71,7 +71,7 @@ class _Parts:
         """Returns what is no parameter with its value; what is written is as it was written."""
         words = _words(path)
         if not isinstance(variable, nnx.Variable):
-            return pick(state, words)  # an array in nnx.data
+            return pick(state, words)  # an array that is an attribute
         # what is small and no parameter is whole: BatchNorm's statistics, keys
         large = self.others["/".join(words)].large
         return self._read(state, use, path, variable) if large else variable.replace(pick(state, words))
@@ -107,7 +107,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
 
     def build(key) -> Any:
         with nnx.use_eager_sharding(False), understood():  # names stay metadata; jaxpar resolves them
-            return _call(factory, nnx.Rngs(key), name)
+            return _with_arrays(_call(factory, nnx.Rngs(key), name))
 
     # inline, so that a program which runs it is as if there were no jit: that is here to be traced once
     @partial(jax.jit, inline=True)
@@ -120,10 +120,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         return abstract
     graph, params, rest = nnx.split(abstract, nnx.Param, ...)
     flat = _flat_dims(abstract)
-    leaves, others = (
-        {"/".join(_words(path)): _leaf(path, v, flat.get(path, ())) for path, v in nnx.to_flat_state(of)}
-        for of in (params, rest)
-    )
+    leaves, others = (_leaves(of, name, flat) for of in (params, rest))
     modules = list(nnx.iter_modules(abstract))
     bridges = tuple(_words(path) for path, module in modules if isinstance(module, nnx.bridge.ToNNX))
     parts = _Parts(name=name, graph=graph, params=params, rest=rest, others=others, bridges=bridges)
@@ -165,13 +162,26 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blue
         return known[0]
     for path, module in nnx.iter_modules(abstract):
         for key, value in vars(module).items():
-            if isinstance(value, jax.core.Tracer):
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
                 raise refuse(
-                    f"{'/'.join(_words((*path, key)))} of {name} is an array that is no variable",
-                    rule="a model keeps arrays in variables, which are born sharded with it",
-                    fix=f"self.{key} = nnx.Variable(...), or nnx.Param(...) if it is trained",
+                    f"{'/'.join(_words((*path, key)))} of {name} is a {type(value).__name__} with an array inside",
+                    rule="a model keeps arrays in variables or attributes, and several in what Flax knows to have some",
+                    fix=f"self.{key} = nnx.data(...), or nnx.List([nnx.Param(...), ...]) if they are trained",
                 )
     return abstract
+
+
+def _with_arrays(made: Any) -> Any:
+    """Returns a module whose attributes that are arrays are its data, as tables of positions often are.
+
+    Flax says so itself of an array, but not of what stands for one while a function is traced.
+    """
+    if isinstance(made, nnx.Module):
+        for _, module in nnx.iter_modules(made):
+            for key, value in [*vars(module).items()]:
+                if isinstance(value, jax.core.Tracer):
+                    setattr(module, key, nnx.data(value))
+    return made
 
 
 def _flat_dims(model: nnx.Module) -> dict[tuple, tuple[int, ...]]:
@@ -232,7 +242,8 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
 
 
 def _words(path) -> tuple[str, ...]:
-    return tuple(str(key) for key in path)
+    """Returns the keys of a path; one with a "/", as a key of `nnx.Dict` may have, leads one deeper."""
+    return tuple(word for key in path for word in str(key).split("/"))
 
 
 def _values(state: nnx.State) -> Tree:
@@ -248,6 +259,17 @@ def _array(path, variable):
             fix="jnp.asarray(...) around a number; an nnx.Param or nnx.Variable for each of several arrays",
         )
     return value
+
+
+def _leaves(state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]]) -> dict[str, Leaf]:
+    """Returns every array of a state by its path."""
+    leaves: dict[str, Leaf] = {}
+    for keys, variable in nnx.to_flat_state(state):
+        path = "/".join(_words(keys))
+        if path in leaves:
+            raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
+        leaves[path] = _leaf(keys, variable, flat.get(keys, ()))
+    return leaves
 
 
 def _leaf(path, variable, flat: tuple[int, ...]) -> Leaf:
