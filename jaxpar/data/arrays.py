@@ -20,7 +20,7 @@ class Arrays(Examples):
 
     def __init__(self, arrays: Mapping[str, np.ndarray], spec: Data, seed: int):
         for name, value in arrays.items():
-            if not value.ndim or not len(value) or value.dtype.kind not in "biuf":
+            if not value.ndim or not len(value) or value.dtype.kind not in "biufc":
                 raise refuse(
                     f"{name} is {value.dtype} of shape {list(value.shape)}",
                     rule="an array has a row of numbers for every example",
@@ -81,7 +81,8 @@ def in_32_bits(value: np.ndarray, name: str) -> np.ndarray:
         if value.size and (value.max() >= 2**31 or value.min() < -(2**31)):
             raise refuse(f"{name} has {value.max()}", rule="whole numbers fit into 32 bits", fix="smaller ids")
         return value.astype(np.int32)
-    return value.astype(np.float32) if value.dtype == np.float64 else value
+    narrow = {np.dtype(np.float64): np.float32, np.dtype(np.complex128): np.complex64}.get(value.dtype)
+    return value if narrow is None else value.astype(narrow)
 
 
 def load_digits() -> dict[str, np.ndarray]:

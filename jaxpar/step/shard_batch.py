@@ -6,7 +6,7 @@ A batch divides by everything that splits it: the replicas, and the microbatches
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import jax
@@ -36,12 +36,7 @@ class BatchPlacement:
         Raises:
           JaxparError: If an entry is no array of numbers, or its first dim does not split.
         """
-        if not isinstance(batch, Mapping) or not batch:
-            raise refuse(
-                f"a batch that is {'{}' if isinstance(batch, Mapping) else f'a {type(batch).__name__}'}",
-                rule="a batch is a dict of arrays",
-                fix='{"inputs": ..., "targets": ...}',
-            )
+        check_dict(batch)
         return {name: self._put(name, value) for name, value in batch.items()}
 
     def shaped(self, name: str, value: Any) -> Any:
@@ -52,6 +47,8 @@ class BatchPlacement:
         """
         if isinstance(value, jax.Array) or isinstance(getattr(value, "sharding", None), NamedSharding):
             return value
+        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+            value = _array(name, value)
         self._check_rows(name, value)
         placed = self.layout.sharding(self.layout.batch_spec(value.shape))
         return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype), sharding=placed)
@@ -59,20 +56,7 @@ class BatchPlacement:
     def _put(self, name: str, value: Any) -> jax.Array:
         if isinstance(value, jax.Array) and len(value.sharding.device_set) == self.layout.devices:
             return value
-        try:
-            value = np.asarray(value)
-        except (TypeError, ValueError) as error:
-            raise refuse(
-                f"{name} in the batch: {error}",
-                rule="a batch is a dict of arrays",
-                fix=f"np.stack rows of one shape, or leave {name!r} out",
-            ) from error
-        if value.dtype.kind not in "biuf" and value.dtype != jnp.bfloat16:
-            raise refuse(
-                f"{name} in the batch has dtype {value.dtype}",
-                rule="a batch holds numbers",
-                fix=f"leave {name!r} out, or encode it",
-            )
+        value = _array(name, value)
         self._check_rows(name, value)
         sharding = self.layout.sharding(self.layout.batch_spec(value.shape))
         if jax.process_count() == 1:
@@ -93,3 +77,64 @@ class BatchPlacement:
                 "of every array",
                 fix=f"a global batch of {max(1, round(rows / ways)) * ways}",
             )
+
+
+def check_dict(batch: Any) -> None:
+    """Refuses a batch that is no dict of something.
+
+    Raises:
+      JaxparError: If it is another collection of arrays, or has no entry.
+    """
+    if not isinstance(batch, Mapping) or not batch:
+        fields = "batch._asdict(): " if hasattr(batch, "_asdict") else "vars(batch): " if is_dataclass(batch) else ""
+        raise refuse(
+            f"a batch that is {'{}' if isinstance(batch, Mapping) else f'a {type(batch).__name__}'}",
+            rule="a batch is a dict of arrays",
+            fix=f'{fields}{{"inputs": ..., "targets": ...}}',
+        )
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    """Returns an entry of a batch as an array of numbers that JAX has."""
+    if isinstance(value, Mapping):
+        raise refuse(
+            f"{name} in the batch is a dict of {', '.join(map(str, value))}",
+            rule="a batch is a dict of arrays, and no dict is inside of it",
+            fix='flax.traverse_util.flatten_dict(batch, sep="/"), and in the loss unflatten_dict(batch, sep="/")',
+        )
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise refuse(
+            f"{name} in the batch has random keys",
+            rule="a batch holds numbers; a loss of (model, batch, key) is given a key in every step",
+            fix=f"that key, or jax.random.key_data({name}), and in the loss jax.random.wrap_key_data",
+        )
+    try:
+        value = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor of PyTorch's that wants a gradient
+        raise refuse(
+            f"{name} in the batch: {error}",
+            rule="a batch is a dict of arrays",
+            fix=f"np.stack rows of one shape, or leave {name!r} out",
+        ) from error
+    if value.dtype.kind not in "biufc" and value.dtype != jnp.bfloat16:
+        raise refuse(
+            f"{name} in the batch has dtype {value.dtype}",
+            rule="a batch holds numbers",
+            fix=f"leave {name!r} out, or encode it",
+        )
+    _check_range(name, value)
+    return value
+
+
+def _check_range(name: str, value: np.ndarray) -> None:
+    """Refuses whole numbers that JAX would cut to 32 bits, and to others, in silence."""
+    kept = jax.dtypes.canonicalize_dtype(value.dtype)
+    if kept == value.dtype or value.dtype.kind not in "iu" or not value.size:
+        return
+    low, high = value.min(), value.max()
+    if low < np.iinfo(kept).min or high > np.iinfo(kept).max:
+        raise refuse(
+            f"{name} in the batch has {high if high > np.iinfo(kept).max else low}",
+            rule=f"whole numbers fit into {kept}, in which a step computes",
+            fix=f"leave {name!r} out, or number what it names from 0",
+        )

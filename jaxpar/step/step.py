@@ -50,7 +50,7 @@ from jaxpar.step.losses import Sums
 from jaxpar.step.measures.beside import beside, check_measures
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import frozen
-from jaxpar.step.shard_batch import BatchPlacement
+from jaxpar.step.shard_batch import BatchPlacement, check_dict
 from jaxpar.step.state import State
 
 Batch = Mapping[str, Any]
@@ -305,6 +305,7 @@ class Step:
 
     def subject(self, batch: Batch, *, exchanges: int = 0) -> Subject:
         """Returns this step, lowered for such a batch, as `jp.inspect` wants it; nothing is run. See `lower`."""
+        check_dict(batch)
         return subject(self, batch, exchanges=exchanges)
 
     def put(self, batch: Batch) -> dict[str, jax.Array]:
