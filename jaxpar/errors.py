@@ -7,6 +7,7 @@ JaxparError: mesh axes fsdp=4 x tensor=3 need 12 devices, 8 are visible (cpu).
 
 import difflib
 import math
+import re
 import signal
 import sysconfig
 import traceback
@@ -129,7 +130,8 @@ def describe_exception(error: BaseException) -> str:
     """Returns an exception as one line of text, with the file and line of the user's code that raised it."""
     text = [line for line in str(error).strip().splitlines() if line.strip()]
     more = bool(text) and text[0].endswith(":")  # as of a scan, whose second line says which types differ
-    what = f"no entry {error}" if isinstance(error, KeyError) else " ".join(each.strip() for each in text[: 1 + more])
+    kept = [*text[: 1 + more], *(line for line in text[1 + more :] if _LISTING.fullmatch(line.strip()))]
+    what = f"no entry {error}" if isinstance(error, KeyError) else " ".join(each.strip() for each in kept)
     if type(error).__name__ not in ("KeyError", "TypeError", "ValueError", "OSError"):
         what = f"{type(error).__name__}: {what}".rstrip(": ")
     lines = _users(error)
@@ -138,6 +140,9 @@ def describe_exception(error: BaseException) -> str:
         if lines
         else what or type(error).__name__
     )
+
+
+_LISTING = re.compile(r"[A-Z][\w ]{0,30}: \[.{0,90}\]")  # Transforms keys: ['adam', 'sgd'], as optax lists labels
 
 
 @contextmanager

@@ -14,9 +14,11 @@ from typing import Any, Protocol
 import jax
 import optax
 
+from jaxpar.errors import users_code
 from jaxpar.optim.extra import given
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
+from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
 from jaxpar.step.losses import Sums
 from jaxpar.step.norm.known import with_norm
 from jaxpar.step.norm.of_shards import norm as norm_of
@@ -127,7 +129,10 @@ def updated(
     norm, kept = norm_of(layout, gradients), held()
 
     def update(gradients: Tree) -> tuple[Tree, Any]:
-        return optimizer.update(gradients, kept, params, **given(optimizer, loss))
+        with users_code("the optimizer's update", rule=CHAIN, fix=TRACED):
+            updates, after = optimizer.update(gradients, kept, params, **given(optimizer, loss))
+        check_update(updates, after, params=params, held=kept)
+        return updates, after
 
     updates, kept = with_norm(update, gradients, norm)
     return optax.apply_updates(params, updates), kept, norm
