@@ -1,5 +1,8 @@
 """Models, losses and data as careless users write them: each is wrong in one way, and named for it."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,17 @@ X = np.random.default_rng(0).random((16, 64), np.float32)
 Y = (np.arange(16) % 10).astype(np.int32)
 BATCH = {"inputs": X, "labels": Y}
 number = 5
+
+
+class Pair(NamedTuple):
+    inputs: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass
+class Example:
+    inputs: np.ndarray
+    labels: np.ndarray
 
 
 class Net(nnx.Module):
@@ -131,10 +145,10 @@ class GroupedNorm(Net):
 class ArrayAttribute(Net):
     def __init__(self, *, rngs):
         super().__init__(rngs=rngs)
-        self.table = jnp.arange(10.0)
+        self.table = (jnp.arange(10.0),)
 
     def __call__(self, x):
-        return super().__call__(x) * self.table
+        return super().__call__(x) * self.table[0]
 
 
 class WrongConstrain(Net):
@@ -265,6 +279,17 @@ def without_loss(model, batch):
 
 def mean_and_aux(model, batch):
     return losses(model, batch).mean(), {"accuracy": 1.0}
+
+
+def mean_and_metrics(model, batch):
+    loss, hits = optax.softmax_cross_entropy_with_integer_labels(model(batch["inputs"]), batch["labels"]).mean(), 0.5
+    return loss, {"accuracy": jnp.float32(hits)}
+
+
+def chain(update):
+    return optax.GradientTransformation(
+        lambda params: (), lambda gradients, state, params=None: update(gradients, state)
+    )
 
 
 def mean_and_logits(model, batch):

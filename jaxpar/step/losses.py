@@ -192,6 +192,15 @@ def _is_number(value: Any) -> bool:
     )
 
 
+def _instead(value: Any) -> str:
+    """Returns what a loss function is to return in place of a value that is no sums and counts."""
+    of_mean = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict)  # (loss, metrics)
+    others = value[1] if of_mean else value if isinstance(value, dict) and "loss" in value else {}
+    more = [f', "{name}": (sum, count)' for name in others if name != "loss"]
+    pair = "jnp.sum(losses), losses.size"
+    return f'{{"loss": ({pair}){"".join(more)}}}' if others else pair
+
+
 def as_sums(value: Any, *, accumulate: int) -> Sums:
     """Returns what a user's loss function returned as sums and counts.
 
@@ -217,7 +226,7 @@ def as_sums(value: Any, *, accumulate: int) -> Sums:
         raise refuse(
             f"the loss function returned {shown}",
             rule='a loss function returns (sum, count), or {"loss": (sum, count), ...}, all scalars',
-            fix="jnp.sum(losses), losses.size",
+            fix=_instead(value),
         )
     if taken := RESERVED & returned.keys():
         raise refuse(

@@ -58,11 +58,22 @@ def _batch(batches: Sequence[Any]) -> Mapping[str, Any]:
             shapes = {key: jax.ShapeDtypeStruct(each.shape, each.dtype) for key, each in arrays.items()}
     if len({each.shape[0] for each in shapes.values()}) != 1:
         raise refuse(
-            f"jp.plan of a step and {', '.join(f'{each!r:.60}' for each in batches) or 'no batch'}",
+            f"jp.plan of a step and {', '.join(map(_shown, batches)) or 'no batch'}",
             rule="a step is planned for its global batch: a dict of arrays or shapes, with the same first dim",
             fix='jp.plan(step, {"x": jax.ShapeDtypeStruct((512, 784), "float32")}, devices=64)',
         )
     return shapes
+
+
+def _shown(batch: Any) -> str:
+    """Returns what is given as a batch, with shapes for arrays."""
+    if isinstance(batch, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_shown(each)}' for key, each in batch.items())}}}"
+    if isinstance(batch, list | tuple):
+        return f"a {type(batch).__name__} of {', '.join(map(_shown, batch))}"
+    return (
+        f"{batch.dtype}{list(batch.shape)}" if hasattr(batch, "shape") and hasattr(batch, "dtype") else f"{batch!r:.60}"
+    )
 
 
 def _traced(step: "Step", batch: Mapping[str, Any], rows: int, devices: int) -> Any:
