@@ -176,6 +176,18 @@ def test_a_loader_of_pytorch_is_read_where_its_order_can_be_repeated(tmp_path):
     assert numbers(opened(DataLoader(dataset, batch_size=8), tmp_path).batch(1, 8)) == list(range(8, 16))
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_dict_of_arrays_is_a_row_for_every_example(held):
+    whole = [example(number) for number in range(13)]
+    arrays = {key: np.stack([each[key] for each in whole]) for key in whole[0]}
+    source = opened(Numbered(), held=arrays) if held else opened(arrays)
+    if held:
+        assert weights(source, 8) == dict.fromkeys(range(13), 1)
+    else:
+        assert sorted(numbers(source.batch(0, 13))) == list(range(13))
+        assert source.examples == 13
+
+
 def test_a_source_with_rows_is_asked_for_those_of_the_process():
     class Mine:
         def batch(self, step, size, rows=None):
@@ -296,7 +308,13 @@ WRONG = {
         "rows of one shape",
     ),
     "an example that raises": (lambda: type("Gone", (Numbered,), {"__getitem__": lambda self, i: [][i]})(), "[0]"),
-    "pairs of a loader": (lambda: [(np.zeros(8), np.zeros(8))], "a batch is a dict"),
+    "pairs of a loader": (lambda: [(np.zeros(8), np.zeros(8))], "a tuple of ndarray [8], ndarray [8]"),
+    "pairs by number": (
+        lambda: type("Pairs", (Numbered,), {"__getitem__": lambda self, i: tuple(example(i).values())})(),
+        "{'inputs': x, 'labels': y} for every number",
+    ),
+    "a dict in a batch": (lambda: [{"seen": {"x": np.zeros(8)}}], "seen, a dict of x"),
+    "arrays of several lengths": (lambda: {"x": np.zeros(8), "y": np.zeros(9)}, "a dict of x [8], y [9]"),
 }
 
 
@@ -385,3 +403,11 @@ def test_what_is_no_data_is_refused(case):
         joined(opened(named).batch(step, 8) for step in range(4))
     assert words in str(error.value), str(error.value)
     assert len(error.value.problems) == 1
+
+
+def test_a_generator_that_was_called_is_refused_with_the_name_of_its_function():
+    def batches():
+        yield {"x": np.zeros(8)}
+
+    with pytest.raises(JaxparError, match=r"batches, not batches\(\)"):
+        opened(batches())

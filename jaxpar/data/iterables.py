@@ -13,6 +13,7 @@ from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError, refuse, users_code
 
 A_BATCH = "a batch is a dict of arrays"
+PAIR = "{'inputs': x, 'labels': y}"
 
 
 class Stream:
@@ -130,6 +131,14 @@ def rows_of(value: Any) -> int:
     return shape[0] if shape else 0
 
 
+def shown(found: Any) -> str:
+    """Returns in words what is there in place of a dict: of arrays their shapes, of a list what is in it."""
+    if isinstance(found, list | tuple) and 0 < len(found) <= 8:
+        return f"a {type(found).__name__} of {', '.join(map(shown, found))}"
+    shape = getattr(found, "shape", None)
+    return f"{found!r:.60}" if shape is None else f"{type(found).__name__} {list(shape)}"
+
+
 def as_batch(batch: Any, size: int, name: str) -> Batch:
     """Returns a user's batch as arrays of numbers in 32 bits.
 
@@ -144,17 +153,24 @@ def as_batch(batch: Any, size: int, name: str) -> Batch:
 
 def _as_batch(batch: Any, size: int, name: str) -> Batch:
     if not isinstance(batch, Mapping) or not batch:
+        pair = isinstance(batch, list | tuple) and len(batch) == 2
         raise refuse(
-            f"{name} yields {f'{batch!r:.60}' if not hasattr(batch, 'shape') else type(batch).__name__}",
+            f"{name} yields {shown(batch)}",
             rule=A_BATCH,
-            fix="yield {'inputs': ..., 'targets': ...}",
+            fix=f"{PAIR}, as lambda: ({PAIR} for x, y in loader)" if pair else "yield {'inputs': ..., 'targets': ...}",
         )
     made = {}
     for key, value in batch.items():
+        if isinstance(value, Mapping):
+            raise refuse(
+                f"{name} yields {key}, a dict of {', '.join(map(str, value))}",
+                rule=f"{A_BATCH}, and no dict is inside of it",
+                fix='flax.traverse_util.flatten_dict(batch, sep="/"), and in the loss unflatten_dict(batch, sep="/")',
+            )
         fix = f"np.stack rows of one shape, or leave {key!r} out"
         with users_code(f"{name} yields {key}", rule=A_BATCH, fix=fix):  # also what its own __array__ raises
             array = in_32_bits(np.asarray(value), f"{name}: {key}")
-        if array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16":
+        if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise refuse(
                 f"{name} yields {key} of dtype {array.dtype}",
                 rule="a batch holds numbers",

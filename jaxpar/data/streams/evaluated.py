@@ -1,12 +1,12 @@
 """What is held out of data of one's own: `evaluation()` of the same object, or another object."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxpar.data.held_out import weighted
 from jaxpar.data.iterables import as_batch, count_of
 from jaxpar.data.spec import Batch, Rows, Source, Weighted, some
-from jaxpar.data.streams.indexed import HeldOut
+from jaxpar.data.streams.indexed import Columns, HeldOut
 from jaxpar.errors import refuse, users_code
 
 
@@ -73,7 +73,7 @@ class Batches:
 
 
 def held_out(named: Any, name: str) -> Any:
-    """Returns held-out examples of the user's own: a dataset by number, an iterable of batches, or what makes one.
+    """Returns held-out examples of the user's own: a dataset by number, arrays, batches, or what makes one.
 
     Raises:
       JaxparError: If it is neither.
@@ -83,6 +83,8 @@ def held_out(named: Any, name: str) -> Any:
         rule = "evaluation of no arguments returns a dataset or an iterable of batches"
         with users_code(name, rule=rule, fix="give its arguments defaults"):
             named = named()
+    if isinstance(named, Mapping):
+        return HeldOut(Columns(named, name), name)
     if hasattr(named, "__getitem__") and hasattr(named, "__len__") and not isinstance(named, list | tuple):
         return HeldOut(named, name)
     if (isinstance(named, Iterator) and make is named) or not isinstance(named, Iterable):

@@ -15,9 +15,12 @@ import numpy as np
 
 from jaxpar.data.examples import Examples
 from jaxpar.data.held_out import weighted
-from jaxpar.data.iterables import as_batch
+from jaxpar.data.iterables import PAIR, as_batch, shown
 from jaxpar.data.spec import Batch, Data, Rows, Weighted
 from jaxpar.errors import refuse, users_code
+
+COLUMNS = "data that is a dict has arrays with a row for every example"
+WORDS = "{'inputs': ..., 'targets': ...}"
 
 
 class Indexed(Examples):
@@ -37,6 +40,33 @@ class Indexed(Examples):
 
     def _rows(self, chosen: np.ndarray) -> Batch:
         return read(self.dataset, chosen, self.name)
+
+
+class Columns:
+    """A dict of arrays as a map-style dataset: row i of each belongs to example i.
+
+    Args:
+      arrays: Name to array.
+      name: Words for it.
+    """
+
+    def __init__(self, arrays: Mapping[str, Any], name: str):
+        self.arrays: dict[str, np.ndarray] = {}
+        for key, value in arrays.items():
+            with users_code(f"{name}: {key}", rule=COLUMNS, fix="np.stack rows of one shape"):
+                self.arrays[key] = np.asarray(value)
+        counts = {key: len(value) if value.ndim else 0 for key, value in self.arrays.items()}
+        if len({*counts.values()}) > 1 or not all(counts.values()):
+            said = ", ".join(f"{key} {list(value.shape)}" for key, value in self.arrays.items())
+            raise refuse(f"{name} is a dict of {said}", rule=COLUMNS, fix="as many rows in every array")
+        self.count = min(counts.values(), default=0)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """Returns an example."""
+        return {key: value[number] for key, value in self.arrays.items()}
 
 
 class GrainMap:
@@ -92,14 +122,14 @@ def read(dataset: Any, chosen: np.ndarray, name: str) -> Batch:
     first = found[0]
     for number, each in zip(chosen.tolist(), found, strict=True):
         if not isinstance(each, Mapping) or each.keys() != first.keys():
-            left_out = each is None
-            got = f"a dict of {', '.join(map(str, each))}" if isinstance(each, Mapping) else f"{each!r:.60}"
+            left_out, pair = each is None, isinstance(each, list | tuple) and len(each) == 2
+            got = f"a dict of {', '.join(map(str, each))}" if isinstance(each, Mapping) else shown(each)
             raise refuse(
                 f"{name}[{number}] is {got}",
                 rule="an example is a dict of arrays, and all have the same keys",
                 fix="filter in an IterDataset: dataset.to_iter_dataset().filter(...).batch(...)"
                 if left_out
-                else "{'inputs': ..., 'targets': ...} for every number",
+                else f"{PAIR if pair else WORDS} for every number",
             )
     made = {key: [each[key] for each in found] for key in first}
     return as_batch({key: _stacked(values) for key, values in made.items()}, len(found), name)

@@ -1,6 +1,6 @@
 """The user's own object as a source, by what it can do."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 from jaxpar.data.iterables import Own, parameters
 from jaxpar.data.spec import Data, Source
 from jaxpar.data.streams.evaluated import Evaluated, held_out
-from jaxpar.data.streams.indexed import GrainMap, Indexed
+from jaxpar.data.streams.indexed import Columns, GrainMap, Indexed
 from jaxpar.data.streams.stateful import Stateful, check_loader
 from jaxpar.errors import refuse, users_code
 
@@ -30,10 +30,11 @@ def open_own(spec: Data, named: Any, folder: Path, *, seed: int = 0, held: Any =
     """
     name, made, fresh = spec.source, named, False
     if isinstance(named, Iterator):
+        what = getattr(named, "__name__", "batches")
         raise refuse(
             f"data.source = {name!r} is a {type(named).__name__}, which can be read once",
             rule="a source is read from its start again: to check it, and to resume",
-            fix="name the function that makes it",
+            fix=f"name the function that makes it: {what}, not {what}()",
         )
     if _is_function(named):
         with users_code(
@@ -57,6 +58,8 @@ def _source(spec: Data, function: Callable | None, made: Any, folder: Path, seed
         return GrainMap(made, name)
     if is_indexed(made):
         return Indexed(made, name, spec, seed)
+    if isinstance(made, Mapping):
+        return Indexed(Columns(made, name), name, spec, seed)
     if not isinstance(made, Iterable):
         raise refuse(
             f"data.source = {name!r} is a {type(made).__name__}",

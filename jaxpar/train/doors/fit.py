@@ -69,8 +69,8 @@ def fit(
 
     Args:
       step: As `jp.train_step` returns it.
-      data: What `jp.open_data` returns, an object with `batch(step, size)`, or an iterable of batches. Examples that
-        it holds out are evaluated.
+      data: What `jp.open_data` returns, a dict of arrays, an object with `batch(step, size)`, or an iterable of
+        batches. Examples that it holds out are evaluated.
       steps: The last step of the whole run.
       batch: Examples of a step, over all devices.
       run: The folder of the run, in which it saves itself at its end and goes on; None keeps nothing.
@@ -79,7 +79,7 @@ def fit(
       checkpoints: When they are written, which stay, and what a new run begins with: [checkpoint] of a job.
       eval_every: Steps between two evaluations; 0 evaluates at the end.
       sets: Further examples by name, evaluated as eval_NAME_loss: all of a `jp.Data`, an object with
-        `evaluation(index, size)`, a dataset by number, or an iterable of batches.
+        `evaluation(index, size)`, a dataset by number, a dict of arrays, or an iterable of batches.
       best: How evaluations are compared, and how many without a better one end it; None is as `checkpoints` has it.
       faults: What is done about losses that are NaN, infinite or a spike; None stops.
       loggers: Objects with `log(step, values)`.
