@@ -320,7 +320,7 @@ JOBS = [
     (OWN, "model.name=careless:NoParameters", "no parameters"),
     (OWN, "model.name=careless:IntegerParameter", "steps", "int32", "nnx.Variable"),
     (OWN, "model.name=careless:OverAnnotated", "w of shape [64, 10]", "one name (or None) per dim"),
-    (OWN, "model.name=careless:ArrayAttribute", "table", "nnx.Variable"),
+    (OWN, "model.name=careless:ArrayAttribute", "table", "nnx.data"),
     (OWN, "model.name=careless:WrongConstrain", "batch", "embed"),
     (OWN, "model.witdh=8", "witdh", "did you mean 'width'?"),
     (OWN, "model.width=wide", "'wide'"),
@@ -643,10 +643,15 @@ def traced(**parallel):
     return one.lower(one.abstract(), BATCH)
 
 
-def twice(evaluate=False):
+def updating(optimizer):
+    one = jp.train_step(layout(), jp.classify, optimizer)
+    return one.lower(one.abstract(), BATCH)
+
+
+def twice(then=lambda one, made: one(made, BATCH)):
     made, one = jp.init_state(layout(), ADAM), jp.train_step(layout(), jp.classify, ADAM)
     one(made, BATCH)
-    return one.evaluate(made, BATCH) if evaluate else one(made, BATCH)
+    return then(one, made)
 
 
 ONE = np.zeros((1, 64), np.float32)
@@ -743,6 +748,29 @@ VALUES = {
         "optax",
     ),
     "an optimizer for a loss": (lambda: jp.train_step(layout(), ADAM, jp.classify), "loss=Gradient", "(model, batch)"),
+    "labels without an optimizer": (
+        lambda: jp.init_state(layout(), optax.multi_transform({"adam": ADAM}, {"a": "adam", "b": "adm"})),
+        "labels: ['adam', 'adm'] Transforms keys: ['adam']",
+        "optax",
+    ),
+    "a schedule with an if": (
+        lambda: updating(optax.sgd(lambda step: 0.1 if step < 10 else 0.01)),
+        "test_wrong_input.py",
+        "the optimizer's update",
+        "jnp.where",
+    ),
+    "a schedule of no step": (lambda: updating(optax.sgd(lambda: 0.1)), "the optimizer's update", "takes 0"),
+    "a schedule that is text": (lambda: updating(optax.sgd(lambda step: "0.1")), "the optimizer's update", "rate"),
+    "updates of other shapes": (
+        lambda: updating(careless.chain(lambda gradients, state: (jax.tree.map(jnp.sum, gradients), state))),
+        "params['a']['bias'] is of shape [], the parameter is of [16]",
+        "one update for each parameter",
+    ),
+    "a state of an optimizer that grows": (
+        lambda: updating(careless.chain(lambda gradients, state: (gradients, (*state, jnp.zeros(2))))),
+        "the optimizer's state[0] is not there before an update and float32[2] after it",
+        "in its init",
+    ),
     "a list of optimizers": (lambda: jp.init_state(layout(), [ADAM]), "optimizer=[", "optax.adamw(3e-4)"),
     "arguments swapped": (lambda: jp.init_state(ADAM, layout()), "layout=", "jp.compose"),
     "a seed as text": (lambda: jp.init_state(layout(), ADAM, seed="0"), "seed='0'", "seed=0"),
@@ -777,6 +805,34 @@ VALUES = {
     # batches
     "no batch": (lambda: step(None), "None", '"inputs"'),
     "a batch as a tuple": (lambda: step((X, Y)), "a tuple", '"inputs"'),
+    "a batch as a named tuple": (lambda: step(careless.Pair(X, Y)), "a Pair", "batch._asdict()"),
+    "a batch as a dataclass": (lambda: step(careless.Example(X, Y)), "a Example", "vars(batch)"),
+    "a tuple to inspect": (
+        lambda: jp.inspect(jp.train_step(layout(), jp.classify, ADAM), (X, Y)),
+        "a tuple",
+        '"inputs"',
+    ),
+    "a dict in the batch": (lambda: step({"seen": BATCH}), "a dict of inputs, labels", "flatten_dict(batch"),
+    "a dict in the batch to inspect": (
+        lambda: jp.inspect(jp.train_step(layout(), jp.classify, ADAM), {"seen": BATCH}),
+        "a dict of inputs, labels",
+        "flatten_dict(batch",
+    ),
+    "random keys in the batch": (
+        lambda: step({**BATCH, "keys": jax.random.split(jax.random.key(0), 16)}),
+        "random keys",
+        "(model, batch, key)",
+    ),
+    "a whole number of 64 bits in the batch": (
+        lambda: step({**BATCH, "user": np.full((16,), 2**40)}),
+        "user in the batch has 1099511627776",
+        "int32",
+    ),
+    "a plan of a dict in a dict": (
+        lambda: jp.plan(jp.train_step(layout(), jp.classify, ADAM), {"seen": BATCH}, devices=8),
+        "{'seen': {'inputs': float32[16, 64], 'labels': int32[16]}}",
+        "a dict of arrays",
+    ),
     "no batch to inspect": (lambda: jp.inspect(jp.train_step(layout(), jp.classify, ADAM)), "without a batch", "jax."),
     "an empty batch": (lambda: step({}), "{}", '"inputs"'),
     "a batch of no rows": (lambda: step({"inputs": X[:0], "labels": Y[:0]}), "[0, 64]", "global batch of 8"),
@@ -796,6 +852,11 @@ VALUES = {
     "a vector": (lambda: step(loss=careless.vector), "float32[16]", "jnp.sum(losses)"),
     "a mean, accumulated": (lambda: step(loss=careless.mean, accumulate=2), "accumulate=2", "(sum, count)"),
     "a loss and logits": (lambda: step(loss=careless.mean_and_logits), "float32[16, 10]", "jnp.sum(losses)"),
+    "a mean and metrics": (
+        lambda: step(loss=careless.mean_and_metrics),
+        "'accuracy': 'float32[]'",
+        '{"loss": (jnp.sum(losses), losses.size), "accuracy": (sum, count)}',
+    ),
     "a model that is not called": (lambda: step(loss=careless.not_called), "Net and its loss", "labels int32[16]"),
     "a loss that never reads its model": (
         lambda: step(loss=careless.without_model),
@@ -841,7 +902,21 @@ VALUES = {
         "[16]",
     ),
     "a state used twice": (twice, "state", "state, metrics = step(state, batch)"),
-    "a state evaluated after its step": (lambda: twice(evaluate=True), "state", "state, metrics = step(state, batch)"),
+    "a state fitted after its step": (
+        lambda: twice(lambda one, made: jp.fit(one, lambda: [BATCH], state=made, steps=1, batch=16)),
+        "state",
+        "state, metrics = step(state, batch)",
+    ),
+    "a state saved after its step": (
+        lambda: twice(lambda one, made: jp.save("nowhere", made)),
+        "state",
+        "state, metrics = step(state, batch)",
+    ),
+    "a state evaluated after its step": (
+        lambda: twice(lambda one, made: one.evaluate(made, BATCH)),
+        "state",
+        "state, metrics = step(state, batch)",
+    ),
 }
 
 

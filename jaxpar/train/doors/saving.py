@@ -6,6 +6,7 @@ from jaxpar.checkpoint import Checkpoints, Store
 from jaxpar.checkpoint.listing import LEFT, set_aside, shelf_of, steps
 from jaxpar.checkpoint.processes import from_first, is_first
 from jaxpar.errors import refuse
+from jaxpar.step.checks.given_state import check_there
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 
@@ -25,8 +26,9 @@ def save(path: str | Path, state: State, *, replace: bool = False) -> Path:
       replace: Whether it takes the place of a checkpoint of the same step, which is set aside as `000200.left`.
 
     Raises:
-      JaxparError: If there is a checkpoint of that step, or it cannot be written.
+      JaxparError: If there is a checkpoint of that step, it cannot be written, or a step has taken the state over.
     """
+    check_there(state)
     store, step = Store(Path(path) / FOLDER, ALL), int(state.step)
     if from_first(step in store.steps()):
         if not replace:
