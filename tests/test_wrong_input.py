@@ -338,7 +338,7 @@ JOBS = [
     (OWN, "train.loss=careless:takes_names", "tokens", "another name"),
     (OWN, "train.loss=math:pi", "'math:pi' is a float", "function"),
     (OWN, "train.loss=next_token", "'targets'", "data.source"),
-    (OWN, "data.source=careless:not_dicts", "careless:not_dicts", "{'inputs': ..."),
+    (OWN, "data.source=careless:not_dicts", "careless:not_dicts", "{'inputs': x, 'labels': y}"),
     (OWN, "data.source=careless:strings", "labels", "<U1"),
     (OWN, "data.source=careless:ragged", "inputs", "careless:ragged"),
     (OWN, "data.source=careless:half_a_batch", "[8, 64]", "global_batch = 16"),
