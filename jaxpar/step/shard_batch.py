@@ -102,7 +102,7 @@ def _array(name: str, value: Any) -> np.ndarray:
             rule="a batch is a dict of arrays, and no dict is inside of it",
             fix='flax.traverse_util.flatten_dict(batch, sep="/"), and in the loss unflatten_dict(batch, sep="/")',
         )
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         raise refuse(
             f"{name} in the batch has random keys",
             rule="a batch holds numbers; a loss of (model, batch, key) is given a key in every step",
