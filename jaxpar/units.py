@@ -70,11 +70,11 @@ def parse_rate(text: str) -> float:
 def show_count(count: float) -> str:
     """Returns a count with a decimal prefix.
 
-    >>> show_count(1_234_567)
-    '1.23 M'
+    >>> show_count(1_234_567), show_count(999_700)
+    ('1.23 M', '1 M')
     """
     for prefix in ("", " k", " M", " G", " T"):
-        if abs(count) < 1000:
+        if abs(count) < 999.5:  # what three digits would write as 1e+03
             return f"{count:.3g}{prefix}"
         count /= 1000
     return f"{count:.3g} P"
@@ -83,10 +83,10 @@ def show_count(count: float) -> str:
 def show_seconds(seconds: float) -> str:
     """Returns a duration as a person reads it.
 
-    >>> show_seconds(3725)
-    '1:02:05'
+    >>> show_seconds(3725), show_seconds(0.9997)
+    ('1:02:05', '1 s')
     """
-    if seconds < 1:
+    if seconds < 0.9995:  # what three digits would write as 1e+03 ms
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"
