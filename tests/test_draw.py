@@ -20,9 +20,10 @@ import pytest
 from jaxpar.cli import schedule as verb
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.html import frame
 from jaxpar.pipeline.draw.compare import compare, table
 from jaxpar.pipeline.draw.schedule import kept, legend, runs, svg, terminal
-from jaxpar.pipeline.draw.svg import LEFT, SHADES, ink, shade
+from jaxpar.pipeline.draw.svg import LEFT, LOOKS, SHADES, ink, shade
 from jaxpar.pipeline.tables.csv import from_csv
 from jaxpar.pipeline.tables.library import LIBRARY, schedule
 from jaxpar.pipeline.tables.price import Times, price
@@ -209,6 +210,13 @@ def test_colours_are_told_apart_without_hue_and_numbers_are_read_on_all_of_them(
     firsts = [shade(op, 0, 1) for op in SHADES]
     pairs = [(firsts[0], firsts[1]), (firsts[1], firsts[2]), (firsts[0], firsts[2])]
     assert all(contrast(one, other) > 1.35 for one, other in pairs)
+
+
+def test_the_style_of_a_page_has_no_colours_for_the_parts_of_a_drawing():
+    # a page's own classes weigh more than a drawing's: one name for two things would paint the drawing anew
+    css = Path(frame.__file__).with_name("page.css").read_text().replace(".jaxpar-schedule > .jx-ground", "")
+    assert ".jx-line {" in css
+    assert [name for name in LOOKS if re.search(rf"\.jx-{name}\b(?!-)", css)] == []
 
 
 def test_a_drawing_of_no_time_is_refused():

@@ -246,7 +246,7 @@ def _memory(schedule: Schedule, run: Run, sheet: Sheet, y: float) -> str:
         drawn += [
             label(LEFT - 10, base - 7, f"stage {stage}", anchor="end"),
             f'<path d="{line}V{n(base)}Z" class="jx-kept"/>',
-            f'<path d="{line}" class="jx-line" stroke-width="1.5" fill="none"/>',
+            f'<path d="{line}" class="jx-curve" stroke-width="1.5" fill="none"/>',
             f'<circle cx="{n(sheet.x(-first))}" cy="{n(base - CURVE * highest / most)}" r="3" class="jx-peak"/>',
             label(end + 10, base - 7, f"peak {peak / schedule.chunks:.3g}"),
         ]

@@ -24,7 +24,7 @@ LOOKS = {
     "cells rect": ("stroke", "#ffffff", "#15181d"),
     "rule": ("stroke", "#8d96a2", "#6b7480"),
     "kept": ("fill", "#dcd6ea", "#3d3656"),
-    "line": ("stroke", "#6a5a96", "#ab9cd6"),
+    "curve": ("stroke", "#6a5a96", "#ab9cd6"),
     "peak": ("fill", "#6a5a96", "#ab9cd6"),
 }
 HATCH = 'fill="url(#jaxpar-idle)"'
