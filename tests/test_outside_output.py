@@ -1,6 +1,8 @@
 """Whoever reads the output may go away: a run goes on, and says so in its folder."""
 
+import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -93,3 +95,13 @@ def test_a_broken_pipe_of_the_user_s_own_is_no_reader_that_has_seen_enough(monke
     monkeypatch.setattr(train, "run", broken)
     with pytest.raises(BrokenPipeError):
         cli.main(["train", "job.toml"])
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_of_the_defaults_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "jaxpar", "train", "--print-defaults"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         _leave(130)
         return 130
     except BrokenPipeError:  # the reader (head, less) has seen enough
-        if args.verb in LASTING:  # then it is another pipe, of the user's own
+        if args.verb in LASTING and not getattr(args, "print_defaults", False):  # another pipe, of the user's own
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
