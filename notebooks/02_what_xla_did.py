@@ -192,7 +192,7 @@ for colour, cause in zip([0, 1, 4, 6, 8, 18], causes, strict=True):
     left += sizes
 ax.spines[["top", "right"]].set_visible(False)
 ax.set(xlabel="MiB on each device", title="ZeRO-3 on eight devices", ylim=(1.5, -0.5))
-ax.legend(frameon=False, ncols=3, loc="lower right")
+ax.legend(frameon=False, ncols=2, loc="lower right")
 plt.show()
 
 # %% [markdown]

@@ -100,7 +100,7 @@ draw("1f1b")
 draw("1f1b_phased")
 
 # %% [markdown]
-# As predicted; this is what `jp.Pipeline()` runs by default. Memory is bounded still, by $2P - 1$.
+# As predicted; this is what `jp.Pipeline()` runs by default on GPUs. Memory is bounded still, by $2P - 1$.
 #
 # **Predict** both bubbles of both tables as $M$ grows. Run freely, all go to 0. With the barrier, 1F1B does in 4 what is worth
 # 3, however many microbatches there are: a quarter stays idle.
