@@ -17,6 +17,8 @@ import optax
 from flax import linen as nn
 from flax import nnx
 
+NAMES = ("Qwen3", "Gemma", "PaLI", "Llama", "GPT2", "Bert", "ViT", "T5", "Whisper")
+
 
 class Einsum(nnx.Module):
     def __init__(self, equation: str, shape: tuple[int, ...], *, rngs: nnx.Rngs):

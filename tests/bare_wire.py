@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import bare_models as models
-import expert_rules
 import jax
 import jax.numpy as jnp
 import optax
@@ -69,6 +68,8 @@ def compiled(name, way, target, sizes):
 @cache
 def placed(name, way, target, sizes):
     """Returns the layout of a model."""
+    import expert_rules  # describes 14 models, which takes seconds: not where tests are only collected
+
     rules = {} if way == "chosen" else _rules(name, way)
     return expert_rules.by_hand(expert_rules.PUBLISHED[name], rules, dict(sizes), jp.target_devices(target))
 
@@ -87,6 +88,8 @@ def _compiled(name, way, target, sizes):
 
 
 def _rules(name, way):
+    import expert_rules
+
     table, head = {
         "by hand": (("vocab", None), (None, "vocab")),
         "by hand, table whole": ((None, None), (None, None)),
@@ -120,5 +123,5 @@ if __name__ == "__main__":
     print("|---|---|---|--:|--:|--:|--:|--:|")
     for layout in sys.argv[2].split(";"):
         sizes = tuple((axis, int(size)) for axis, size in (each.split("=") for each in layout.split(",")))
-        for name in sys.argv[3:] or expert_rules.PUBLISHED:
+        for name in sys.argv[3:] or models.NAMES:
             print(*rows(name, sys.argv[1], sizes), sep="\n", flush=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "jaxpar-tests-cache"))
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # the time goes into compiling tiny programs
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes start; each would compile all modules anew
 if version("jaxlib") < "0.11":  # has two emitters of kernels for processors; the older one compiles in half the time
     older = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {older}".strip()
@@ -27,6 +28,7 @@ from browser import CHROMIUM, Browser
 import jaxpar as jp
 
 jp.simulate(8)
+sys.dont_write_bytecode = False  # nor is each file of tests rewritten by each worker
 # a worker holds many objects that stay; looked through less often, eight pipelined models take 31.5 s of CPU for 33
 gc.set_threshold(20_000, 20, 100)
 # Linux gives a process 65,530 mappings; programs on processors take dozens each, and XLA crashes without

@@ -7,8 +7,8 @@ from importlib.metadata import version
 from itertools import product
 
 import pytest
+from bare_models import NAMES
 from bare_wire import WAYS, ways
-from expert_rules import PUBLISHED
 
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.target import find_plugin
@@ -34,7 +34,7 @@ def marks(name, layout):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [pytest.param(*case, marks=marks(*case)) for case in product(PUBLISHED, LAYOUTS)],
+    [pytest.param(*case, marks=marks(*case)) for case in product(NAMES, LAYOUTS)],
     ids=str,
 )
 def test_what_is_chosen_needs_no_more_than_what_an_expert_writes(name, layout):

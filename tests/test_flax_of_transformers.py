@@ -8,6 +8,7 @@ Whisper  frames of sound and tokens; 1-dim convolutions; six heads, which tensor
 """
 
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,13 @@ import pytest
 
 import jaxpar as jp
 
-FOUND = "transformers 4.57, the last with Flax"
-transformers = pytest.importorskip("transformers", reason=f"{FOUND}, is not installed")
+try:  # it takes seconds to import, which only the tests themselves do
+    FOUND = version("transformers")
+except PackageNotFoundError:
+    FOUND = "none"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not transformers.__version__.startswith("4."), reason=f"needs {FOUND}"),
+    pytest.mark.skipif(not FOUND.startswith("4."), reason=f"needs the last transformers with Flax, 4.57: {FOUND}"),
 ]
 
 ROWS, SEQ, VOCAB, DIM = 8, 8, 40, 24
@@ -31,16 +34,18 @@ SGD = optax.sgd(0.1, 0.9)  # not Adam: the bias of keys has no gradient but for 
 
 
 def gpt2():
+    from transformers import GPT2Config
     from transformers.models.gpt2.modeling_flax_gpt2 import FlaxGPT2LMHeadModule
 
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=DIM, n_layer=2, n_head=2)
+    config = GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=DIM, n_layer=2, n_head=2)
     return FlaxGPT2LMHeadModule(config), lambda batch: (batch["tokens"], batch["ones"], batch["places"])
 
 
 def bert():
+    from transformers import BertConfig
     from transformers.models.bert.modeling_flax_bert import FlaxBertForMaskedLMModule
 
-    config = transformers.BertConfig(
+    config = BertConfig(
         vocab_size=VOCAB, hidden_size=DIM, num_hidden_layers=2, num_attention_heads=2, intermediate_size=2 * DIM,
         max_position_embeddings=SEQ,
     )  # fmt: skip
@@ -61,10 +66,11 @@ class OfItsTime:
 
 
 def t5():
+    from transformers import T5Config
     from transformers.models.t5 import modeling_flax_t5
 
     modeling_flax_t5.jnp = OfItsTime()
-    config = transformers.T5Config(
+    config = T5Config(
         vocab_size=VOCAB, d_model=DIM, d_kv=12, d_ff=2 * DIM, num_layers=2, num_heads=2, decoder_start_token_id=0
     )
     return modeling_flax_t5.FlaxT5ForConditionalGenerationModule(config), lambda batch: (
@@ -73,9 +79,10 @@ def t5():
 
 
 def vit():
+    from transformers import ViTConfig
     from transformers.models.vit.modeling_flax_vit import FlaxViTForImageClassificationModule
 
-    config = transformers.ViTConfig(
+    config = ViTConfig(
         hidden_size=DIM, num_hidden_layers=2, num_attention_heads=2, intermediate_size=2 * DIM, image_size=8,
         patch_size=4, num_labels=10,
     )  # fmt: skip
@@ -83,9 +90,10 @@ def vit():
 
 
 def whisper():
+    from transformers import WhisperConfig
     from transformers.models.whisper.modeling_flax_whisper import FlaxWhisperForConditionalGenerationModule
 
-    config = transformers.WhisperConfig(
+    config = WhisperConfig(
         vocab_size=VOCAB, d_model=DIM, encoder_layers=2, decoder_layers=2, encoder_attention_heads=6,
         decoder_attention_heads=6, encoder_ffn_dim=2 * DIM, decoder_ffn_dim=2 * DIM, max_source_positions=SEQ,
         max_target_positions=SEQ, num_mel_bins=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,

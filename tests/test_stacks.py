@@ -40,21 +40,27 @@ LAYOUTS = {
     "pipe 4 x data 2": {"pipe": 4, "data": 2},
     "pipe 2 x fsdp 2 x tensor 2": {"pipe": 2, "fsdp": 2, "tensor": 2},
 }
+
+
+def listed_in_linen(**settings):
+    return jp.linen(GPT2(**settings), jax.ShapeDtypeStruct((2, SEQ), jnp.int32))
+
+
 MODELS = {
-    "nnx.vmap": (Stacked, {}),
-    "nn.scan with a length": (
+    "nnx.vmap": lambda: (Stacked, {}),
+    "nn.scan with a length": lambda: (
         jp.linen(ViT(), jax.ShapeDtypeStruct((2, 8, 8, 1), jnp.float32)), {"loss": image_loss, "data": images}
     ),
-    "nnx.List": (Listed, {}),
-    "a list of setup": (jp.linen(GPT2(), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)), {}),
-    "two stacks": (partial(Seq2seq, layers=4), {}),
-    "a first layer of another kind": (DenseFirst, {}),
+    "nnx.List": lambda: (Listed, {}),
+    "a list of setup": lambda: (listed_in_linen(), {}),
+    "two stacks": lambda: (partial(Seq2seq, layers=4), {}),
+    "a first layer of another kind": lambda: (DenseFirst, {}),
 }  # fmt: skip
 
 
 @cache
 def alone(kind):
-    model, settings = MODELS[kind]
+    model, settings = MODELS[kind]()
     return on_one_device(model, steps=3, **settings)
 
 
@@ -76,7 +82,7 @@ SLOW = [
 @pytest.mark.parametrize(("kind", "layout", "schedule"), some(CASES, OFTEN, SLOW))
 def test_losses_and_parameters_equal_one_device(kind, layout, schedule):
     parallel = jp.Parallel(**LAYOUTS[layout], pipeline=jp.Pipeline(schedule=schedule))
-    model, settings = MODELS[kind]
+    model, settings = MODELS[kind]()
     assert_equals(train(model, parallel, steps=3, **settings), alone(kind))
 
 
@@ -99,25 +105,24 @@ def test_settings_of_the_pipeline_equal_one_device(kind, setting):
     sizes, pipeline = SETTINGS[setting]
     if setting == "spread" and kind == "nn.scan with a length":
         pytest.skip("no vocabulary to spread")
-    model, settings = MODELS[kind]
+    model, settings = MODELS[kind]()
     parallel = jp.Parallel(pipe=2, **sizes, pipeline=jp.Pipeline(microbatches=4, **pipeline))
     assert_equals(train(model, parallel, steps=3, **settings), alone(kind))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made",
+    "kind",
     [
-        partial(Stacked, layers=2, rate=0.2),
-        pytest.param(partial(Listed, layers=2, rate=0.2), marks=pytest.mark.full),
-        pytest.param(
-            jp.linen(GPT2(layers=2, rate=0.2), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)), marks=pytest.mark.full
-        ),
+        lambda **settings: partial(Stacked, **settings),
+        pytest.param(lambda **settings: partial(Listed, **settings), marks=pytest.mark.full),
+        pytest.param(listed_in_linen, marks=pytest.mark.full),
     ],
     ids=["nnx.vmap", "nnx.List", "a list of setup"],
 )
-def test_dropout_inside_of_the_layers_equals_one_device(made):
+def test_dropout_inside_of_the_layers_equals_one_device(kind):
     """Each layer has keys of its own, also where another stage runs it."""
+    made = kind(layers=2, rate=0.2)
     got, want = train(made, jp.Parallel(pipe=2), jax.devices()[:2], steps=3), on_one_device(made, accumulate=4, steps=3)
     assert_equals(got, want)
     assert_same_arrays(got[1].model_state, want[1].model_state)
@@ -185,11 +190,13 @@ def test_layers_that_cannot_be_shortened_are_refused(layers, words):
 
 
 @pytest.mark.parametrize(
-    ("model", "stack"),
-    [(Listed, "h/*/ln_1/scale"), (jp.linen(GPT2(), jax.ShapeDtypeStruct((2, SEQ), jnp.int32)), "h_*/ln_1/scale")],
+    ("made", "stack"),
+    [(lambda: Listed, "h/*/ln_1/scale"), (listed_in_linen, "h_*/ln_1/scale")],
+    ids=["nnx.List", "a list of setup"],
 )
-def test_a_list_of_layers_keeps_its_names(model, stack):
+def test_a_list_of_layers_keeps_its_names(made, stack):
     """So a checkpoint of one device is one of a pipeline; a device has its share of the bytes."""
+    model = made()
     layout, one = jp.compose(model, jp.Parallel(pipe=4), 4), jp.compose(model, jp.Parallel(), 1)
     assert {path: place.leaf for path, place in layout.placements.items()} == {
         path: place.leaf for path, place in one.placements.items()
