@@ -66,7 +66,10 @@ def run_folder(path, steps=40, **facts):
     for name, rate in (("job.0001.toml", 0.001), ("job.toml", 0.002)):
         path.joinpath(name).write_text(f"[train]\nsteps = 50\n[optimizer]\nlearning_rate = {rate}\n")
     said = Progress(50, every=10, events=path / "events.jsonl")
-    for step, text in ((0, "Decoder on data 2: 919 k parameters, 3 MiB"), (20, f"stopped by SIGTERM {HOSTILE}")):
+    for step, text in (
+        (0, "Decoder on data 2: 919 k parameters, 3 MiB\n2 x cpu"),
+        (20, f"stopped by SIGTERM {HOSTILE}"),
+    ):
         said._last = step
         said.say(text)
     return path
@@ -84,7 +87,7 @@ def test_a_page_says_what_the_folder_says(tmp_path, capsys):
     assert page.wrong == []
     assert not {"script", "img"}.intersection(page.tags)
     for words in ("0.1250", "0.3100", "919 k", "step 30 skipped", "stopped by SIGTERM", "optimizer.learning_rate",
-                  "embed/table", "+ 9", "gathers 3 MiB", "1 GiB", "2 GiB",
+                  "embed/table", "+ 9", "gathers 3 MiB", "3 MiB; 2 x cpu", "1 GiB", "2 GiB",
                   "0.001", "0.002", "Decoder on data 2 x fsdp 4", "f32[vocab, embed/fsdp]", "of 50"):  # fmt: skip
         assert words in page.said, words
     assert [event.kind for event in read(folder).events] == ["start", "fault", "fault"]

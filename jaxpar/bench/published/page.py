@@ -54,9 +54,10 @@ def _plot(groups: dict[str, list[Judged]]) -> Markup:
     for name, some in groups.items():
         cells += [tag("span", name, cls="jx-small"), _strip(some)]
     words = [
-        tag("text", f"{tick:+.0%}" if tick else "0", x=percent(place(tick)), y="12", text_anchor="middle")
+        tag("text", f"{tick:+.0%}" if tick else "0", x=percent(place(tick)), y="12", text_anchor="middle",
+            cls="jx-wide" if abs(tick) == WIDEST else None)
         for tick in TICKS
-    ]
+    ]  # fmt: skip
     cells += [tag("span"), tag("svg", *words, cls="jx-axis", aria_hidden="true")]
     under = "predicted over published, less 1: left of 0 the prediction is too fast; the band is ±20 %"
     return join([tag("div", *cells, cls="jx-runs"), tag("div", under, cls="jx-small jx-under")])

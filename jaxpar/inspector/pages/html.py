@@ -193,7 +193,7 @@ def _timeline(report: Facts) -> Markup:
     if not time:
         return Markup()
     kinds = {entry.kind for entry in report.ledger}
-    names = [("jx-dot", "matrix products"), ("jx-op", "other kernels"),
+    names = [("jx-dot", "matmuls"), ("jx-op", "other kernels"),
              *[(kind_class(kind), kind) for kind in KINDS if kind in kinds]]  # fmt: skip
     if any(TURNS.fullmatch(event.name) for event in time.events):
         names.append(("jx-turns", "+n×: n more turns of a loop, as one block"))

@@ -148,7 +148,7 @@ def _events(run: Told) -> Markup:
     left = len(shown) - EVENTS
     if left > 0:
         shown = [*shown[: EVENTS // 2], *shown[-EVENTS // 2 :]]
-    rows = [(str(each.step), _time(each.when), each.kind, each.what) for each in shown]
+    rows = [(str(each.step), _time(each.when), each.kind, each.what.replace("\n", "; ")) for each in shown]
     listed = table("Events", ("after step", "when", "kind", "what"), rows, "nttw")
     more = [tag("p", f"{left} between them are left out.", cls="jx-small")] if left > 0 else []
     return tag("div", listed, *more)
