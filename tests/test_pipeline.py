@@ -32,6 +32,7 @@ from tiny import (
     scanned,
     stack,
     token_loss,
+    trace,
     train,
 )
 
@@ -538,10 +539,10 @@ class Twelve(Cut):
 
 
 def tries(made, **settings):
-    """Trains a step on four stages of four microbatches, or what the settings say."""
+    """Traces a step on four stages of four microbatches, or what the settings say."""
     pipeline = {"microbatches": 4, **settings.pop("pipeline", {})}
     given = jp.Parallel(pipe=4, pipeline=jp.Pipeline(**pipeline))
-    return lambda: train(made, given, jax.devices()[:4], steps=1, **settings)
+    return lambda: trace(made, given, jax.devices()[:4], **settings)
 
 
 REFUSED = {  # what is tried; words of what was got, of the rule and of the fix

@@ -11,7 +11,7 @@ import optax
 import pytest
 from covering import some
 from flax import nnx
-from tiny import assert_same_arrays, on_one_device, train
+from tiny import assert_same_arrays, on_one_device, trace, train
 from written import DIM, GPT2, SEQ, Block, DenseFirst, Listed, Seq2seq, Stacked, ViT
 
 import jaxpar as jp
@@ -272,4 +272,4 @@ class StackInTurn(Stacked):
 )
 def test_layers_that_are_not_the_largest_that_are_equal_are_refused(model, words):
     with pytest.raises(jp.JaxparError, match=re.escape(words)):
-        train(model, jp.Parallel(pipe=2), jax.devices()[:2], steps=1)
+        trace(model, jp.Parallel(pipe=2), jax.devices()[:2])

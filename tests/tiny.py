@@ -181,6 +181,12 @@ def train(model, parallel, devices=None, *, steps=5, chain=None, loss=token_loss
     return np.array(losses), state, step
 
 
+def trace(model, parallel, devices=None, *, chain=None, loss=token_loss, **numerics):
+    """Traces a step and compiles nothing: for what is refused before a step runs."""
+    step = jp.train_step(jp.compose(model, parallel, devices), loss, chain or optimizer(), **numerics)
+    step.lower(step.abstract(), next(batches(1)))
+
+
 def on_one_device(model, **settings):
     return train(model, jp.Parallel(), jax.devices()[:1], **settings)
 
