@@ -26,6 +26,10 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "jaxpar").rglob("README.md"))]}
 JOBS = sorted((ROOT / "configs").glob("*.toml"))
+OFTEN = (
+    "quickstart", "digits", "context4_data2", "pipe2_fsdp2_tensor2", "zero1_fsdp8", "gpu_gpt2_124m",
+    "gpu_llama_405b_pipe16_fsdp4_tensor8",
+)  # fmt: skip
 
 
 def blocks(kind, text=README):
@@ -175,7 +179,10 @@ def test_tests_that_a_page_names_exist():
     assert "test_at_full_rank_nothing_is_lost" in named <= there
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "job",
+    [pytest.param(job, id=job.stem, marks=[pytest.mark.slow] * (job.stem not in OFTEN)) for job in JOBS],
+)
 def test_every_job_passes_its_check(job):
     from jaxpar.job.check import check
 

@@ -86,6 +86,7 @@ def test_imported_logits_are_those_that_transformers_computed(name):
     np.testing.assert_allclose(logits(model.settings, model.params), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow  # torch alone takes seconds to import; what transformers computed is saved for the tests above
 @pytest.mark.parametrize("name", SETTINGS)
 def test_transformers_computes_the_same_logits_of_what_is_exported(name, tmp_path):
     torch = pytest.importorskip("torch", reason="without torch the saved logits alone are compared")
