@@ -89,7 +89,8 @@ def show(entries):
 show(ddp.ledger)
 
 # %% [markdown]
-# The layers' gradients travel layer by layer, inside the backward loop, and not all together at its end.
+# The layers' gradients travel as stacks of four, when the backward loop is done: sums below 8 MiB are taken out of it, for to
+# start one takes longer than to send it. Larger ones travel layer by layer, inside of the loop.
 #
 # ## 2. What ZeRO sends
 #
@@ -127,9 +128,8 @@ for name, report in (("ZeRO-2", zero2), ("ZeRO-3", zero3)):
     show(gathers)
 
 # %% [markdown]
-# ZeRO-2 gathers stacks of four layers before the first one runs, in no loop. (Its line is one of this notebook: to Python, a
-# cell is a file whose name is a number.) ZeRO-3 gathers one layer in each of four turns, and only the embedding and the
-# head outside.
+# ZeRO-2 gathers stacks of four layers before the first one runs, in no loop. ZeRO-3 gathers one layer in each of four turns,
+# and only the embedding and the head outside.
 #
 # ## 3. What tensor parallelism sends
 #
@@ -157,8 +157,8 @@ show(e for e in tensor.ledger if e.payload < stream)
 
 # %% [markdown]
 # Cross-entropy over a split vocabulary: each of eight parts sends two numbers for each of 1,536 tokens, the logarithm of a
-# sum and the label's logit, 96 KiB in all, in place of the logits, which would be 7.5 MiB. And parts of the norm of the
-# gradient, a number each.
+# sum and the label's logit, 96 KiB in all, in place of the logits, which would be 7.5 MiB. And the norm of the gradient, one
+# number.
 #
 # ## 4. Memory by cause
 #
@@ -332,7 +332,8 @@ show(report.ledger)
 jp.assert_collectives(report, {"data": {"all-reduce": 2}, "tensor": {"all-reduce": 1}})
 
 # %% [markdown]
-# As predicted. The two gradients have one shape but for the order of its dims, so each entry carries both names.
+# As predicted. The two gradients have one shape but for the order of its dims, so each entry carries both names. (The line is
+# one of this notebook: to Python, a cell is a file whose name is a number.)
 #
 # ## What to try next
 #

@@ -111,8 +111,9 @@ def test_corrections_of_several_matrices_at_once_are_added():
     np.testing.assert_allclose(beside(run)(a, b), run(a, b), rtol=1e-5)
 
 
-X, W, A, B = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(5, 6), (6, 2, 4), (6, 3), (3, 2, 4)]))
-TALL = jnp.ones((5, 6, 4))
+RNG = np.random.default_rng(0)  # not by JAX, which would compile while tests are collected
+X, W, A, B = (jnp.asarray(RNG.normal(size=s).astype(np.float32)) for s in [(5, 6), (6, 2, 4), (6, 3), (3, 2, 4)])
+TALL = jnp.asarray(np.ones((5, 6, 4), np.float32))
 
 
 def scanned(w):

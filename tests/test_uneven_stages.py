@@ -20,7 +20,7 @@ from jaxpar.plan.planned import Transformer
 from jaxpar.plan.search import Question
 
 DEPTH, DIM = 4, 3
-PARAMS = jax.random.normal(jax.random.key(0), (DEPTH, DIM, DIM))
+PARAMS = jnp.asarray(np.random.default_rng(0).normal(size=(DEPTH, DIM, DIM)).astype(np.float32))
 X = jnp.ones((2, DIM))
 
 
