@@ -91,6 +91,8 @@ def test_a_page_says_what_the_folder_says(tmp_path, capsys):
                   "0.001", "0.002", "Decoder on data 2 x fsdp 4", "f32[vocab, embed/fsdp]", "of 50"):  # fmt: skip
         assert words in page.said, words
     assert [event.kind for event in read(folder).events] == ["start", "fault", "fault"]
+    drawn = [look for name, look in page.attributes if name == "class" and "jx-point" in look]
+    assert len(drawn) == 1  # of one evaluation there is no line to draw
 
 
 def test_speed_is_shown_of_real_devices_alone(tmp_path):

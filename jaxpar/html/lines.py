@@ -55,12 +55,17 @@ def chart(lines: Sequence[Line], *, x: str, y: str, show_x) -> Markup:
     for line, mask in zip(lines, finite, strict=True):
         points = zip(WIDTH * line.x[mask] / right, up(line.y[mask]), strict=True)
         way = "L".join(f"{left:.1f} {top:.1f}" for left, top in points)
-        drawn.append(_path(f"M{way}" if way else "M0 0", f"jx-line {line.look}" + " jx-dashed" * line.dashed))
+        if mask.sum() == 1:  # no line, but a point
+            drawn.append(_path(f"M{way}h.01", f"jx-point {line.look}"))
+        else:
+            drawn.append(_path(f"M{way}" if way else "M0 0", f"jx-line {line.look}" + " jx-dashed" * line.dashed))
     size = {"viewBox": f"0 0 {WIDTH} {HEIGHT}", "preserveAspectRatio": "none"}
     side = [tag("text", f"{each:.4g}", x="100%", dx="-7", y=f"{up(each) + 4:.1f}", text_anchor="end") for each in rows]
     below = [tag("text", show_x(each), x=percent(each / right), y="14", text_anchor="middle") for each in columns[1:]]
     key = [tag("li", swatch(line.look, line.name)) for line in lines]
-    field = tag("div", tag("svg", *drawn, **size, role="img", aria_label=f"{y} against {x}"), cls="jx-field")
+    field = tag(
+        "div", tag("svg", *drawn, **size, cls="jx-over", role="img", aria_label=f"{y} against {x}"), cls="jx-field"
+    )
     return join([
         tag("ul", *key, cls="jx-key"),
         tag("div", y, cls="jx-small"),
