@@ -124,11 +124,13 @@ def test_a_compiled_collective_takes_what_its_slowest_group_takes():
 
 def test_a_gather_of_fsdp_pays_its_hops_once_for_each_layer_and_pass():
     """32 layers, and embedding with head: 33 collectives each for two gathers and a scatter, over 2,048 nodes."""
-    layout = Candidate(fsdp=16384, zero=3)
+    layout = Candidate(fsdp=16384, zero=3, remat="full")
     hops = 2048 * 7 * H100.inside.latency + 2047 * H100.between.latency
     each, once = gradients(0.0, layout, H100, JAXPAR, layers=32)
     assert (float(each), float(once)) == (pytest.approx((2 * 33 + 34) * (H100.launch + hops)), 0.0)
     assert float(each) > 1.97
+    kept, _ = gradients(0.0, replace(layout, remat="none"), H100, JAXPAR, layers=32)
+    assert float(kept) == pytest.approx((33 + 34) * (H100.launch + hops))  # jaxpar's own keeps what it gathered
     together, _ = gradients(0.0, layout, H100, replace(MEGATRON_2022, layerwise=False), layers=32)
     assert float(together) == pytest.approx(3 * (H100.launch + hops))
 
@@ -137,8 +139,8 @@ def test_a_gather_of_fsdp_pays_its_hops_once_for_each_layer_and_pass():
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 @pytest.mark.parametrize(
     ("sizes", "remat"),
-    [({"fsdp": 8, "zero": 3}, "full"), ({"pipe": 2, "fsdp": 4, "zero": 3}, "full")],
-    ids=["fsdp", "around a table"],
+    [({"fsdp": 8, "zero": 3}, "full"), ({"fsdp": 8, "zero": 3}, "none"), ({"pipe": 2, "fsdp": 4, "zero": 3}, "full")],
+    ids=["fsdp", "fsdp, all kept", "around a table"],
 )
 def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat):
     layers = 4
@@ -155,7 +157,7 @@ def test_the_compiled_program_has_as_many_collectives_as_are_priced(sizes, remat
         if kind in ("all-gather", "reduce-scatter"):
             groups = parse_groups(attribute_text(visit.op.attributes, "replica_groups"), module.partitions)
             found[kind] += prod(visit.loop) * (groups.shape[1] == sizes["fsdp"])
-    passes = 1 if "pipe" in sizes else 2
+    passes = 1 if "pipe" in sizes or remat == "none" else 2
     priced = int(pieces(layers // sizes.get("pipe", 1), Candidate(**sizes), JAXPAR))
     assert found["reduce-scatter"] == priced  # so small a head goes with the rest
     # those of the head, and of the last layer, come once for both passes

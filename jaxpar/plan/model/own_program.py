@@ -139,10 +139,11 @@ def _copies(shape: Shape, candidate: Candidate, software: SoftwareModel, parts: 
     split = np.greater(candidate.tensor, 1)
     inner = np.where(split, shape.width, (1 + shape.gated) * shape.width) + shape.dim
     turned = (shape.layers * shape.dim * inner / candidate.tensor + parts.end) / parts.shards
-    kept = np.where(software.keeps_gathered(candidate), software.wire[0] * parts.layers, 0.0)
+    keeps = software.keeps_gathered(candidate)
+    kept = np.where(keeps, software.wire[0] * parts.layers, 0.0)
     return Copies(
         all=np.where(once, software.wire[0] * parts.all, 0.0) + np.where(by_layer, 4 * turned, 0.0) + kept,
-        layer=np.where(by_layer, 2 * software.wire[0] * shape.cut_layer(candidate.tensor), 0.0),
+        layer=np.where(by_layer & ~keeps, 2 * software.wire[0] * shape.cut_layer(candidate.tensor), 0.0),
     )
 
 
