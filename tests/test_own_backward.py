@@ -126,3 +126,21 @@ def test_loss_and_head_need_one_array_as_large_as_the_logits_on_a_gpu():
     given = [jax.ShapeDtypeStruct(*each, sharding=SingleDeviceSharding(device)) for each in shapes]
     temporary = compile_program(jax.jit(gradients).lower(*given), [device]).temporary
     assert 1 <= temporary / (4 * ROWS * VOCAB) < 1.5
+
+
+def test_a_norm_after_a_loop_adds_up_its_rows_before_the_loops_backward_pass():
+    """Else XLA may keep what the scale's gradient is the sum of, as large as the stream, while the loop runs."""
+    x, scale = jnp.ones((2, 3, 4)), jnp.ones(4)
+
+    def barriers(looped):
+        loss = lambda x, scale: normalized(x, scale, 1e-5, False, looped).sum()  # noqa: E731
+        made = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, scale)
+        return [[var.aval.shape for var in eqn.outvars] for eqn in made.eqns if "barrier" in eqn.primitive.name]
+
+    assert barriers(looped=True)[-1] == [(2, 3, 4), (2, 4)]
+    assert (2, 4) not in barriers(looped=False)[-1]
+    grads = [
+        jax.grad(lambda x, scale, i=i: jnp.sin(normalized(x, scale, 1e-5, False, i)).sum(), (0, 1))(x, scale)
+        for i in (False, True)
+    ]
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *grads)

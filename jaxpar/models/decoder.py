@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
             first, *_ = keys = jax.random.split(self.rngs.dropout(), s.layers + 1)
             x, keys = dropout(x, s.dropout, first), keys[1:]
         x = run_stack(self.blocks, x, keys, policy=self.remat, scan=s.scan, documents=documents)
-        return self.norm(x)
+        return self.norm(x, looped=s.scan)
 
     def cache(self, rows: int, positions: int, dtype=jnp.float32) -> Cache:
         """Returns an empty cache for so many rows of at most so many tokens."""

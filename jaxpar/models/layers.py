@@ -45,9 +45,9 @@ class Norm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((dim,)), out_sharding=("embed",))
         self.bias = bias(kind == "layer", (dim,), ("embed",))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Returns x [..., dim] normalized over its last dim."""
-        y: Any = normalized(x, self.scale[...], self.eps, self.kind == "layer")
+    def __call__(self, x: jax.Array, *, looped: bool = False) -> jax.Array:
+        """Returns x [..., dim] normalized over its last dim; `looped` where what made it is a loop."""
+        y: Any = normalized(x, self.scale[...], self.eps, self.kind == "layer", looped)
         return y if self.bias is None else y + self.bias[...]
 
 

@@ -26,8 +26,8 @@ AT_ONCE = 2**26  # bytes of a device's logits, above which their gradient is gon
 ALONE = 2**23  # bytes that it sends for the head's gradient: over NVLink some 30 us, several times what a launch costs
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def normalized(x: jax.Array, scale: jax.Array, eps: float, centered: bool) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def normalized(x: jax.Array, scale: jax.Array, eps: float, centered: bool, looped: bool = False) -> jax.Array:
     """Returns x / sqrt(mean(x^2) + eps), in float32 and then in the dtype of `x`, times `scale`.
 
     Args:
@@ -35,6 +35,8 @@ def normalized(x: jax.Array, scale: jax.Array, eps: float, centered: bool) -> ja
       scale: Shape [dim].
       eps: Added to the mean square.
       centered: Whether the mean of `x` is subtracted before.
+      looped: Whether what made `x` is a loop: XLA may add up the gradient of the scale after its backward pass, and
+        keep until then what it adds up, which is as large as `x`.
     """
     y = _wide(x, centered)
     return (y * _share(y, eps)).astype(x.dtype) * scale
@@ -49,13 +51,13 @@ def _share(y: jax.Array, eps: float) -> jax.Array:
     return jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
 
 
-def _normalized_forward(x: jax.Array, scale: jax.Array, eps: float, centered: bool):
+def _normalized_forward(x: jax.Array, scale: jax.Array, eps: float, centered: bool, looped: bool):
     y = _wide(x, centered)
     share = _share(y, eps)
     return (y * share).astype(x.dtype) * scale, (x, share, scale)
 
 
-def _normalized_backward(eps: float, centered: bool, kept: tuple[jax.Array, ...], grad: jax.Array):
+def _normalized_backward(eps: float, centered: bool, looped: bool, kept: tuple[jax.Array, ...], grad: jax.Array):
     x, share, scale = kept
     # numbers that are there when the gradient is: else XLA may find what is normalized in the forward pass, and keep it
     share, grad = jax.lax.optimization_barrier((share, grad))
@@ -63,8 +65,19 @@ def _normalized_backward(eps: float, centered: bool, kept: tuple[jax.Array, ...]
     to_y = (grad * scale).astype(jnp.float32)
     to_x = to_y - y * jnp.mean(to_y * y, axis=-1, keepdims=True)
     to_x = to_x - jnp.mean(to_y, axis=-1, keepdims=True) if centered else to_x
-    to_scale = jax.lax.reduce_sum(grad * y.astype(x.dtype), tuple(range(x.ndim - 1)))  # devices send 16 bits
-    return (share * to_x).astype(x.dtype), to_scale.astype(scale.dtype)
+    to_x, terms = (share * to_x).astype(x.dtype), grad * y.astype(x.dtype)
+    if looped and x.ndim == 3 and _rows_are_whole():
+        # each row is added up when the loop begins, and nothing travels for that
+        row = jnp.sum(terms, axis=1, dtype=jnp.float32).astype(x.dtype)
+        to_x, terms = jax.lax.optimization_barrier((to_x, row))
+    to_scale = jax.lax.reduce_sum(terms, tuple(range(terms.ndim - 1)))  # devices send 16 bits
+    return to_x, to_scale.astype(scale.dtype)
+
+
+def _rows_are_whole() -> bool:
+    """Returns whether the step that is traced leaves all tokens of a row to the same devices."""
+    _, seq, _ = spec_of(("batch", "seq", "embed")) or (None,) * 3
+    return not axes_of(seq)
 
 
 normalized.defvjp(_normalized_forward, _normalized_backward)

@@ -44,12 +44,19 @@ def gather(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.
     over all axes together, where a reduce-scatter over `fsdp` and an all-reduce of the shard over the rest would do.
     With `fsdp` alone it makes the reduce-scatter either way. The gradient of a table that is looked up by rows is left
     alone: XLA would reshard the activations for it, by replicating them (`models/blocks/lookup.py` has one by columns).
+
+    A matrix is named as stored first. Else of a slice of a stack XLA gathers the slice with its dim of length one, for
+    which it copies the whole stack to another order of dims and keeps that. Small vectors may be gathered already.
     """
-    return constrained(value, used)
+    return _gathered(value, used, stored)
+
+
+def _gathered(value: jax.Array, used: NamedSharding, stored: NamedSharding) -> jax.Array:
+    return constrained(constrained(value, stored) if value.ndim > 1 else value, used)
 
 
 def _gather_forward(value, used, stored):
-    return constrained(value, used), None
+    return _gathered(value, used, stored), None
 
 
 def _gather_backward(used, stored, _, gradient):

@@ -41,13 +41,19 @@ def next_token(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LAR
     """
     tokens, targets = batch["inputs"], batch["targets"]
     apart = {name: batch[name] for name in ("segments", "positions") if name in batch}
-    if offers(model) and (cut := cut_of(*tokens.shape)) is not None:
+    cut = cut_of(*tokens.shape)
+    if offers(model) and cut is not None:
         logits = cut.logits(tokens.size, vocab_of(model), largest=largest)
         note(logits)
         if logits.in_chunks:
             return {"loss": _in_chunks(offered(model, tokens, **apart), cut, logits, batch)}
     with as_computed():  # cross entropy casts to float32 where it sums
         logits = model(tokens, **apart)
+    if logits.ndim == 3 and cut is not None and cut.vocab and cut.ways[1] == 1:
+        _check_labels(targets, logits.shape)
+        # rows of tokens, as the matmul makes them: for processors XLA writes their gradient over them in no other shape
+        losses = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)).reshape(targets.shape)
+        return {"loss": counted(losses, batch)}
     return {"loss": counted(cross_entropy(logits, targets), batch)}
 
 

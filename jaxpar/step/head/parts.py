@@ -24,8 +24,13 @@ def parts(vocab: int) -> int:
 def of_parts(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[jax.Array, jax.Array]:
     """Returns the logarithm of the sum of exponentials, and the label's logit, of rows that are cut in equal parts."""
     shape = (*wide.shape[:-1], ways, wide.shape[-1] // ways)
-    here = at(labels, wide).reshape(shape)
-    own = jax.nn.logsumexp(wide.reshape(shape), axis=-1), jnp.sum(jnp.where(here, wide.reshape(shape), 0.0), axis=-1)
+    cut = wide.reshape(shape)
+    # looked up in each part, not summed out: for processors XLA would write down all that is summed
+    first = jax.lax.broadcasted_iota(jnp.int32, shape[:-1], wide.ndim - 1) * shape[-1]
+    number = labels[..., None].astype(jnp.int32) - first
+    here = (number >= 0) & (number < shape[-1])
+    at_label = jnp.take_along_axis(cut, number[..., None], axis=-1, mode="clip")[..., 0]
+    own = jax.nn.logsumexp(cut, axis=-1), jnp.where(here, at_label, 0.0)
     free = (PartitionSpec.UNCONSTRAINED,) * (wide.ndim - 1)
     said = jax.lax.with_sharding_constraint(jnp.stack(own, axis=-1), PartitionSpec(*free, None, None))
     return jax.nn.logsumexp(said[..., 0], axis=-1), jnp.sum(said[..., 1], axis=-1)
