@@ -11,13 +11,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
 from jaxpar.bench.overhead.program import compiled
-from jaxpar.pipeline.jaxprs import summed_once as room
+from jaxpar.pipeline.jaxprs.summed import once as room
+from jaxpar.pipeline.jaxprs.summed import sums
 
 SHAPE = {"vocab": 32, "seq": 16, "layers": 6, "dim": 16, "heads": 2, "hidden": 32}
 
 
-def launches():
-    layout = jp.compose(partial(jp.Decoder, jp.DecoderSettings(**SHAPE)), jp.Parallel(data=8), jax.devices())
+def launches(**sizes):
+    layout = jp.compose(partial(jp.Decoder, jp.DecoderSettings(**SHAPE)), jp.Parallel(**sizes), jax.devices())
     step = jp.train_step(layout, jp.next_token, optax.sgd(0.1), remat="full")
     batch = {name: jax.ShapeDtypeStruct((16, 16), jnp.int32) for name in ("inputs", "targets")}
     return compiled(step.subject(batch).lowered, layout.on).launches
@@ -25,9 +26,16 @@ def launches():
 
 @pytest.mark.slow
 def test_the_sums_of_all_layers_are_one(monkeypatch):
-    assert launches() < SHAPE["layers"]
-    monkeypatch.setattr(room, "SMALL", 0)
-    assert launches() > SHAPE["layers"], "sums of large layers travel while the next is computed"
+    assert launches(data=8) < SHAPE["layers"]
+    monkeypatch.setattr(sums, "SMALL", 0)
+    assert launches(data=8) > SHAPE["layers"], "sums of large layers travel while the next is computed"
+
+
+@pytest.mark.slow
+def test_shards_of_all_layers_are_scattered_at_once_where_little_waits(monkeypatch):
+    found = launches(data=2, fsdp=2, tensor=2)
+    monkeypatch.setattr(room, "WAITING", 0)
+    assert launches(data=2, fsdp=2, tensor=2) >= found + SHAPE["layers"] - 1
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -96,6 +104,32 @@ def test_gradients_are_those_of_jax_whatever_reads_or_cuts_a_matrix(layer):
     with jax.set_mesh(mesh):
         found = jax.jit(room.summed_once(jax.grad(loss), "data", 4, rows=8))(params, x)
         wanted = jax.jit(jax.grad(loss))(params, x)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
+
+
+@pytest.mark.parametrize("cuts", [("fsdp", "tensor"), ("tensor", "fsdp"), ()])
+def test_gradients_that_wait_for_their_reduce_scatter_are_those_of_jax(cuts):
+    @jax.custom_vjp
+    def stored(w):
+        return w
+
+    on = PartitionSpec(*cuts)
+    stored.defvjp(lambda w: (w, None), lambda _, grad: (jax.lax.with_sharding_constraint(grad, on),))
+
+    def loss(params, x):
+        def layer(x, own):
+            y = jnp.einsum("bsd,df->bsf", x * own[1], stored(own[0]))
+            return x + jnp.tanh(y - jnp.mean(y, axis=0)), None
+
+        return jnp.sum(jnp.square(jax.lax.scan(layer, x, params)[0]))
+
+    params = jax.random.normal(jax.random.key(0), (3, 8, 8)), jnp.linspace(0.5, 1.5, 24).reshape(3, 8)
+    x = jax.random.normal(jax.random.key(1), (8, 4, 8))
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        run = room.summed_once(jax.grad(loss), "data", 2, rows=8, shards=("fsdp", 2))
+        assert "f32[3,4,8,8]" in str(jax.make_jaxpr(run)(params, x)), "a matrix of each device"
+        found, wanted = jax.jit(run)(params, x), jax.jit(jax.grad(loss))(params, x)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-4), found, wanted)
 
 

@@ -22,7 +22,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.beside import beside
 from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
-from jaxpar.pipeline.jaxprs.summed_once import summed_once
+from jaxpar.pipeline.jaxprs.summed.once import summed_once
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.block_inputs import offloading
 from jaxpar.step.checks.given_state import check_kept
@@ -104,12 +104,15 @@ class Whole(Gradients):
     @property
     def _summed_over(self) -> str:
         """The axis over which sums of layers' gradients are taken out of a scan, or "": see `summed_once`."""
-        sizes = self.layout.sizes
-        if sizes["data"] > 1:
-            return "data"
+        return "data" if self.layout.sizes["data"] > 1 else "fsdp" if self._cut_by_fsdp else ""
+
+    @property
+    def _cut_by_fsdp(self) -> bool:
+        """Whether gradients are scattered over `fsdp`, and summed over no other axis but `data`."""
         # what other axes that cut the batch add up would travel whole before the reduce-scatter
-        alone = self.layout.parallel.stage == 3 and self.layout.replicas == sizes["fsdp"] and sizes["context"] == 1
-        return "fsdp" if alone and sizes["fsdp"] > 1 else ""
+        sizes, stage = self.layout.sizes, self.layout.parallel.stage
+        alone = self.layout.replicas == sizes["data"] * sizes["fsdp"] and sizes["context"] == 1
+        return stage == 3 and alone and sizes["fsdp"] > 1
 
     def _gathered(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], *, train: bool) -> Tree:
         """Returns the parameters as every microbatch of a step reads them: stages 1 and 2 gather them once."""
@@ -175,7 +178,9 @@ class Whole(Gradients):
         differentiated = jax.grad(objective, has_aux=True)
         if axis := self._summed_over:
             rows = max((value.shape[0] for value in batch.values() if value.shape), default=1)
-            differentiated = summed_once(differentiated, axis, self.layout.sizes[axis], rows=rows)
+            sizes = self.layout.sizes
+            shards = ("fsdp", sizes["fsdp"]) if axis == "data" and self._cut_by_fsdp else None
+            differentiated = summed_once(differentiated, axis, sizes[axis], rows=rows, shards=shards)
         gradients, (sums, after) = differentiated(without(self.frozen, params))
         stored = without(self.frozen, self.layout.params)
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)

@@ -1,0 +1,1 @@
+"""Sums of layers' gradients over devices, taken out of the scans that make them: `sums` finds, `once` rewrites."""
