@@ -178,8 +178,9 @@ def test_more_sharding_and_more_recomputation_never_need_more(seed, software):
     assert (memory(LLAMA, replace(many, fsdp=2 * many.fsdp), software).static <= here.static).all()
     more = memory(LLAMA, replace(many, zero=np.minimum(many.zero + 1, 3)), software)
     # to stage 3 gradients of a 16-bit copy become those of float32 shards, and in a pipeline their sums are whole
-    # again; of what two devices share, that and shards in another order are more than the copy
-    to_3, one = many.zero == 2, (many.pipe == 1) & (many.fsdp > 2)
+    # again; of what two devices share, that and shards in another order are more than the copy. Where nothing is
+    # recomputed stage 3 keeps what it gathers: fsdp 4 takes 1,646 MiB as compiled for 1,626 in stage 2
+    to_3, one = many.zero == 2, (many.pipe == 1) & (many.fsdp > 2) & (many.remat != "none")
     assert (more.static <= here.static)[~to_3].all()
     assert (more.total <= here.total)[to_3 & one].all()
     assert (memory(LLAMA, replace(many, tensor=2 * many.tensor), software).total <= here.total).all()
