@@ -13,7 +13,8 @@ import jaxpar as jp
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models.islands import whole
-from jaxpar.models.own_backward import attended, logits, normalized, swiglu
+from jaxpar.models.own_backward import apart, attended, logits, normalized, swiglu
+from jaxpar.models.remat import remat
 from jaxpar.step.losses import cross_entropy
 
 ROWS, DIM, VOCAB = 256, 32, 2**17
@@ -144,3 +145,14 @@ def test_a_norm_after_a_loop_adds_up_its_rows_before_the_loops_backward_pass():
         for i in (False, True)
     ]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *grads)
+
+
+@pytest.mark.parametrize(("policy", "matmuls"), [("none", 9), ("dots", 9), ("all_dots", 9), ("full", 12)])
+def test_a_matmul_that_stays_apart_is_kept_as_others_are(policy, matmuls):
+    def summed(x_bsd, gate_df, up_df, down_fd):
+        up = jnp.einsum("bsd,df->bsf", x_bsd, up_df)
+        return jnp.sum(jnp.einsum("bsf,fd->bsd", swiglu(apart(x_bsd, gate_df), up), down_fd) ** 2)
+
+    given = [jnp.ones(shape) for shape in ((1, 4, 2), (2, 3), (2, 3), (3, 2))]
+    program = jax.make_jaxpr(jax.grad(remat(summed, policy), (0, 1, 2, 3)))(*given)
+    assert str(program).count("dot_general[") == matmuls  # three forward, six backward, and what is computed again
