@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.step.losses import cross_entropy
+from jaxpar.step.losses import cross_entropy, next_token
 
 LOGITS = jnp.asarray(3 * np.random.default_rng(0).normal(size=(2, 3, 16)).astype(np.float32))
 LABELS = jnp.array([[0, 5, 15], [7, 7, 2]])
@@ -46,3 +46,21 @@ def test_a_label_that_is_none_has_no_gradient():
     grads = jax.grad(lambda logits: jnp.nansum(cross_entropy(logits, labels)))(LOGITS)
     assert not grads[(0, 1), (1, 0)].any()
     assert grads[0, 0].any()
+
+
+@pytest.mark.parametrize(("dtype", "vocab"), [(jnp.uint8, 256), (jnp.uint8, 300), (jnp.int8, 128), (jnp.uint16, 300)])
+def test_labels_in_few_bits_are_the_numbers_that_they_are(dtype, vocab):
+    logits = jax.random.normal(jax.random.key(0), (4, vocab))
+    labels = jnp.array([0, 1, 100, 127])
+    np.testing.assert_array_equal(cross_entropy(logits, labels.astype(dtype)), cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize("inputs", [(2, 3, 4), (2,)], ids=["embeddings", "one token a row"])
+def test_next_token_takes_what_is_no_table_of_tokens(inputs):
+    class Model:
+        def __call__(self, x):
+            return jnp.ones((*x.shape[:2], 5))
+
+    targets = jnp.zeros(inputs[:2], jnp.int32)
+    total, count = next_token(Model(), {"inputs": jnp.ones(inputs), "targets": targets})["loss"]
+    np.testing.assert_allclose(total / count, np.log(5), rtol=1e-6)

@@ -13,7 +13,7 @@ import jaxpar as jp
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models.islands import whole
-from jaxpar.models.own_backward import apart, attended, logits, normalized, swiglu
+from jaxpar.models.own_backward import another, attended, logits, normalized, swiglu
 from jaxpar.models.remat import remat
 from jaxpar.step.losses import cross_entropy
 
@@ -148,11 +148,26 @@ def test_a_norm_after_a_loop_adds_up_its_rows_before_the_loops_backward_pass():
 
 
 @pytest.mark.parametrize(("policy", "matmuls"), [("none", 9), ("dots", 9), ("all_dots", 9), ("full", 12)])
-def test_a_matmul_that_stays_apart_is_kept_as_others_are(policy, matmuls):
+def test_a_matmul_that_xla_does_not_join_is_kept_as_others_are(policy, matmuls):
     def summed(x_bsd, gate_df, up_df, down_fd):
-        up = jnp.einsum("bsd,df->bsf", x_bsd, up_df)
-        return jnp.sum(jnp.einsum("bsf,fd->bsd", swiglu(apart(x_bsd, gate_df), up), down_fd) ** 2)
+        gate, up = jnp.einsum("bsd,df->bsf", another(x_bsd), gate_df), jnp.einsum("bsd,df->bsf", x_bsd, up_df)
+        return jnp.sum(jnp.einsum("bsf,fd->bsd", swiglu(gate, up), down_fd) ** 2)
 
     given = [jnp.ones(shape) for shape in ((1, 4, 2), (2, 3), (2, 3), (3, 2))]
     program = jax.make_jaxpr(jax.grad(remat(summed, policy), (0, 1, 2, 3)))(*given)
     assert str(program).count("dot_general[") == matmuls  # three forward, six backward, and what is computed again
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 forgets barriers before it fuses")
+def test_the_gradients_of_swiglu_are_computed_once_on_processors():
+    def summed(x_bsd, gate_df, up_df, down_fd):
+        gate, up = (jnp.einsum("bsd,df->bsf", x_bsd, each) for each in (gate_df, up_df))
+        return jnp.sum(jnp.square(jnp.einsum("bsf,fd->bsd", swiglu(gate, up), down_fd)))
+
+    shapes = (2, 256, 64), (64, 256), (64, 256), (256, 64)
+    gradients = jax.jit(jax.grad(jax.checkpoint(summed), (1, 2, 3)))
+    text = gradients.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile().as_text()
+    parts = [part for part in text.split("\n\n") if "fused" in part[:99]]
+    products = [part.count(" multiply(") for part in parts if " transpose(" in part]
+    # three matmuls read with dims exchanged: the gradients of gate and up as they are, and gate * sigmoid(gate) * up
+    assert sorted(products) == [0, 0, 2]

@@ -205,6 +205,7 @@ def test_auto_prices_the_kernel_where_a_run_has_it_and_blocks_where_it_has_not()
     ):
         assert f"(modelled, in blocks of plain JAX: {why})" in choose(call(seq=32768, **lacks)).why
     assert "it has no heads" not in choose(call(seq=32768, chip="h100", head_dim=256)).why
+    assert "these devices are no GPUs" in choose(call(seq=32768, chip="v5p")).why
     mixed = choose(call(seq=32768, window=1024))
     assert mixed.by == "ulysses"
     assert "(modelled, ulysses by cuDNN's kernel, as on a GPU where it passes its trial, others in blocks" in mixed.why

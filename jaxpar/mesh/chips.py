@@ -74,6 +74,11 @@ class Chip:
     source: str
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it is one, described for XLA's compiler or not."""
+        return "TPU" not in self.name
+
+    @property
     def visible(self) -> int:
         """Bytes of device memory that the driver reports, or those of the sheet, which are fewer."""
         return self.reported or self.memory

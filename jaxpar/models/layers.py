@@ -15,7 +15,7 @@ from jaxpar.models.blocks.documents import ONE, Documents
 from jaxpar.models.cache import Layer
 from jaxpar.models.islands import KEYS, QUERIES, attention
 from jaxpar.models.named import constrain
-from jaxpar.models.own_backward import apart, normalized, swiglu
+from jaxpar.models.own_backward import another, normalized, swiglu
 from jaxpar.models.rotary import Rope, rotate
 
 
@@ -145,7 +145,7 @@ class FeedForward(nnx.Module):
         if self.gate is None:
             h = jax.nn.gelu(h)
         else:
-            gate = constrain(apart(x_bsd, self.gate[...]), "batch", "seq", "mlp")
+            gate = constrain(jnp.einsum("bsd,df->bsf", another(x_bsd), self.gate[...]), "batch", "seq", "mlp")
             h = swiglu(_plus(gate, self.gate_bias), h)
         return _plus(jnp.einsum("bsf,fd->bsd", h, self.down[...]), self.down_bias)
 

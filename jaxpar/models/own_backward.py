@@ -3,7 +3,7 @@
     normalized(x, ...)   keeps its input and a number for each token; JAX would keep the input and what is normalized in
                          float32 beside it, and that in the dtype of `x`
     swiglu(gate, up)     keeps its two inputs; JAX would keep the sigmoid and silu(gate) beside them
-    apart(x, weight)     stays a matmul of its own: XLA would join small ones that read `x`, and keep copies of weights
+    another(x)           is read by another matmul: XLA would join small ones, and keep copies of weights for that
     logits(x, head)      makes the gradient of the head as the head lies; JAX would transpose the gradient of the
                          logits and then the head's, each a copy of its size
     attended(q, k, v)    keeps the shares of each query, softmax(q k), which are the largest arrays of a layer; XLA
@@ -19,11 +19,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.models.named import axes_of, spec_of
 
-MATMUL = "matmul"  # the name of one that policies of remat do not see, being inside a function with a custom gradient
 AT_ONCE = 2**26  # bytes of a device's logits, above which their gradient is gone before the layers' backward pass
 ALONE = 2**23  # bytes that it sends for the head's gradient: over NVLink some 30 us, several times what a launch costs
 
@@ -70,7 +68,7 @@ def _normalized_backward(eps: float, centered: bool, looped: bool, kept: tuple[j
     to_x, terms = (share * to_x).astype(x.dtype), grad * y.astype(x.dtype)
     if looped and x.ndim == 3 and _rows_are_whole():
         # each row is added up when the loop begins, and nothing travels for that
-        row = jnp.sum(terms, axis=1, dtype=jnp.float32).astype(x.dtype)
+        row = jnp.sum(terms, axis=1, dtype=jnp.float32).astype(terms.dtype)
         to_x, terms = jax.lax.optimization_barrier((to_x, row))
     to_scale = jax.lax.reduce_sum(terms, tuple(range(terms.ndim - 1)))  # devices send 16 bits
     return to_x, to_scale.astype(scale.dtype)
@@ -85,35 +83,25 @@ def _rows_are_whole() -> bool:
 normalized.defvjp(_normalized_forward, _normalized_backward)
 
 
-def apart(x_bsd: jax.Array, weight_df: jax.Array) -> jax.Array:
-    """Returns x @ weight, whose columns are `mlp`, as a matmul that XLA is not to make one with another that reads `x`.
+def another(x: jax.Array) -> jax.Array:
+    """Returns `x`, for a matmul with columns `mlp` that XLA is not to make one with another that reads `x`.
 
     It joins small ones, for which it copies each layer's slice of a stack of weights, and keeps that for the backward
     pass. Where the step cuts the columns, what is cut of `x` is gathered for both at once, and they stay as they are.
-
-    Args:
-      x_bsd: Shape [batch, seq, dim].
-      weight_df: Shape [dim, mlp].
+    Where nothing is recomputed, this is kept beside `x`: a matmul with a backward pass of its own would keep `x` alone,
+    but policies of remat, adapters and casts would not find it in there.
     """
     (entry,) = spec_of(("mlp",)) or (None,)
     sizes = jax.sharding.get_abstract_mesh().shape
-    if math.prod(sizes[axis] for axis in axes_of(entry)) > 1:
-        return jnp.einsum("bsd,df->bsf", x_bsd, weight_df)
-    return checkpoint_name(_apart(x_bsd, weight_df), MATMUL)
+    return x if math.prod(sizes[axis] for axis in axes_of(entry)) > 1 else _another(x)
 
 
 @jax.custom_vjp
-def _apart(x_bsd: jax.Array, weight_df: jax.Array) -> jax.Array:
-    return jnp.einsum("bsd,df->bsf", jax.lax.optimization_barrier(x_bsd), weight_df)
+def _another(x: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(x)
 
 
-def _apart_backward(kept: tuple[jax.Array, jax.Array], grad_bsf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # `x` itself is kept, as for the other matmul; what is behind the barrier would be a second array of its size
-    x_bsd, weight_df = jax.lax.optimization_barrier(kept[0]), kept[1]
-    return jnp.einsum("bsf,df->bsd", grad_bsf, weight_df), jnp.einsum("bsf,bsd->fd", grad_bsf, x_bsd).T
-
-
-_apart.defvjp(lambda x, weight: (_apart(x, weight), (x, weight)), _apart_backward)
+_another.defvjp(lambda x: (_another(x), None), lambda _, grad: (grad,))
 
 
 @jax.custom_vjp
@@ -129,7 +117,10 @@ def _swiglu_backward(kept: tuple[jax.Array, jax.Array], grad: jax.Array) -> tupl
     gate, up = kept
     zero, grad = jax.lax.optimization_barrier((jnp.zeros((), gate.dtype), grad))
     share = jax.nn.sigmoid(gate + zero)
-    return grad * up * share * (1 + gate * (1 - share)), grad * gate * share
+    made = grad * up * share * (1 + gate * (1 - share)), grad * gate * share
+    # Weights' gradients read these with dims exchanged: XLA for processors would compute them again in that order,
+    # walking four arrays across their rows, which takes twelve times what a copy takes
+    return jax.lax.optimization_barrier(made)
 
 
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
@@ -155,6 +146,7 @@ def _logits(x_bsd: jax.Array, head_dv: jax.Array, at_once: bool) -> jax.Array:
 def _logits_backward(at_once: bool, kept: tuple[jax.Array, jax.Array], grad_bsv: jax.Array):
     x_bsd, head_dv = kept
     made = jnp.einsum("bsv,dv->bsd", grad_bsv, head_dv), jnp.einsum("bsd,bsv->dv", x_bsd, grad_bsv)
+    made = made[0].astype(x_bsd.dtype), made[1].astype(head_dv.dtype)  # where one of the two is in 16 bits
     # both at once: XLA for GPUs would make the head's last of all, and keep the gradient of the logits until then. The
     # head's is then sent by itself, which small logits are not worth, or it is large enough for that
     return jax.lax.optimization_barrier(made) if at_once else made

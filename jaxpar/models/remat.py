@@ -5,12 +5,10 @@ places it itself, around each layer; around any other model the step places it a
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 
 from jaxpar.errors import nearest, refuse
-from jaxpar.models.own_backward import MATMUL
 from jaxpar.models.settings.computing import POLICIES
 
 
@@ -35,11 +33,9 @@ def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callabl
             rule="a step offloads the inputs of layers where they are scanned over: see jaxpar.step.block_inputs",
             fix='jp.train_step(..., remat="offload"), or remat="full"',
         )
-    kept = jax.checkpoint_policies
-    named = partial(kept.save_from_both_policies, kept.save_only_these_names(MATMUL))
     policy = {
-        "dots": named(kept.dots_with_no_batch_dims_saveable),
-        "all_dots": named(kept.dots_saveable),
+        "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "all_dots": jax.checkpoint_policies.dots_saveable,
         "full": None,
     }[name]
     return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)

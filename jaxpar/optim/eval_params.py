@@ -113,9 +113,9 @@ def _copy(name: str, known: frozenset[str]) -> tuple[str, Copy] | None:
     """Returns the path of the parameter that an array of a state is the copy of, and the copy; None for others."""
     words = name.split("/")
     for at, word in enumerate(words[:-1]):
-        for kind in KINDS:
+        for kind in (kind for kind in KINDS if word == kind.copy):
             fields = {field: "/".join([*words[:at], field]) for field in kind.fields}
-            if word == kind.copy and known.issuperset(fields.values()):
+            if known.issuperset(fields.values()):
                 return "/".join(words[at + 1 :]), Copy(kind, name, fields)
     return None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import users_code
@@ -131,6 +132,8 @@ def updated(
     def update(gradients: Tree) -> tuple[Tree, Any]:
         with users_code("the optimizer's update", rule=CHAIN, fix=TRACED):
             updates, after = optimizer.update(gradients, kept, params, **given(optimizer, loss))
+        # a number of Python's is an array of the state, too
+        after = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), after)
         check_update(updates, after, params=params, held=kept)
         return updates, after
 

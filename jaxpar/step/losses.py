@@ -41,7 +41,7 @@ def next_token(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LAR
     """
     tokens, targets = batch["inputs"], batch["targets"]
     apart = {name: batch[name] for name in ("segments", "positions") if name in batch}
-    cut = cut_of(*tokens.shape)
+    cut = cut_of(*tokens.shape) if tokens.ndim == 2 else None  # what a model reads may be embeddings, or a token a row
     if offers(model) and cut is not None:
         logits = cut.logits(tokens.size, vocab_of(model), largest=largest)
         note(logits)
@@ -50,7 +50,7 @@ def next_token(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LAR
     with as_computed():  # cross entropy casts to float32 where it sums
         logits = model(tokens, **apart)
     if logits.ndim == 3 and cut is not None and cut.vocab and cut.ways[1] == 1:
-        _check_labels(targets, logits.shape)
+        targets = _whole_numbers(targets, logits.shape)
         # rows of tokens, as the matmul makes them: for processors XLA writes their gradient over them in no other shape
         losses = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)).reshape(targets.shape)
         return {"loss": counted(losses, batch)}
@@ -59,8 +59,7 @@ def next_token(model: Any, batch: Mapping[str, jax.Array], *, largest: int = LAR
 
 def _in_chunks(head: Head, cut: Cut, logits: Logits, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the sum of the losses that count, and how many they are, as `counted` does of losses."""
-    labels = batch["targets"]
-    _check_labels(labels, (*head.hidden.shape[:2], head.vocab))
+    labels = _whole_numbers(batch["targets"], (*head.hidden.shape[:2], head.vocab))
     how = Chunks(cut, logits.chunks, head.table)
     weights = _weights(batch, labels.shape)
     count = jnp.float32(labels.size) if weights is None else jnp.sum(weights)
@@ -116,17 +115,18 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     Raises:
       JaxparError: If the shapes do not belong together.
     """
-    _check_labels(labels, logits.shape)
-    return _cross_entropy(logits, labels)
+    return _cross_entropy(logits, _whole_numbers(labels, logits.shape))
 
 
-def _check_labels(labels: jax.Array, logits: tuple[int, ...]) -> None:
+def _whole_numbers(labels: jax.Array, logits: tuple[int, ...]) -> jax.Array:
+    """Returns labels as int32: in 8 bits, as bytes come, they could not be compared with 256 and more."""
     if labels.shape != logits[:-1] or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise refuse(
             f"labels {labels.dtype}{list(labels.shape)} for logits {list(logits)}",
             rule="labels are whole numbers, one for every row of logits",
             fix=f"labels int32{list(logits[:-1])}: labels.squeeze(-1), or labels.argmax(-1) of one-hot rows",
         )
+    return labels.astype(jnp.int32)
 
 
 @jax.custom_jvp

@@ -64,8 +64,8 @@ class Columns:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        """Returns an example."""
+    def __getitem__(self, number: Any) -> dict[str, Any]:
+        """Returns an example, or of an array of numbers those examples, stacked."""
         return {key: value[number] for key, value in self.arrays.items()}
 
 
@@ -115,6 +115,8 @@ def read(dataset: Any, chosen: np.ndarray, name: str) -> Batch:
     Raises:
       CorruptBatch: If an example is no dict of arrays, or they do not fit together.
     """
+    if isinstance(dataset, Columns):
+        return as_batch(dataset[chosen], len(chosen), name)
     found = []
     for number in chosen.tolist():
         with users_code(f"{name}[{number}]", rule="a dataset has every example", fix="the line that it names"):

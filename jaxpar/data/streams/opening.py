@@ -56,10 +56,10 @@ def _source(spec: Data, function: Callable | None, made: Any, folder: Path, seed
         return Own(made, name)
     if _is_of_grain(made, "MapDataset"):
         return GrainMap(made, name)
-    if is_indexed(made):
-        return Indexed(made, name, spec, seed)
     if isinstance(made, Mapping):
         return Indexed(Columns(made, name), name, spec, seed)
+    if is_indexed(made):
+        return Indexed(made, name, spec, seed)
     if not isinstance(made, Iterable):
         raise refuse(
             f"data.source = {name!r} is a {type(made).__name__}",

@@ -146,8 +146,10 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     # nor do a stage's slots have the products of split sequences as matmuls going backward read them
     product = product * (1 + software.everywhere * (np.greater(candidate.pipe, 1) & np.greater(candidate.context, 1)))
     lean = software.everywhere & np.greater(candidate.pipe, 1) & ~candidate.split
+    # what keeps XLA from making one matmul of gate and up: see `jaxpar.models.own_backward.another`
+    another = software.everywhere * shape.gated * np.equal(tensor, 1) * 2 * stream
     kept = {
-        "none": np.where(lean, _lean(shape, candidate, software), everything),
+        "none": np.where(lean, _lean(shape, candidate, software), everything + another),
         "all_dots": dots + product + np.equal(candidate.context, 1) * software.kept[1] * (1 + kept_twice) * score,
         "dots": dots,
         "selective": everything - scores,

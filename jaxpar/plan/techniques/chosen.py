@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from jaxpar.errors import refuse
+from jaxpar.mesh.chips import CHIPS
 from jaxpar.models.settings.cudnn import HOPPER, why_no_part
 from jaxpar.parallel.techniques.open_choice import Call, Choice
 from jaxpar.plan.candidate import Candidate
@@ -61,8 +62,9 @@ def choose(call: Call) -> Choice:
 def _in_blocks(call: Call, shape: Shape, far: list[Candidate], hardware: Hardware) -> dict[Candidate, str]:
     """Returns for each form whose pieces travel why blocks of plain JAX meet them; "" where cuDNN's kernel does."""
     gpu, found = hardware.chip.gpu, {}
+    other = any(chip.key == call.chip and not chip.is_gpu for chip in CHIPS)
     for each in far:
-        why = "as asked" if call.kernel == "plain" else why_no_part(
+        why = "as asked" if call.kernel == "plain" else "these devices are no GPUs" if other else why_no_part(
             dtype=call.dtype, head_dim=call.head_dim, causal=call.causal, window=call.window, segments=call.segments,
             ring=int(exchanged.groups(each)), capability=gpu.capability[0] + gpu.capability[1] / 10 if gpu else HOPPER,
         )  # fmt: skip

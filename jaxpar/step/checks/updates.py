@@ -15,7 +15,7 @@ def check_update(updates: Tree, kept: Any, *, params: Tree, held: Any) -> None:
     """Refuses what cannot be added to parameters, or cannot be the state of the next step.
 
     Args:
-      updates: As the optimizer returned them; None leaves a parameter alone.
+      updates: As the optimizer returned them.
       kept: The state that it returned.
       params: The parameters.
       held: The state that it was given.
@@ -25,6 +25,12 @@ def check_update(updates: Tree, kept: Any, *, params: Tree, held: Any) -> None:
         gone, or of another shape or dtype.
     """
     shapes, wanted = ({path: shape for path, (shape, _) in _arrays(tree).items()} for tree in (updates, params))
+    if without := [path for path in wanted if path not in shapes]:
+        raise refuse(
+            f"the optimizer makes no update of params{without[0]}",
+            rule="an optimizer makes one update for each parameter, of its shape",
+            fix="jnp.zeros_like of a parameter that it leaves alone, or freeze= for what is not trained",
+        )
     for path, shape in shapes.items():
         if shape != wanted.get(path):
             of = f"the parameter is of {list(wanted[path])}" if path in wanted else "there is no such parameter"

@@ -9,7 +9,6 @@ from jaxpar.data.spec import Source
 from jaxpar.data.streams.sets import EvaluationSet
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.models.huggingface.folder import is_folder
-from jaxpar.step.checks.given_state import check_there
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best
@@ -45,11 +44,9 @@ def agreed(
       faults: As the user has them, or None.
 
     Raises:
-      JaxparError: With each argument that is none, or does not go with another; if the state was given up.
+      JaxparError: With each argument that is none, or does not go with another.
     """
     given = {"checkpoints": checkpoints, "best": best, "faults": faults}
-    if state is not None:
-        check_there(state)
     problems = [*_steps(step, numbers, eval_every), *_values(given)]
     if not problems:
         problems = [*_together(step, given, run, eval_every), *_beginning(checkpoints, state)]

@@ -31,6 +31,7 @@ from jaxpar.data.streams.sets import as_sets
 from jaxpar.errors import reading, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.mesh.devices import describe
+from jaxpar.step.checks.given_state import check_there
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
 from jaxpar.train.best import Best
@@ -148,7 +149,10 @@ def _begin(
     """Returns the state to go on from and its step: of the newest checkpoint, or of a new run."""
     if store and store.steps():
         return store.restore(step.abstract())
-    state = init_state(step.layout, step.optimizer, seed=seed) if state is None else state
+    if state is None:
+        state = init_state(step.layout, step.optimizer, seed=seed)
+    else:
+        check_there(state)
     if saved.start_from:
         state, origin = start(saved, state, step.optimizer, adapters=step.layout.blueprint.adapters)
         say(str(origin))
