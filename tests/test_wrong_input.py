@@ -766,6 +766,11 @@ VALUES = {
         "params['a']['bias'] is of shape [], the parameter is of [16]",
         "one update for each parameter",
     ),
+    "an update that is None": (
+        lambda: updating(careless.chain(lambda gradients, state: (jax.tree.map(lambda _: None, gradients), state))),
+        "the optimizer makes no update of params['a']['bias']",
+        "zeros_like",
+    ),
     "a state of an optimizer that grows": (
         lambda: updating(careless.chain(lambda gradients, state: (gradients, (*state, jnp.zeros(2))))),
         "the optimizer's state[0] is not there before an update and float32[2] after it",
