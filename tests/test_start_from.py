@@ -2,12 +2,15 @@
 
 import io
 import re
+from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import tiny
+from flax import nnx
 
 import jaxpar as jp
 from jaxpar.checkpoint import Checkpoints, Store, manifest, start_from
@@ -280,3 +283,20 @@ def test_statistics_are_taken_with_the_parameters(tmp_path):
     for taken, trained in zip(jax.tree.leaves(made.model_state), jax.tree.leaves(state.model_state), strict=True):
         if np.issubdtype(taken.dtype, np.floating):
             np.testing.assert_array_equal(taken, trained)
+
+
+def test_tables_that_the_model_makes_are_its_own(tmp_path):
+    class Model(nnx.Module):
+        def __init__(self, base, *, rngs):
+            self.table, self.out = base ** -jnp.arange(8.0), nnx.Linear(8, 4, rngs=rngs)
+
+    chain = optax.sgd(0.1)
+    one, other = (jp.compose(partial(Model, base), jp.Parallel(data=8)) for base in (2.0, 3.0))
+    store = Store(tmp_path / "checkpoints", Checkpoints())
+    store.save(1, jp.init_state(one, chain), {})
+    store.wait()
+    of, begun = other.blueprint, jp.init_state(other, chain, seed=7)
+    assert of.constants == {"table"}
+    made, origin = start_from.start(Checkpoints(start_from=str(tmp_path)), begun, chain, constants=of.constants)
+    assert set(origin.taken) == {"out/kernel", "out/bias"}
+    np.testing.assert_array_equal(made.model_state["table"], 3.0 ** -jnp.arange(8.0))

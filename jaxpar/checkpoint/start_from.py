@@ -9,7 +9,7 @@ keys for dropout begin anew.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,6 +67,7 @@ def start(
     optimizer: optax.GradientTransformation,
     *,
     adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    constants: Collection[str] = (),
 ) -> tuple[State, Origin]:
     """Returns a new run's state with parameters of another run, and where each comes from.
 
@@ -75,6 +76,7 @@ def start(
       state: As made by `init_state`; it is given up.
       optimizer: The optax chain, whose state is made anew for these parameters.
       adapters: Of the model, which say what it keeps in 8 bits: taken of floats, it is rounded.
+      constants: Paths of arrays that the model makes, and no run changes: they are not taken.
 
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
@@ -82,7 +84,7 @@ def start(
     path = listing.find(Path(spec.start_from)).resolve()
     found = reading.listed(path)
     saved, here = found.arrays, paths.described(state)
-    mine, theirs = _takable(here), _takable(saved)
+    mine, theirs = ({p: a for p, a in _takable(of).items() if p not in constants} for of in (here, saved))
     made = {} if any(begins(name, SCALES) for name in theirs) else {p: a for p, a in adapters.items() if a.wide}
     origin = plan(spec, path, theirs, _in_floats(mine, made))
     origin = dataclasses.replace(origin, judged=len(reading.judged(found).keys() & set(origin.taken.values())))

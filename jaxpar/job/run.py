@@ -228,7 +228,8 @@ def _begin(built: Built, progress: Progress) -> state.State:
         return made
     made = state.init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
     if spec.start_from:
-        made, origin = start_from.start(spec, made, built.optimizer, adapters=built.layout.blueprint.adapters)
+        of = built.layout.blueprint
+        made, origin = start_from.start(spec, made, built.optimizer, adapters=of.adapters, constants=of.constants)
         progress.say(str(origin))
     return made
 

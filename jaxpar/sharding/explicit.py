@@ -129,10 +129,9 @@ def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
     mesh = get_abstract_mesh()
     if mesh.empty or not spmd.get_logical_axis_rules():
         return NamedSharding(_NOWHERE, PartitionSpec())
-    said = translated(_splits(sharding), mesh.shape)
     if {*mesh.axis_types} == {AxisType.Manual}:  # each device has its part in hand, and XLA splits nothing
-        said = PartitionSpec(*(None,) * len(said))
-    return NamedSharding(mesh, said)
+        return NamedSharding(mesh, PartitionSpec(*(None,) * len(_splits(sharding))))
+    return NamedSharding(mesh, translated(_splits(sharding), mesh.shape))
 
 
 def _splits(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:

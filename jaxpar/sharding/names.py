@@ -44,11 +44,13 @@ class Leaf:
       shape: Global shape.
       dtype: As stored, usually float32.
       names: The name of each dim, or None where the model gives none.
+      constant: Whether it is no variable but an attribute, such as a table of positions: the model makes it, always.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     names: tuple[str | None, ...] | None
+    constant: bool = False
 
     @property
     def size(self) -> int:
@@ -114,6 +116,11 @@ class Blueprint:
     program: Callable[[], Program] | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
     base: "Blueprint | None" = None
+
+    @property
+    def constants(self) -> frozenset[str]:
+        """Paths of arrays of the rest that no run changes, and none takes from another."""
+        return frozenset(path for path, leaf in self.others.items() if leaf.constant)
 
 
 def averages_over_devices(module: Any) -> bool:

@@ -273,9 +273,9 @@ def _leaves(state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]]) 
 
 
 def _leaf(path, variable, flat: tuple[int, ...]) -> Leaf:
-    value = _array(path, variable)
-    names = names_in("/".join(_words(path)), variable.get_metadata() if isinstance(variable, nnx.Variable) else {})
-    return Leaf(tuple(value.shape), value.dtype, names and fitted(names, len(value.shape), flat))
+    value, held = _array(path, variable), isinstance(variable, nnx.Variable)
+    names = names_in("/".join(_words(path)), variable.get_metadata() if held else {})
+    return Leaf(tuple(value.shape), value.dtype, names and fitted(names, len(value.shape), flat), constant=not held)
 
 
 def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:

@@ -154,7 +154,8 @@ def _begin(
     else:
         check_there(state)
     if saved.start_from:
-        state, origin = start(saved, state, step.optimizer, adapters=step.layout.blueprint.adapters)
+        of = step.layout.blueprint
+        state, origin = start(saved, state, step.optimizer, adapters=of.adapters, constants=of.constants)
         say(str(origin))
     return state, 0
 
