@@ -25,15 +25,23 @@ def of_parts(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[jax.Array, 
     """Returns the logarithm of the sum of exponentials, and the label's logit, of rows that are cut in equal parts."""
     shape = (*wide.shape[:-1], ways, wide.shape[-1] // ways)
     cut = wide.reshape(shape)
-    # looked up in each part, not summed out: for processors XLA would write down all that is summed
     first = jax.lax.broadcasted_iota(jnp.int32, shape[:-1], wide.ndim - 1) * shape[-1]
     number = labels[..., None].astype(jnp.int32) - first
-    here = (number >= 0) & (number < shape[-1])
-    at_label = jnp.take_along_axis(cut, number[..., None], axis=-1, mode="clip")[..., 0]
-    own = jax.nn.logsumexp(cut, axis=-1), jnp.where(here, at_label, 0.0)
+    own = jax.nn.logsumexp(cut, axis=-1), _at(cut, number)
     free = (PartitionSpec.UNCONSTRAINED,) * (wide.ndim - 1)
     said = jax.lax.with_sharding_constraint(jnp.stack(own, axis=-1), PartitionSpec(*free, None, None))
     return jax.nn.logsumexp(said[..., 0], axis=-1), jnp.sum(said[..., 1], axis=-1)
+
+
+def _at(cut: jax.Array, number: jax.Array) -> jax.Array:
+    """Returns the entry of a number in each part of a row, and 0 where the part has none of it."""
+    if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+        # inside of a pipeline a lookup is another device's matter: see `jaxpar.pipeline.jaxprs.lookups`
+        each = jax.lax.broadcasted_iota(number.dtype, cut.shape, cut.ndim - 1)
+        return jnp.sum(jnp.where(each == number[..., None], cut, 0.0), axis=-1)
+    # looked up, not summed out: for processors XLA would write down all that is summed
+    found = jnp.take_along_axis(cut, number[..., None], axis=-1, mode="clip")[..., 0]
+    return jnp.where((number >= 0) & (number < cut.shape[-1]), found, 0.0)
 
 
 def at(labels: jax.Array, logits: jax.Array) -> jax.Array:
