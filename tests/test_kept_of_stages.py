@@ -18,6 +18,7 @@ from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models.islands import implemented
+from jaxpar.models.own_backward import another
 from jaxpar.pipeline.jaxprs.dataflow import Traced, parts, variables
 from jaxpar.pipeline.jaxprs.fewest_kept import bytes_of, fewest_kept
 from jaxpar.pipeline.jaxprs.in_place import Place
@@ -33,10 +34,10 @@ absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for ab
 
 
 def layer(x, w):
-    """A norm in float32, a matmul, a gate that is computed of its result, and one more matmul."""
+    """A norm in float32, a matmul behind a barrier, a gate that is computed of its result, and one more matmul."""
     y = x.astype(jnp.float32)
     y = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)).astype(x.dtype) * w["scale"]
-    h = y @ w["up"]
+    h = another(y) @ w["up"]
     return x + (jax.nn.silu(h) * jnp.tanh(h)) @ w["down"]
 
 

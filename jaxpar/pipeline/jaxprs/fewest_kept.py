@@ -83,7 +83,8 @@ def _elementwise(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in CALLS:
         return all(_elementwise(each) for inner in jaxprs_in_params(eqn.params) for each in inner.eqns)
-    return name in ELEMENTWISE
+    # a barrier around one value is that value, for a matmul that XLA is to leave alone
+    return name in ELEMENTWISE or (name == "optimization_barrier" and len(eqn.invars) == 1)
 
 
 def _between(eqns: Sequence[JaxprEqn], there: set[Var], wanted: Iterable[Var]) -> list[JaxprEqn]:
