@@ -105,8 +105,9 @@ def test_outside_bubbles_stand_beside_the_layouts_that_have_them():
 
 
 @pytest.mark.slow
-def test_outside_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what_would_help(capsys):
-    words = ["plan", LARGE, "--devices", "16384", "data.seq=131072", "train.global_batch=128", "--top", "1"]
+def test_outside_too_few_rows_of_128k_tokens_on_16384_gpus_are_called_hopeless_with_what_would_help(capsys):
+    """Half of the batch that Llama 3 ran there: with all of it, and cuDNN's kernel for the pieces, MFU is 36 %."""
+    words = ["plan", LARGE, "--devices", "16384", "data.seq=131072", "train.global_batch=64", "--top", "1"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "The first choice is hopeless as it is asked: MFU" in text
