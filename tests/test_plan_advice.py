@@ -96,9 +96,12 @@ def test_no_pipeline_inside_one_nvlink_domain_though_the_table_calls_it_on_a_par
 
 def test_slow_links_between_nodes_want_a_pipeline():
     advice = advise(search(question(LLAMA_70B, 64, 128, between=3e9)))
-    for candidate in (advice.recommended.candidate, advice.plan.best[0].candidate):
-        assert candidate.pipe > 1
-        assert candidate.tensor == 8  # inside of a node; how many stages of that is a matter of six percent
+    own, first = advice.recommended, advice.plan.best[0]
+    assert own.candidate.pipe > 1 < first.candidate.pipe
+    # inside of a node; whether stages share one, and how many there are, is a matter of less than a plan can tell apart
+    assert own.candidate.tensor == 8
+    assert 2 <= first.candidate.tensor <= 8
+    assert own.time.total <= (1 + advice.plan.question.margin) * first.time.total
 
 
 def test_where_they_differ_it_says_by_how_much_and_why():
