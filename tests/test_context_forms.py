@@ -15,7 +15,10 @@ from tiny import assert_same_arrays, train
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
+from jaxpar.job import check
+from jaxpar.job.build import assemble
 from jaxpar.job.file import parse
+from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.mesh.target import find_plugin
 from jaxpar.models import layers
 from jaxpar.models.islands import attention
@@ -23,9 +26,11 @@ from jaxpar.parallel.techniques.asked import Used, traced
 from jaxpar.parallel.techniques.open_choice import Choice
 from jaxpar.plan.techniques import chosen
 from jaxpar.sharding.names import Compute
+from jaxpar.step import step as steps
 from jaxpar.step.inspectable import subject
 from jaxpar.step.losses import cross_entropy
 
+ROOT = Path(__file__).parent.parent
 VOCAB, SEQ, BATCH = 32, 16, 8
 LLAMA = jp.DecoderSettings(vocab=VOCAB, seq=SEQ, layers=2, dim=16, heads=4, kv_heads=2, hidden=32)
 GPT = jp.DecoderSettings(
@@ -238,6 +243,22 @@ def test_the_step_asks_whoever_it_is_handed_and_takes_the_form_that_he_chooses()
     }
     assert "all_to_all" in text
     assert "collective_permute" in text
+
+
+@pytest.mark.parametrize("over", ["train.accumulate=4", "parallel.pipe=2 parallel.context=4", "train.remat=full"])
+def test_a_check_asks_what_a_step_of_the_job_asks(over, monkeypatch):
+    path, devices = ROOT / "configs/context8_ring_data1.toml", jax.devices()
+    job = parse.load(path, ["parallel.context_by=auto", "train.precision=bf16", *over.split()])
+    asked = {"check": [], "step": []}
+    for where, module in (("check", check), ("step", steps)):
+        ask = lambda call, calls=asked[where]: calls.append(call) or chosen.choose(call)  # noqa: E731
+        monkeypatch.setattr(module, "choose", ask)
+    check.check(job)
+    made = assemble(job, devices)
+    subject(made, abstract_batch(job))
+    forms = [{replace(call, held=0, chip="") for call in calls} for calls in asked.values()]
+    assert forms[0] == forms[1]
+    assert forms[0]
 
 
 def test_no_room_below_the_plan_imports_it_by_name():

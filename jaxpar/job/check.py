@@ -290,7 +290,8 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
     check_measures(layout, measures)
     used, mesh = Used(), _mesh_without_devices(layout)
     with accepting(job, blueprint.name, batch), jax.sharding.use_abstract_mesh(mesh):  # as a step has it
-        with traced(layout, used, partial(_as_it_computes, job)), noted() as scores:
+        answers, keeps = partial(_as_it_computes, job, layout.microbatches), job.train.remat == "none"
+        with traced(layout, used, answers, keeps=keeps), noted() as scores:
             found = jax.eval_shape(layers if job.train.remat == "offload" else forward, jax.random.key(0), batch)
             beside = jax.eval_shape(lambda key, batch: measured(measures, bound(key), batch), jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
@@ -304,10 +305,12 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
     return max(scores, default=0) // (job.train.accumulate * layout.microbatches)
 
 
-def _as_it_computes(job: Job, call: Call) -> Choice:
-    """Returns the form of a call in the dtype that the job computes in: here it is traced in that of parameters."""
+def _as_it_computes(job: Job, microbatches: int, call: Call) -> Choice:
+    """Returns the form of a call as a step makes it: here all rows are traced at once, in the parameters' dtype."""
     dtype = DTYPES[job.train.precision.compute]
-    return choose(call if dtype is None else dataclasses.replace(call, dtype=jax.numpy.dtype(dtype).name))
+    name = call.dtype if dtype is None else jax.numpy.dtype(dtype).name
+    rows = max(1, call.rows // (job.train.accumulate * microbatches))
+    return choose(dataclasses.replace(call, rows=rows, dtype=name))
 
 
 def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, jax.ShapeDtypeStruct]) -> None:
