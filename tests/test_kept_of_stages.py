@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import jaxpar as jp
 from jaxpar.bench.gpu.jobs import stand_in_attention
+from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import find_plugin
@@ -210,3 +211,24 @@ def test_llama_3_405b_without_recomputation_fits_80_gb():
     planned = memory(Shape.of(settings), candidate, JAXPAR_FUSED).total
     assert planned == pytest.approx(needed, rel=0.05)
     assert memory(Shape.of(settings), replace(candidate, fsdp=128), JAXPAR_FUSED).total < find_chip("h100").usable
+
+
+@pytest.mark.slow
+@absent
+def test_a_tick_of_one_layer_a_chunk_copies_no_slots_and_keeps_a_norms_input_once():
+    """Of each chunk and microbatch in flight two inputs of norms, a message from another stage being the first one.
+
+    XLA made a norm's output again, after the next message had arrived, from a copy of all slots; and both it and its
+    input were kept.
+    """
+    how = jp.Pipeline(schedule="interleaved_phased", chunks=2, microbatches=4, keep="residuals")
+    parallel = jp.Parallel(pipe=2, tensor=2, pipeline=how)
+    settings = jp.DecoderSettings(layers=4, dim=256, heads=4, hidden=704, vocab=512, seq=128)
+    module = parse(compiled(settings, parallel, "h100:1x4", microbatches=4).text)
+    ops = [op for computation in module.computations.values() for op in computation]
+    copied = [op for op in ops if op.opcode == "copy" and not op.operands[0].startswith("broadcast")]  # of zeros, once
+    stream = (1, settings.seq, settings.dim)
+    assert not [op for op in copied if op.arrays[0].dims[-3:] == stream and len(op.arrays[0].dims) > 3]
+    carried = [[array.dims for array in op.arrays] for op in ops if op.opcode == "while"]
+    kept = max(sum(dims[-3:] == stream and len(dims) == 5 for dims in each) for each in carried)
+    assert kept == 2

@@ -77,9 +77,10 @@ def _pairs(jaxpr: Any, x: Collection[Var]) -> list[Pair]:
     of_x, found = after(jaxpr.eqns, x), []
     for forward in scans:
         scan, stacks = Scan(forward), {}
+        given = {*scan.body.invars[: scan.consts], *scan.body.invars[scan.consts + scan.carry :]}  # needs no keeping
         for outer, inner in zip(forward.outvars[scan.carry :], scan.body.outvars[scan.carry :], strict=True):
             read = readers.get(outer, [])
-            plain = isinstance(inner, Literal) or inner in scan.body.invars or outer in jaxpr.outvars
+            plain = isinstance(inner, Literal) or inner in given or outer in jaxpr.outvars
             if len(read) == 1 and read[0] in scans and not plain:
                 stacks[outer] = (inner, read[0])
         backwards = list({id(eqn): eqn for _, eqn in stacks.values()}.values())

@@ -320,6 +320,10 @@ class Stage:
             # gradients of the ends are added up before a result is sent: left to itself XLA keeps those of many ticks,
             # and what they are made of, the gradient of all logits; stage 2 of ZeRO scatters them in the same tick
             out, state["shared"] = jax.lax.optimization_barrier((out, state["shared"]))
+        if done.slots is not None:
+            # what a forward keeps is written before its result is sent: else XLA computes a norm's output again from
+            # `messages` after the next tick's backward, and as a message has arrived by then, copies all slots for it
+            out, state["kept"] = jax.lax.optimization_barrier((out, state["kept"]))
         return self.send(kind, state, row, out)
 
     def send(self, kind: TickKind, state: dict, row: Row, out: Tree) -> dict:
