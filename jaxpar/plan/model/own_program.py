@@ -72,7 +72,11 @@ def moments(shape: Shape, candidate: Candidate, software: SoftwareModel, recipe:
     # in stage 3 the head is gathered alone, and with it nothing of the layers
     head = np.where(np.equal(candidate.zero, 3) & over & ~table, software.wire[0] * parts.end, 0.0)
     stream = 2.0 * candidate.microbatch * shape.seq / candidate.context * shape.dim
-    yield Moment(np.where(early, ends, sums) + summed + short, logits, copies.all + head + 3 * stream, 1)
+    # of several chunks a tick's forward, with a head or without one, has another chunk's backward after it: there the
+    # head's gradient is masked, and in stage 2 scattered, before all that reads the logits is done
+    masked = recipe.gradients * parts.end * (1 + np.where(np.equal(candidate.zero, 2) & over, 1 / ways, 0.0))
+    made = np.where(table & np.greater(candidate.chunks, 1), masked, short)
+    yield Moment(np.where(early, ends, sums) + summed + made, logits, copies.all + head + 3 * stream, 1)
 
     # in stage 2 every tick of a table scatters, in float32, what is whole until then: of a chunk where ticks mix ops,
     # else a layer at a time; of an end, beside its shard
