@@ -115,8 +115,8 @@ breakdown(plan, 8, "8B on 64 H100: the first eight")
 
 # %% [markdown]
 # They are close to each other, and that is the answer too: among the first few, choose by what else you care for. The plan
-# names the simplest of those that no other one beats in both time and memory. For five percent more time, two
-# pieces of every matrix leave 8 GiB more on every GPU.
+# names the simplest of those that no other one beats in both time and memory. For four percent more time, two
+# pieces of every matrix leave 10 GiB more on every GPU.
 #
 # ## 3. Memory against time
 #
@@ -164,7 +164,7 @@ against(plan, "8B on 64 H100: every layout that fits")
 
 # %% [markdown]
 # The front falls steeply and then lies flat: two percent more time save a quarter of the memory, seven percent half of it,
-# a quarter more time six sevenths; after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
+# eighteen percent six sevenths; after that, each GiB costs more. Most dots have a pipeline, and lie to the right: there are many ways to build one, and NVLink
 # and a good network leave it nothing to win.
 #
 # ## 4. What the links decide
@@ -216,16 +216,18 @@ print(f"of that waiting for other stages: {seconds(pipe.time.bubble)}")
 #
 # **Predict** once more: few sequences, but long ones, 4 of 32,768 tokens. Replicas stop at 4, and 8 heads of keys and values stop the
 # tensor axis at 8: that is half of the GPUs. The other half can be stages of a pipeline, which 4 sequences do not fill, or take
-# pieces of the sequences: the `context` axis, which gathers keys and values alone. cuDNN's kernel does not take pieces, so
-# this is XLA's own attention.
+# pieces of the sequences: the `context` axis. Its devices gather all keys and values, send them round in a ring, or exchange
+# heads for tokens (Ulysses); notebook 08 shows how. A ring and exchanged heads are met by cuDNN's kernel, in parts; gathered keys by
+# XLA's own attention, which keeps all scores.
 
 # %%
 long = ("data.seq=32768", "train.global_batch=4")
-found = jp.plan(LLAMA_8B, *long, devices=64, chip="h100", attention="unfused", top=5000)
+found = jp.plan(LLAMA_8B, *long, devices=64, chip="h100", top=5000)
 whole = next(each for each in found.best if each.candidate.context == 1)
-for name, each in (("first", found.best[0]), ("best without context", whole)):
+gathers = next(each for each in found.best if each.candidate.context > 1 and each.candidate.context_by == "gather")
+for name, each in (("first", found.best[0]), ("best without context", whole), ("best that gathers", gathers)):
     print(f"{name:<21} {each}, {seconds(each.time.total)}, {gib(each.memory.total)}")
-print(f"of that gathering keys and values: {seconds(found.best[0].time.context)}")
+print(f"of the first, exchanging heads for tokens: {seconds(found.best[0].time.context)}")
 
 # %% [markdown]
 # ## 5. What fits nowhere
