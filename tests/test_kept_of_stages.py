@@ -32,6 +32,7 @@ from jaxpar.plan.model.shape import Shape
 
 LAYERS, ROWS, DIM = 2, 4, 6
 absent = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+forgets = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 forgets barriers before it fuses")
 
 
 def layer(x, w):
@@ -215,20 +216,24 @@ def test_llama_3_405b_without_recomputation_fits_80_gb():
 
 @pytest.mark.slow
 @absent
-def test_a_tick_of_one_layer_a_chunk_copies_no_slots_and_keeps_a_norms_input_once():
+@pytest.mark.parametrize(
+    ("remat", "mesh", "head"),
+    [("none", {"tensor": 2}, "last"), pytest.param("dots", {"data": 2}, "spread", marks=forgets)],
+)
+def test_a_tick_of_one_layer_a_chunk_copies_no_slots_and_keeps_a_norms_input_once(remat, mesh, head):
     """Of each chunk and microbatch in flight two inputs of norms, a message from another stage being the first one.
 
-    XLA made a norm's output again, after the next message had arrived, from a copy of all slots; and both it and its
-    input were kept.
+    XLA made a norm's output again, after the next message had arrived, from a copy of all slots, and read what a
+    backward needs last after the next forward had written its own; and a norm's input and output were both kept.
     """
-    how = jp.Pipeline(schedule="interleaved_phased", chunks=2, microbatches=4, keep="residuals")
-    parallel = jp.Parallel(pipe=2, tensor=2, pipeline=how)
+    how = jp.Pipeline(schedule="interleaved_phased", chunks=2, microbatches=8, keep="residuals", head=head)
+    parallel = jp.Parallel(pipe=2, pipeline=how, **mesh)
     settings = jp.DecoderSettings(layers=4, dim=256, heads=4, hidden=704, vocab=512, seq=128)
-    module = parse(compiled(settings, parallel, "h100:1x4", microbatches=4).text)
+    module = parse(compiled(settings, parallel, "h100:1x4", microbatches=8, remat=remat).text)
     ops = [op for computation in module.computations.values() for op in computation]
     copied = [op for op in ops if op.opcode == "copy" and not op.operands[0].startswith("broadcast")]  # of zeros, once
     stream = (1, settings.seq, settings.dim)
     assert not [op for op in copied if op.arrays[0].dims[-3:] == stream and len(op.arrays[0].dims) > 3]
     carried = [[array.dims for array in op.arrays] for op in ops if op.opcode == "while"]
     kept = max(sum(dims[-3:] == stream and len(dims) == 5 for dims in each) for each in carried)
-    assert kept == 2
+    assert kept == 2 or head == "spread"  # whose loop also carries what the other stages have sent

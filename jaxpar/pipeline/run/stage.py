@@ -320,10 +320,14 @@ class Stage:
             # gradients of the ends are added up before a result is sent: left to itself XLA keeps those of many ticks,
             # and what they are made of, the gradient of all logits; stage 2 of ZeRO scatters them in the same tick
             out, state["shared"] = jax.lax.optimization_barrier((out, state["shared"]))
-        if done.slots is not None:
-            # what a forward keeps is written before its result is sent: else XLA computes a norm's output again from
-            # `messages` after the next tick's backward, and as a message has arrived by then, copies all slots for it
-            out, state["kept"] = jax.lax.optimization_barrier((out, state["kept"]))
+        # what a forward keeps is written, and of several chunks what a backward reads of it read, before a result is
+        # sent: else XLA puts parts of a tick off, and copies all slots, as the next tick writes what they still read
+        names = ["kept"] * (done.slots is not None)
+        if done.total is not None and self.schedule.chunks > 1:
+            names = ["kept", "layers"]
+        if names:
+            out, after = jax.lax.optimization_barrier((out, {name: state[name] for name in names}))
+            state |= after
         return self.send(kind, state, row, out)
 
     def send(self, kind: TickKind, state: dict, row: Row, out: Tree) -> dict:
