@@ -16,7 +16,7 @@ from jaxpar.job.check import check
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.parse import loads
 from jaxpar.job.parts.models import resolve_model
-from jaxpar.job.parts.optimizers import check_optimizer, own_functions, resolve_optimizer
+from jaxpar.job.parts.optimizers import check_optimizer, note_optimizer, own_functions, resolve_optimizer
 from jaxpar.job.parts.plan_model import needs_jax, subject
 from jaxpar.optim import chain
 from jaxpar.optim.extra import follows_steps
@@ -24,7 +24,7 @@ from jaxpar.optim.named import optimizers, schedules
 from jaxpar.optim.optimizer import SETTINGS, Optimizer
 from jaxpar.optim.probe import LOSS, needs_loss, updated
 from jaxpar.optim.schedule import Schedule
-from jaxpar.parallel.compose import as_blueprint
+from jaxpar.parallel.compose import as_blueprint, compose
 from jaxpar.sharding.names import by_path, nest
 from jaxpar.step.losses import next_token
 
@@ -326,6 +326,24 @@ def test_muon_makes_each_layers_matrices_orthogonal_and_leaves_vectors_tables_an
     got = updates(params)
     for path in ("blocks/attention/query", "blocks/attention/out"):
         np.testing.assert_allclose(got[path], of_layer(flat[path]), rtol=1e-4, atol=1e-5)
+
+
+def test_muon_says_what_it_leaves_to_adamw_and_is_refused_where_that_is_all():
+    muon = "[optimizer]\nname = 'muon'\n"
+    convolutions = f"mesh.simulate = 1\nmodel.name = 'resnet'\ndata.source = 'digits'\n{muon}[train]\nloss = 'classify'"
+
+    def notes(text):
+        made = loads(text)
+        return note_optimizer(made, compose(resolve_model(made, next_token), made.declared, 1)).notes
+
+    (said,) = notes(convolutions)
+    assert "muon: 1 of 25 parameters orthogonal, 24 updated by AdamW; " in said
+    assert "by their two dims, which have no names: head/kernel; " in said
+    assert said.endswith("no names of dims tell what a matrix is: blocks/0/conv1/kernel and 8 more")
+    (problem,) = check(loads(f"{convolutions}\nfreeze = ['head']"))  # all that is left has four dims, or one
+    assert "muon: 0 of 23 parameters orthogonal" in problem.got
+    assert notes(f"{DECODER}\n{muon}") == ("muon: 7 of 12 parameters orthogonal, 5 updated by AdamW",)
+    assert notes(DECODER) == ()
 
 
 def test_a_plan_counts_the_state_of_an_optimizer_that_has_no_formula():

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.inspect import work
     from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.job.parts.names import vocabulary
+    from jaxpar.job.parts.optimizers import note_optimizer
     from jaxpar.mesh.devices import leave_alone, simulate
     from jaxpar.models.islands import implemented
     from jaxpar.models.settings.logits import noted
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         logits, called = [], set()
     if problems:
         raise JaxparError(*problems)
-    layout = compose(resolve_model(job, resolve_loss(job)), job.declared, devices_of(job))
+    layout = note_optimizer(job, compose(resolve_model(job, resolve_loss(job)), job.declared, devices_of(job)))
     if layout.sizes["pipe"] > 1:
         logits = logits[-1:]  # the table's, of one microbatch; before it the model is traced whole
     else:

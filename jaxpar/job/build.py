@@ -124,7 +124,7 @@ def assemble(job: Job, devices: Sequence[Any]) -> Step:
     if problems := check(job):
         raise JaxparError(*problems)
     layout = compose(resolve_model(job, resolve_loss(job)), job.declared, devices)
-    return _step(job, meant(job, layout), resolve_optimizer(job))
+    return _step(job, meant(job, layout), resolve_optimizer(job, layout.blueprint))
 
 
 def _step(job: Job, layout: Layout, optimizer: optax.GradientTransformation, times: int = 1) -> Step:

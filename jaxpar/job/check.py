@@ -21,7 +21,7 @@ from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.loggers import check_loggers
 from jaxpar.job.parts.measures import derived_of, resolve_measures, sets_of
 from jaxpar.job.parts.models import accepting, resolve_loss, resolve_model
-from jaxpar.job.parts.optimizers import best_of, check_optimizer, resolve_optimizer
+from jaxpar.job.parts.optimizers import best_of, check_optimizer, note_optimizer, resolve_optimizer
 from jaxpar.job.parts.start import check_start
 from jaxpar.mesh.axes import AXES, infer_sizes
 from jaxpar.mesh.devices import Simulated, is_simulated, visible
@@ -97,7 +97,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
     if whole:
         attempt(_check_base, job)
     if layout and sound and job.train.frozen[0]:
-        attempt(lambda: state.abstract(layout, resolve_optimizer(job)))
+        attempt(lambda: state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
     if layout and sound and ":" in job.optimizer.name:
         attempt(check_optimizer, job, layout.params)
     if layout:
@@ -118,7 +118,8 @@ def device_count(job: Job) -> int:
 
 
 def meant(job: Job, layout: Layout) -> Layout:
-    """Returns the layout, which knows the chip that its job is meant for."""
+    """Returns the layout, which knows the chip that its job is meant for, and says what its optimizer chose."""
+    layout = note_optimizer(job, layout)
     return dataclasses.replace(layout, target=parse_target(job.mesh.target).chip.key) if job.mesh.target else layout
 
 
@@ -232,7 +233,7 @@ def _check_room(job: Job, layout: Layout, scores: int) -> None:
     if not job.mesh.target or job.mesh.simulate:
         return
     chip, pool = parse_target(job.mesh.target).chip, taken(os.environ)
-    shapes = state.abstract(layout, resolve_optimizer(job))
+    shapes = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
     placed = state.specs(layout, shapes)
     held = {"parameters": (shapes.params, placed.params), "other state": (shapes.model_state, placed.model_state)}
     if not job.train.offload:
@@ -317,7 +318,7 @@ def _trace_pipeline(job: Job, layout: Layout, loss: Callable, batch: dict[str, j
     """Cuts the model and runs the table on shapes."""
     numerics = Numerics(precision=job.train.precision, remat=job.train.remat)
     gradients = gradients_of(layout, loss, numerics)
-    optimizer = resolve_optimizer(job)
+    optimizer = resolve_optimizer(job, layout.blueprint)
     jax.eval_shape(
         partial(gradients.update, optimizer, on_device=lambda held: held), state.abstract(layout, optimizer), batch
     )

@@ -92,7 +92,7 @@ def wanted(job: Path, overrides: Sequence[str] = ()) -> dict[str, Array]:
     if made.mesh.declared:
         leave_alone()
     layout = compose(resolve_model(made, resolve_loss(made)), made.declared, device_count(made))
-    return paths.described(state.abstract(layout, resolve_optimizer(made)))
+    return paths.described(state.abstract(layout, resolve_optimizer(made, layout.blueprint)))
 
 
 def adopt(where: Path, step: int | None = None) -> Path:

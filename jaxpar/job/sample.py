@@ -211,7 +211,7 @@ def _restored(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree,
     if parallel == Parallel():
         devices = devices[:1]
     layout = compose(model, parallel, devices)
-    like = state.abstract(layout, resolve_optimizer(job))
+    like = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
     placed = state.shardings(layout, like)
     like = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), like, placed)
     store = Store(folder / "checkpoints", job.checkpoint, say=partial(print, file=sys.stderr), owned=False)

@@ -93,6 +93,6 @@ def _job(job: Job, count: int) -> tuple[list[Finding], int]:
         layout = compose(resolve_model(job, resolve_loss(job)), job.declared, use)
     except JaxparError as error:
         return _wrong(error.problems), 0
-    leaves: list[Any] = jax.tree.leaves(abstract(layout, resolve_optimizer(job)))
+    leaves: list[Any] = jax.tree.leaves(abstract(layout, resolve_optimizer(job, layout.blueprint)))
     size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     return [Finding("job", "ok", f"{layout.summary()}")], size

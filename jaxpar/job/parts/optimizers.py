@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import optax
@@ -17,8 +17,11 @@ from jaxpar.optim.freeze import freeze
 from jaxpar.optim.named import Own
 from jaxpar.optim.optimizer import SETTINGS
 from jaxpar.optim.pace import counts_steps
+from jaxpar.optim.patterns import meant
 from jaxpar.optim.probe import SMALL, check_chain, check_rate, needs_loss
 from jaxpar.parallel.compose import as_blueprint
+from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.names import Blueprint
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.checks.eval_params import check_eval_params
 from jaxpar.train.best import Best
@@ -35,13 +38,17 @@ def own_functions(job: Job) -> Own:
     return Own(optimizer=found[0], schedule=found[1])
 
 
-def resolve_optimizer(job: Job) -> optax.GradientTransformation:
+def resolve_optimizer(job: Job, blueprint: Blueprint | None = None) -> optax.GradientTransformation:
     """Returns the optax chain of a job, at its global batch; what its sweep is over is in the chain's state.
+
+    Args:
+      job: The job.
+      blueprint: Its model, if that is known: else it is traced where an optimizer asks for the names of its dims.
 
     Raises:
       JaxparError: If its optimizer or schedule is not there, or has other arguments.
     """
-    made = _whole(job, cache(partial(_names, job)))
+    made = _whole(job, cache(lambda: _names(blueprint or as_blueprint(resolve_model(job, resolve_loss(job))))))
     frozen, but = job.train.frozen
     return freeze(made, frozen, but=but) if frozen else made
 
@@ -92,15 +99,32 @@ def _whole(job: Job, names: Callable[[], muon.Names] = dict) -> optax.GradientTr
     """Returns the optax chain of a job, of all parameters; with the names of their dims, for what asks for them."""
     swept = job.sweep.values if job.sweep.over else ()
     spec = job.optimizer.at(job.train.global_batch)
-    if spec.name == "muon" and muon.DIMS not in spec.arguments:
+    if _asks_names(job):
         spec = replace(spec, arguments={**spec.arguments, muon.DIMS: muon.matrices(names)})
     return chain.build(spec, job.train.steps, swept, own=own_functions(job))
 
 
-def _names(job: Job) -> muon.Names:
-    """Returns the names of the dims of each parameter of a job's model."""
-    leaves = as_blueprint(resolve_model(job, resolve_loss(job))).leaves
-    return {path: leaf.names for path, leaf in name_stacks(leaves).items()}
+def _asks_names(job: Job) -> bool:
+    return job.optimizer.name == "muon" and muon.DIMS not in job.optimizer.arguments
+
+
+def _names(blueprint: Blueprint) -> muon.Names:
+    """Returns the names of the dims of each parameter of a model."""
+    return {path: leaf.names for path, leaf in name_stacks(blueprint.leaves).items()}
+
+
+def note_optimizer(job: Job, layout: Layout) -> Layout:
+    """Returns the layout, whose notes say what an optimizer makes of which parameters, where they differ.
+
+    Raises:
+      JaxparError: If that is nothing.
+    """
+    if not _asks_names(job):
+        return layout
+    leaves, (frozen, but) = layout.blueprint.leaves, job.train.frozen
+    held = set(meant(leaves, frozen)) - set(meant(leaves, but))
+    shapes = {path: leaf.shape for path, leaf in leaves.items() if path not in held}
+    return layout.noted(str(muon.share(shapes, _names(layout.blueprint)))) if shapes else layout
 
 
 def best_of(job: Job) -> Best:

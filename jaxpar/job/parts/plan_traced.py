@@ -58,7 +58,7 @@ def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
     frozen, but = job.train.frozen
     params = blueprint.leaves
     held = set(meant(params, frozen)) - set(meant(params, but))
-    return recipe_of(blueprint, resolve_optimizer(job), held, name=job.optimizer.name)
+    return recipe_of(blueprint, resolve_optimizer(job, blueprint), held, name=job.optimizer.name)
 
 
 def recipe_of(
