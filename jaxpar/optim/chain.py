@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from inspect import signature
+from itertools import takewhile
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import optax
 
 from jaxpar.errors import refuse
 from jaxpar.optim.extra import PLATEAU
+from jaxpar.optim.muon import STACKS, VECTOR, Names
 from jaxpar.optim.named import RATES, Own, call, find_optimizer, find_schedule
 from jaxpar.optim.optimizer import SETTINGS, SWEPT, Optimizer
 from jaxpar.optim.schedule import Schedule
@@ -56,7 +58,14 @@ def _named(spec: Schedule, highest: Any, rest: int, own: Own) -> Callable:
     return call(spec.name, function, spec.arguments, given, key="optimizer.schedule.arguments")
 
 
-def build(spec: Optimizer, steps: int, swept: Collection[str] = (), *, own: Own = NONE) -> optax.GradientTransformation:
+def build(
+    spec: Optimizer,
+    steps: int,
+    swept: Collection[str] = (),
+    *,
+    own: Own = NONE,
+    names: Callable[[], Names] = dict,
+) -> optax.GradientTransformation:
     """Returns the optax chain: clipping by global norm, then the optimizer with its schedule.
 
     Args:
@@ -64,22 +73,25 @@ def build(spec: Optimizer, steps: int, swept: Collection[str] = (), *, own: Own 
       steps: Of the run.
       swept: Those of `SWEPT` that are arrays in its state, and constants of the program otherwise.
       own: The user's own functions that the settings name.
+      names: Returns the names of the dims of each parameter, by which stacked layers are known; asked if weights decay.
 
     Raises:
       JaxparError: If there is no optimizer or schedule of such a name, or with such arguments.
     """
     if not swept:
-        return _made(spec, steps, own)
+        return _made(spec, steps, own, names)
 
     # optax reads the names of settings off the signature
     def made(learning_rate=None, final=None, weight_decay=None, beta1=None, beta2=None, clip=None):
         each = dict(zip(SWEPT, (learning_rate, final, weight_decay, beta1, beta2, clip), strict=True))
-        return _made(spec, steps, own, **{name: value for name, value in each.items() if value is not None})
+        return _made(spec, steps, own, names, **{name: value for name, value in each.items() if value is not None})
 
     return optax.inject_hyperparams(made)(**{name: float(getattr(spec, name)) for name in swept})
 
 
-def _made(spec: Optimizer, steps: int, own: Own, **given: Any) -> optax.GradientTransformation:
+def _made(
+    spec: Optimizer, steps: int, own: Own, names: Callable[[], Names], **given: Any
+) -> optax.GradientTransformation:
     """Returns the chain, with arrays for some settings: an array is always there, whatever its value."""
     rate: Any = schedule(spec, steps, own=own, **given)
     if spec.name not in SETTINGS and not own.optimizer and spec.is_constant:  # some of optax's take a number alone
@@ -88,7 +100,7 @@ def _made(spec: Optimizer, steps: int, own: Own, **given: Any) -> optax.Gradient
     if (name := OR_NONE.get(spec.name)) and not isinstance(settings[name], jax.Array):
         settings[name] = settings[name] or None
     if mask := MASKS.get(spec.name):
-        settings[mask] = _matrices
+        settings[mask] = matrices(names if "weight_decay" in given or spec.weight_decay else dict)
     function = find_optimizer(spec.name, own.optimizer)
     settings[RATES.get(spec.name, "learning_rate")] = rate
     made = call(spec.name, function, spec.arguments, settings, key="optimizer.arguments")
@@ -111,5 +123,23 @@ def _made(spec: Optimizer, steps: int, own: Own, **given: Any) -> optax.Gradient
     return optax.chain(optax.clip_by_global_norm(spec.clip), made) if spec.clip else made
 
 
-def _matrices(params):
-    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+def matrices(names: Callable[[], Names]) -> Callable[[Any], Any]:
+    """Returns a function of parameters to which of them are decayed: those of a stack of layers as each alone is.
+
+    Biases and scales are vectors, whatever their dims: those of attention have one of heads and one of each head.
+
+    Args:
+      names: Returns the names of the dims of each parameter by its path, or None where it has none.
+    """
+
+    def mask(params: Any) -> Any:
+        known = names()
+
+        def one(keys: Any, leaf: Any) -> bool:
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
+            stacks = sum(1 for _ in takewhile(lambda name: name in STACKS, known.get(path) or ()))
+            return leaf.ndim - stacks > 1 and not VECTOR.search(path)
+
+        return jax.tree_util.tree_map_with_path(one, params)
+
+    return mask

@@ -38,7 +38,7 @@ class Optimizer:
       final: Share of the highest learning rate at the last step.
       drops: [[step, factor], ...]: after so many steps the rate is divided by the factor, besides its decay. What
         train.grow does to the temperature of updates, more slowly.
-      weight_decay: Of matrices; vectors (biases, norms) are not decayed.
+      weight_decay: Of matrices; vectors (biases, norms) are not decayed, nor those of layers that are stacked.
       beta1: Decay of the mean of gradients; the momentum of sgd and lars.
       beta2: Decay of the mean of squares.
       clip: Largest global norm of the gradients; 0 does not clip.
