@@ -111,6 +111,17 @@ def test_what_is_evaluated_on_a_mesh_is_what_optax_evaluates_on_one_device(name,
         assert leaf.sharding.is_equivalent_to(by_path(state.params)[path].sharding, leaf.ndim)
 
 
+def test_paths_of_what_is_evaluated_are_read_once_and_not_at_each_batch(monkeypatch):
+    layout, batch = jp.compose(MODEL, jp.Parallel(), jax.devices()[:1]), next(batches(1))
+    state, step = jp.init_state(layout, CHAINS["ema"], seed=1), jp.train_step(layout, token_loss, CHAINS["ema"])
+    first = mean(step.evaluate(state, batch))
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxpar.optim.eval_params._path", lambda keys: pytest.fail("a path was read"))
+        assert mean(step.evaluate(state, batch)) == first
+    with pytest.raises(JaxparError, match="another optimizer: its tree of optimizer is another"):
+        step.evaluate(jp.init_state(layout, CHAINS["schedule_free"], seed=1), batch)
+
+
 def evaluation(chain, **sizes):
     """Returns the bytes of each kind that an evaluation sends, as compiled for GPUs that are not there."""
     layout = jp.compose(partial(MODEL, dim=256, hidden=256), jp.Parallel(**sizes), jp.target_devices("h100:1x8"))

@@ -122,9 +122,27 @@ def _copy(name: str, known: frozenset[str]) -> tuple[str, Copy] | None:
 
 def held_for(optimizer: Any) -> dict[str, Any]:
     """Returns the arrays of an optimizer's state that say what is evaluated, by path; none with most optimizers."""
-    leaves = _by_path(optimizer)
-    found = copies(leaves).values()
-    return {path: leaves[path] for each in found for path in (each.path, *each.fields.values())}
+    return holding(optimizer)(optimizer)
+
+
+def holding(optimizer: Any) -> Callable[[Any], dict[str, Any]]:
+    """Returns `held_for` of one kind of state, whose paths are read once: an evaluation asks for them at each batch.
+
+    Args:
+      optimizer: A state of the chain, or its shapes.
+    """
+    names = [_path(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(optimizer)]
+    wanted = {path for each in copies(names).values() for path in (each.path, *each.fields.values())}
+    numbers = {path: number for number, path in enumerate(names) if path in wanted}
+    tree = jax.tree.structure(optimizer)
+
+    def held(state: Any) -> dict[str, Any]:
+        leaves, own = jax.tree.flatten(state)
+        if own != tree:  # of another chain: who is given it says so
+            return held_for(state)
+        return {path: leaves[number] for path, number in numbers.items()}
+
+    return held
 
 
 def eval_params(optimizer: Any, params: Tree) -> Tree:

@@ -27,7 +27,7 @@ from jaxpar.hlo.own_share import FIX, OwnShare, find_excess, own_share
 from jaxpar.inspector.subject import Subject
 from jaxpar.mesh.preset import compile_for_lines, compile_with, options
 from jaxpar.models.settings import logits
-from jaxpar.optim.eval_params import eval_params, held_for
+from jaxpar.optim.eval_params import eval_params, held_for, holding
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.rule_problems import check_rules
 from jaxpar.parallel.techniques import asked
@@ -96,7 +96,7 @@ class Step:
         self.placed = states.shardings(layout, abstract, offload=numerics.offload)
         self.gradients = gradients_of(layout, loss, numerics, frozen=layout.frozen, seed=seed)
         check_eval_params(layout.parallel.exchange, abstract.optimizer)
-        self._judged = bool(held_for(abstract.optimizer))
+        self._held = holding(abstract.optimizer) if held_for(abstract.optimizer) else None
         check_measures(layout, measures)
         evaluated = beside(loss, measures)
         self._evaluated = (
@@ -173,7 +173,7 @@ class Step:
 
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, by `state.eval_params`, without dropout and without an update."""
-        return self._read("eval", self._eval, state, batch, *([held_for(state.optimizer)] if self._judged else ()))
+        return self._read("eval", self._eval, state, batch, *([self._held(state.optimizer)] if self._held else ()))
 
     @property
     def parts(self) -> int:
