@@ -169,3 +169,36 @@ class Twice(Slashed):
 def test_two_parameters_of_one_path_are_refused():
     with pytest.raises(JaxparError, match="Twice has mlp/up/0/bias twice"):
         jp.compose(Twice, jp.Parallel(data=8))
+
+
+class Within(Slashed):
+    def __init__(self, *, rngs):
+        super().__init__(rngs=rngs)
+        self.scales = nnx.Dict({"up": nnx.Param(jnp.ones(DIM)), "up/0": nnx.Param(jnp.ones(DIM))})
+
+
+def test_a_parameter_within_the_path_of_another_is_refused():
+    with pytest.raises(JaxparError, match="Within has scales/up, and scales/up/0 within it"):
+        jp.compose(Within, jp.Parallel(data=8))
+
+
+class Plain(nnx.Module, pytree=False):
+    def __init__(self, rngs, **arrays):
+        self.shape = jax.ShapeDtypeStruct((DIM,), jnp.float32)  # no array, and no harm
+        self.dense = nnx.Linear(DIM, DIM, rngs=rngs)
+        for key, value in arrays.items():
+            setattr(self, key, value)
+
+
+def test_arrays_in_attributes_of_a_module_that_is_no_pytree_are_refused():
+    assert {"dense/kernel", "dense/bias"} == {*jp.compose(Plain, jp.Parallel(data=8), 8).placements}
+    jp.compose(lambda rngs: Plain(rngs, table=nnx.Variable(jnp.ones(DIM))), jp.Parallel(data=8), 8)
+    arrays = {"table": lambda: jnp.ones(DIM), "ramp": lambda: np.ones(DIM), "held": lambda: {"one": jnp.ones(DIM)}}
+    for key, make in arrays.items():
+        with pytest.raises(JaxparError, match=f"within/{key} of .* holds an array, in a module with pytree=False"):
+            jp.compose(lambda rngs, k=key, make=make: Holder(Plain(rngs, **{k: make()})), jp.Parallel(data=8))
+
+
+class Holder(nnx.Module):
+    def __init__(self, within):
+        self.within = within

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.core
 from flax import linen as nn
 from flax import nnx
 
@@ -22,6 +21,7 @@ from jaxpar.sharding.compute_dtype import compute_nnx
 from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, pick
+from jaxpar.sharding.nnx.attributes import check_made, check_shapes, with_arrays
 from jaxpar.sharding.nnx.variables import assigned, is_used, used
 
 
@@ -107,7 +107,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
 
     def build(key) -> Any:
         with nnx.use_eager_sharding(False), understood():  # names stay metadata; jaxpar resolves them
-            return _with_arrays(_call(factory, nnx.Rngs(key), name))
+            return with_arrays(_call(factory, nnx.Rngs(key), name))
 
     # inline, so that a program which runs it is as if there were no jit: that is here to be traced once
     @partial(jax.jit, inline=True)
@@ -145,6 +145,7 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blue
             known.append(made)  # shapes alone already, and no tree of arrays
             return None
         if isinstance(made, nnx.Module):
+            check_made(made, name)
             return made
         linen = isinstance(made, nn.Module)
         raise refuse(
@@ -160,28 +161,8 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blue
         abstract = nnx.eval_shape(checked)
     if known:
         return known[0]
-    for path, module in nnx.iter_modules(abstract):
-        for key, value in vars(module).items():
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
-                raise refuse(
-                    f"{'/'.join(_words((*path, key)))} of {name} is a {type(value).__name__} with an array inside",
-                    rule="a model keeps arrays in variables or attributes, and several in what Flax knows to have some",
-                    fix=f"self.{key} = nnx.data(...), or nnx.List([nnx.Param(...), ...]) if they are trained",
-                )
+    check_shapes(abstract, name)
     return abstract
-
-
-def _with_arrays(made: Any) -> Any:
-    """Returns a module whose attributes that are arrays are its data, as tables of positions often are.
-
-    Flax says so itself of an array, but not of what stands for one while a function is traced.
-    """
-    if isinstance(made, nnx.Module):
-        for _, module in nnx.iter_modules(made):
-            for key, value in [*vars(module).items()]:
-                if isinstance(value, jax.core.Tracer):
-                    setattr(module, key, nnx.data(value))
-    return made
 
 
 def _flat_dims(model: nnx.Module) -> dict[tuple, tuple[int, ...]]:
@@ -269,6 +250,18 @@ def _leaves(state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]]) 
         if path in leaves:
             raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
         leaves[path] = _leaf(keys, variable, flat.get(keys, ()))
+    above = {
+        "/".join(words[:depth]): path
+        for path in leaves
+        for words in [path.split("/")]
+        for depth in range(1, len(words))
+    }
+    if both := sorted(leaves.keys() & above):
+        raise refuse(
+            f"{name} has {both[0]}, and {above[both[0]]} within it",
+            rule='a path leads to an array or to others: the "/" in a key of nnx.Dict leads one deeper',
+            fix='names without "/"',
+        )
     return leaves
 
 
