@@ -411,3 +411,27 @@ def test_a_generator_that_was_called_is_refused_with_the_name_of_its_function():
 
     with pytest.raises(JaxparError, match=r"batches, not batches\(\)"):
         opened(batches())
+
+
+class OfHuggingFace(Numbered):
+    """As `datasets.Dataset` is: by number, with columns and a method `batch` that is another one than a source's."""
+
+    column_names = ("inputs", "labels")
+
+    def batch(self, batch_size):
+        raise AssertionError(batch_size)
+
+
+OfHuggingFace.__name__, OfHuggingFace.__module__ = "Dataset", "datasets.arrow_dataset"
+
+
+def test_a_dataset_of_hugging_face_is_read_by_number_and_of_several_splits_one_is_asked_for():
+    assert len(numbers(opened(OfHuggingFace()).batch(0, 14))) == 14
+    splits = type("DatasetDict", (dict,), {})(train=OfHuggingFace(), test=OfHuggingFace())
+    with pytest.raises(JaxparError) as refused:
+        opened(splits)
+    (problem,) = refused.value.problems
+    assert problem.got == "mine:data is a DatasetDict of datasets: train, test"
+    assert '["train"]' in problem.fix
+    with pytest.raises(JaxparError, match="evaluation is a DatasetDict of datasets"):
+        opened(OfHuggingFace(), held=splits)

@@ -48,9 +48,18 @@ class Columns:
     Args:
       arrays: Name to array.
       name: Words for it.
+
+    Raises:
+      JaxparError: If they are no arrays, have other rows, or are datasets themselves.
     """
 
     def __init__(self, arrays: Mapping[str, Any], name: str):
+        if splits := [str(key) for key, value in arrays.items() if hasattr(value, "column_names")]:  # Hugging Face's
+            raise refuse(
+                f"{name} is a {type(arrays).__name__} of datasets: {', '.join(splits)}",
+                rule="a run trains on one dataset, and may evaluate on another",
+                fix=f'one of them: its ["{splits[0]}"]',
+            )
         self.arrays: dict[str, np.ndarray] = {}
         for key, value in arrays.items():
             with users_code(f"{name}: {key}", rule=COLUMNS, fix="np.stack rows of one shape"):

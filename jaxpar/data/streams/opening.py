@@ -54,7 +54,7 @@ def _source(spec: Data, function: Callable | None, made: Any, folder: Path, seed
     name = spec.source
     if _has_batch(made):
         return Own(made, name)
-    if _is_of_grain(made, "MapDataset"):
+    if _is_of("grain", made, "MapDataset"):
         return GrainMap(made, name)
     if isinstance(made, Mapping):
         return Indexed(Columns(made, name), name, spec, seed)
@@ -83,13 +83,19 @@ def _same(made: Any) -> Any:
 
 
 def _has_batch(made: Any) -> bool:
-    """Returns whether it has a method `batch(step, size)`: grain's datasets have one of that name that is another."""
+    """Returns whether it has a method `batch(step, size)`: datasets of others have one of that name that is another."""
     own = callable(getattr(made, "batch", None)) and not isinstance(made, type)
-    return own and not any(_is_of_grain(made, kind) for kind in ("MapDataset", "IterDataset"))
+    return own and not any(_is_of(package, made, kind) for package, kinds in _OTHERS.items() for kind in kinds)
 
 
-def _is_of_grain(made: Any, kind: str) -> bool:
-    return any(each.__name__ == kind and each.__module__.startswith("grain.") for each in type(made).__mro__)
+_OTHERS = {  # package to its classes with a method `batch(size)`
+    "grain": ("MapDataset", "IterDataset"),
+    "datasets": ("Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict"),
+}
+
+
+def _is_of(package: str, made: Any, kind: str) -> bool:
+    return any(each.__name__ == kind and each.__module__.startswith(f"{package}.") for each in type(made).__mro__)
 
 
 def _is_function(named: Any) -> bool:
