@@ -354,6 +354,28 @@ def test_a_run_is_exported_and_sampled_as_it_is_evaluated(name, finished, tmp_pa
             np.testing.assert_allclose(held[path], wanted, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_a_checkpoint_evaluates_is_made_by_one_program(name, dtype, tmp_path, caplog):
+    layout = jp.compose(MODEL, jp.Parallel(), jax.devices()[:1])
+    state, step = jp.init_state(layout, CHAINS[name], seed=1), jp.train_step(layout, token_loss, CHAINS[name])
+    for batch in batches(2):
+        state, _ = step(state, batch)
+    store = Store(tmp_path / "checkpoints", Checkpoints())
+    store.save(2, state, {})
+    store.finish()
+    path = listing.find(tmp_path, 2).resolve()
+    params = {f"params/{each}": x for each, x in by_path(state.params).items()}
+    wanted = {each: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding) for each, x in params.items()}
+    with jax.log_compiles():
+        found = reading.evaluated(path, reading.listed(path), wanted)
+    assert len([each for each in caplog.messages if each.startswith("Finished XLA compilation of")]) == 1
+    for each, x in by_path(state.eval_params).items():
+        np.testing.assert_allclose(
+            found[f"params/{each}"], x.astype(dtype), rtol=1e-6 if dtype == jnp.float32 else 1e-2
+        )
+
+
 @pytest.mark.slow
 def test_a_new_run_takes_what_another_evaluates(tmp_path):
     chain = CHAINS["schedule_free"]

@@ -7,7 +7,6 @@ needs, and hashes it as it does: all agree that nothing is altered.
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,16 +88,30 @@ def evaluated(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStr
             array = made.arrays[each]
             asked[each] = jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype), sharding=where)
     read = arrays(path, made, asked)
-    for name, copy in found.items():
-        held = {each: read[each] for each in (copy.path, *copy.fields.values())}
-        one = jax.jit(partial(_made, copy, dtype=wanted[name].dtype), out_shardings=wanted[name].sharding)
-        read[name] = one(held, read[name])
-        del read[copy.path]
+    likes = {name: wanted[name] for name in found}
+    # a copy is given up for what is made of it, where that is as large
+    given_up = {copy.path for name, copy in found.items() if read[copy.path].dtype == likes[name].dtype}
+    copied = {each: read.pop(each) for each in sorted(given_up)}
+    held = {each: read[each] for copy in found.values() for each in (copy.path, *copy.fields.values()) if each in read}
+    one = jax.jit(
+        partial(_made, found, likes),
+        out_shardings={name: like.sharding for name, like in likes.items()},
+        donate_argnums=0,
+    )
+    read |= one(copied, held, {name: read[name] for name in found}) if found else {}
     return {name: read[name] for name in wanted}
 
 
-def _made(copy: Copy, held: Mapping[str, jax.Array], trained: jax.Array, *, dtype: Any) -> jax.Array:
-    return copy.of(held, trained).astype(dtype)
+def _made(
+    found: Mapping[str, Copy],
+    likes: Mapping[str, jax.ShapeDtypeStruct],
+    copied: Mapping[str, jax.Array],
+    held: Mapping[str, jax.Array],
+    trained: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """Returns the parameters that are evaluated, all by one program: to compile one for each takes seconds."""
+    both = {**copied, **held}
+    return {name: copy.of(both, trained[name]).astype(likes[name].dtype) for name, copy in found.items()}
 
 
 def judged(made: Manifest) -> dict[str, Copy]:
