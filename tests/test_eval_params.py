@@ -184,6 +184,15 @@ def test_two_averages_of_one_parameter_are_refused():
         ema_params(1.0)
 
 
+@pytest.mark.parametrize("decay", [0, 0.5, 0.999, 0.9999999, 1 - 1e-8, 1 - 1e-12])
+def test_an_average_is_that_of_float64_however_near_to_1_its_decay_is(decay):
+    chain, values = ema_params(decay), [3.0, 5.0, 4.0, 8.0]
+    state, weights = chain.init({"w": jnp.float32(1)}), [decay ** (len(values) - 1 - at) for at in range(len(values))]
+    for value in values:
+        _, state = chain.update({"w": jnp.float32(0)}, state, {"w": jnp.float32(value)})
+    assert float(state.ema_params["w"]) == pytest.approx(np.average(values, weights=weights), rel=1e-6)
+
+
 def test_a_state_is_known_by_all_its_names():
     of = lambda *names: {path: copy.path for path, copy in copies(names).items()}  # noqa: E731
     whole = [f"1/{name}" for name in ("b1", "weight_sum", "step_count", "max_lr", "z/a/b")]

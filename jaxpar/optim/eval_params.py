@@ -11,6 +11,7 @@ arrays by path, is read by the same rule. Parameters that a mask leaves out of i
 To add one: a row of `KINDS`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -178,6 +179,8 @@ def ema_params(decay: float) -> optax.GradientTransformation:
         rule = "a decay is a number from 0 to below 1"
         raise refuse(f"ema_params({decay!r:.60})", rule=rule, fix="ema_params(0.999)")
 
+    log = math.log(decay) if decay else -math.inf
+
     def init(params: Tree) -> EmaParamsState:
         # a copy, so that it can be donated beside them
         mean = jax.tree.map(lambda x: jnp.array(x, jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
@@ -187,7 +190,8 @@ def ema_params(decay: float) -> optax.GradientTransformation:
         if params is None:
             raise refuse("ema_params without parameters", rule="it averages them", fix="update(updates, state, params)")
         count = jnp.asarray(optax.safe_increment(state.ema_count))
-        share = (1 - decay) / (1 - jnp.float32(decay) ** count.astype(jnp.float32))
+        # 1 - decay^count by way of the logarithm: in float32 a decay near 1 is 1, and its powers have few digits left
+        share = (decay - 1) / jnp.expm1(count.astype(jnp.float32) * log)
 
         def one(mean: jax.Array, new: jax.Array) -> jax.Array:
             return mean + share.astype(mean.dtype) * (new.astype(mean.dtype) - mean)
