@@ -2,11 +2,13 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 
 from jaxpar.bench.overhead import against_expert as bench
 
+SHOWN = (("launches", 1, ".0f"), ("wire", 2**20, ".3f"))
 BYTES = {"temporary": 2**20, "launches": 2, "wire": 2**20}
 ROW = {
     "ours": {"processors": BYTES, "H100s": BYTES},
@@ -47,3 +49,19 @@ def test_no_row_is_started_that_may_not_end_in_time(measured, capsys):
     assert len(measured) == 1
     assert not result["holds"]
     assert "not started" in capsys.readouterr().out
+
+
+def test_the_table_of_the_readme_is_what_its_record_says():
+    here = Path(bench.__file__).parent.parent
+    (record,) = (here / "records").glob("expert_*.json")
+    table = (here / "README.md").read_text()
+    rows = json.loads(record.read_text())
+    assert len(rows) == 8
+    for row in rows:
+        ours, theirs = row["ours"], row["expert"]
+        memory = [f"{ours[on]['temporary'] / 2**20:.1f} / {theirs[on]['temporary'] / 2**20:.1f}" for on in ours]
+        on = "H100s"
+        launches, wire = (f"{ours[on][key] / by:{how}} / {theirs[on][key] / by:{how}}" for key, by, how in SHOWN)
+        assert f"| {row['row']} | {row['ratios']['step']:.3f} | {' | '.join([*memory, launches, wire])} |" in table
+        assert row["rounds"] >= 60
+        assert all(row["ratios"][name] <= bound for name, bound in bench.BOUNDS.items())

@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from jaxpar.pipeline.jaxprs.dataflow import Env, Scan, variables
+
+MANY = 4  # dims of a layer's array up to which XLA has been seen to keep one order, as of plain queries' heads
 
 
 @dataclass(frozen=True)
@@ -47,18 +50,30 @@ class Place:
 
     def layer(self, buffer: jax.Array, number: Any) -> jax.Array:
         """Returns one layer of the entry, of the buffer as it is by now."""
-        return jax.lax.dynamic_slice(buffer, self._at(number), (1, 1, *buffer.shape[2:])).reshape(buffer.shape[2:])
+        one = jax.lax.dynamic_slice(buffer, self._at(number), (1, 1, *buffer.shape[2:])).reshape(buffer.shape[2:])
+        return _row_major(one)
 
     def with_layer(self, buffer: jax.Array, number: Any, new: jax.Array) -> jax.Array:
         """Returns the buffer with one layer of the entry written."""
         old = self.layer(buffer, number)
         # the choice is made on one layer: a `where` over the whole buffer would rewrite it in every turn
-        joined = jnp.where(self.take, self.join(old, new), old)
+        joined = _row_major(jnp.where(self.take, self.join(old, new), old))
         return jax.lax.dynamic_update_slice(buffer, joined[None, None], self._at(number))
 
     def _at(self, number: Any) -> tuple:
         zero = jnp.zeros((), jnp.int32)
         return (jnp.maximum(jnp.asarray(self.entry, jnp.int32), 0), number, *(zero,) * (self.buffer.ndim - 2))
+
+
+def _row_major(one: jax.Array) -> jax.Array:
+    """Returns the same, in memory in the order of its dims, so that all who read and write the buffer agree on one.
+
+    Left to itself XLA lays scores of grouped queries, [batch, kv_heads, group, queries, keys], in one order where a
+    forward writes them and in another where ticks that only go backward read them, and copies all slots in between.
+    """
+    if one.ndim <= MANY:
+        return one
+    return with_layout_constraint(one, Layout(major_to_minor=tuple(range(one.ndim))))
 
 
 def run_in_place(

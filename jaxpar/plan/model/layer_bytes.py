@@ -25,6 +25,7 @@ from jaxpar.plan.model import exchanged
 from jaxpar.plan.model.shape import Shape
 
 SCORE = 4  # bytes: XLA's own attention has its scores in float32
+SHARE = 2  # bytes: and its shares, softmax(q k), in 16 bits
 
 
 def stage_parameters(
@@ -76,7 +77,8 @@ def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
     """Returns what the backward of a layer leaves for its weights' half, of one microbatch, where a table splits them.
 
     Of each matmul, and of the scale of each norm, its input and the gradient of its output, whatever the remat: what
-    that drops is computed again by then. Two norms and four inputs or outputs of matmuls are as wide as the stream.
+    that drops is computed again by then. As wide as the stream are what two norms have in float32, and seven arrays
+    in 16 bits: gradients of two norms' results, and inputs or gradients of matmuls.
     """
     tokens = 1.0 * candidate.microbatch * shape.seq / candidate.context
     stream = tokens * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
@@ -84,7 +86,7 @@ def stash_bytes(shape: Shape, candidate: Candidate) -> Any:
     # both factors of a gate that is computed again, where else their product is kept
     again = shape.gated * np.not_equal(candidate.remat, "none")
     inner = 2 * tokens * (qkv + result + (2 + shape.gated + again) * shape.width) / candidate.tensor
-    return inner + 16 * stream
+    return inner + 22 * stream
 
 
 def host_bytes(shape: Shape, candidate: Candidate) -> Any:
@@ -145,11 +147,14 @@ def _layer_bytes(shape: Shape, candidate: Candidate, software: SoftwareModel) ->
     product = result * (not software.everywhere or software.kept[0] > 0)
     # nor do a stage's slots have the products of split sequences as matmuls going backward read them
     product = product * (1 + software.everywhere * (np.greater(candidate.pipe, 1) & np.greater(candidate.context, 1)))
-    lean = software.everywhere & np.greater(candidate.pipe, 1) & ~candidate.split
+    stage = software.everywhere & np.greater(candidate.pipe, 1)
+    lean, split = stage & ~candidate.split, stage & candidate.split
     # what keeps XLA from making one matmul of gate and up: see `jaxpar.models.own_backward.another`
-    another = software.everywhere * shape.gated * np.equal(tensor, 1) * 2 * stream
+    another = software.everywhere * shape.gated * np.equal(tensor, 1) * ~split * 2 * stream
+    # a stage that splits its backward keeps scores and shares; those that nothing else reads are no slots of it
+    unread = np.maximum(software.kept[0] - SCORE - SHARE, 0.0) * split * score
     kept = {
-        "none": np.where(lean, _lean(shape, candidate, software), everything + another),
+        "none": np.where(lean, _lean(shape, candidate, software), everything + another - unread),
         "all_dots": dots + product + np.equal(candidate.context, 1) * software.kept[1] * (1 + kept_twice) * score,
         "dots": dots,
         "selective": everything - scores,

@@ -18,9 +18,11 @@ from jaxpar.models.settings.logits import CHUNK, LARGEST
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.software import SoftwareModel
 from jaxpar.plan.model import exchanged
-from jaxpar.plan.model.layer_bytes import block_parameters, in_place, stage_parameters
+from jaxpar.plan.model.layer_bytes import SCORE, block_parameters, in_place, stage_parameters
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import Recipe
+
+RESTORED = 13.0  # bytes per score: three arrays in float32 and a mask, as in buffers of programs compiled for H100s
 
 
 class Moment(NamedTuple):
@@ -177,5 +179,10 @@ def _working(shape: Shape, candidate: Candidate, software: SoftwareModel) -> Any
     # where matmuls' results are kept, those of attention are among them, but over pieces of sequences, whose shares in
     # 16 bits are also taken out of their stack before a matmul reads them
     there = np.where(np.equal(candidate.remat, "all_dots") & np.equal(candidate.context, 1), software.kept[1], 0.0)
-    there = np.where(np.equal(candidate.remat, "none") & (software.kept[1] > 0), software.kept[0], there)
+    alone = np.equal(candidate.remat, "none") & (software.kept[1] > 0)
+    there = np.where(alone & np.equal(candidate.pipe, 1), software.kept[0], there)
+    # of a slot's scores a stage makes shares, their gradients and a mask again; where they are read in place, they too
+    # are copied first. A backward that is split selects and transposes instead, about as much as is worked elsewhere
+    again = RESTORED + SCORE * in_place(candidate, software)
+    worked = np.where(alone & np.greater(candidate.pipe, 1) & ~candidate.split, again, worked)
     return forward + np.maximum(worked - there, 0.0) * score
