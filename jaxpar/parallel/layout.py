@@ -25,7 +25,7 @@ from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.adapters import is_scales
 from jaxpar.sharding.lists import Lists, longest_list
 from jaxpar.sharding.names import SCOPE, Blueprint, Tree, nest, path_of, pick
-from jaxpar.sharding.rules import SMALL, Axes
+from jaxpar.sharding.rules import SMALL, Axes, own_dims
 from jaxpar.sharding.shard_bytes import shard_bytes, shard_shape
 from jaxpar.units import show_bytes, show_count
 
@@ -244,7 +244,8 @@ class Layout:
             # stages 1 and 2 have gathered it at the beginning of the step
             if self.parallel.stage in (1, 2) or place.stored == place.used or self.mesh is None:
                 return value
-            stored, whole, used = map(self.sharding, place.slice_specs(path, value.ndim, self.sizes))
+            self._check_sliced(path, value.shape)
+            stored, whole, used = map(self.sharding, place.slice_specs(value.shape))
             if cast:  # else XLA may gather float32 and cast what arrives
                 value = jax.lax.with_sharding_constraint(value, stored)
             looked_up = place.names[:1] == ("vocab",) or (
@@ -270,8 +271,11 @@ class Layout:
 
         def one(keys, value: jax.Array) -> jax.Array:
             place = self.placements[path := path_of(keys)]
-            vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1) and place.leaf.bytes < SMALL
-            if not vector or place.stored == place.used or path in as_stored:
+            vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1)
+            # a leading dim beside those of its own may be that of a stack, which the model slices
+            stack = place.is_split([0]) and own_dims(path, place.leaf) < value.ndim
+            small = place.leaf.bytes < SMALL and (vector or stack)
+            if not small or place.stored == place.used or path in as_stored:
                 return value
             with jax.named_scope(SCOPE + path.replace("/", ".")):
                 light = value.astype(dtype) if dtype is not None and self._is_cast(path, value) else value
@@ -291,8 +295,38 @@ class Layout:
         if place.stored == place.used or self.mesh is None:
             return value
         with jax.named_scope(SCOPE + path.replace("/", ".")):
-            *_, used = place.slice_specs(path, value.ndim, self.sizes)
+            self._check_sliced(path, value.shape)
+            *_, used = place.slice_specs(value.shape)
             return constrained(value, self.sharding(used))
+
+    def _check_sliced(self, path: str, shape: tuple[int, ...]) -> None:
+        """Refuses a large stack that is split over the dim that the model slices; a small one is gathered before.
+
+        Raises:
+          JaxparError: With a rule for each large parameter beside it that is split so.
+        """
+        places = {**self.others, **self.placements}
+        sliced = places[path].sliced_dims(shape)
+        if not places[path].is_split(sliced) or places[path].leaf.bytes < SMALL:
+            return
+        count = [places[path].leaf.shape[dim] for dim in sliced]
+        stack = path.split("/")[0] + "/"  # what one scan or vmap slices lies in one module, and is named at once
+        alike = [
+            each
+            for each, place in places.items()
+            if each == path or (each.startswith(stack) and place.leaf.bytes >= SMALL and place.is_split(sliced)
+                                and [place.leaf.shape[dim] for dim in sliced] == count)
+        ]  # fmt: skip
+        rules = {
+            each: tuple("layers" if dim in sliced else name for dim, name in enumerate(places[each].names))
+            for each in alike
+        }
+        raise refuse(
+            f"{path} {self.describe(path)}: the model takes dim {sliced[0]} apart, by a scan or a vmap, and "
+            f"{places[path].stored[sliced[0]]} splits it",
+            rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
+            fix=f"paths={rules} in Parallel, or names in the model",
+        )
 
     def describe(self, path: str) -> str:
         """Returns `f32[embed/fsdp, mlp/tensor]` for one parameter or other array."""

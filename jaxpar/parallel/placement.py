@@ -1,11 +1,11 @@
 """Where one array of a model lives, between steps and where the model reads it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 
 from jax.sharding import PartitionSpec
 
-from jaxpar.errors import refuse
 from jaxpar.sharding.names import Leaf
 from jaxpar.sharding.shard_bytes import shard_bytes, short_dtype
 
@@ -45,29 +45,34 @@ class Placement:
             dims.append("/".join([str(name or size), *(axis for axis in axes if sizes[axis] > 1)]))
         return f"{short_dtype(self.leaf.dtype)}[{', '.join(dims)}]"
 
-    def slice_specs(self, path: str, rank: int, sizes: Mapping[str, int]) -> tuple[PartitionSpec, ...]:
+    def slice_specs(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
         """Returns the specs, stored, whole and used, of what the model reads: of all dims, or of one layer of a stack.
 
         Args:
-          path: What the array is called, for messages.
-          rank: Dims of what the model reads.
-          sizes: Mesh axis to size.
-
-        Raises:
-          JaxparError: If the dim of the stack is split.
+          shape: Of what the model reads.
         """
-        dims = list(range(len(self.leaf.shape)))
-        gone = len(dims) - rank
-        layers = [dim for dim in dims if self.names[dim] == "layers"]
-        out = layers[:gone] if len(layers) >= gone else dims[:gone]
-        for dim in out:
-            if dim < len(self.stored) and self.stored[dim] is not None:
-                names = ["layers" if d == dim else self.names[d] or "" for d in dims]
-                raise refuse(
-                    f"{path} {self.describe(sizes)}: the model scans over dim {dim}, which {self.stored[dim]} splits",
-                    rule="a dim of stacked layers stays whole, so that each layer is gathered when it runs",
-                    fix=f'paths={{"{path}": {names}}} in Parallel, or names in the model',
-                )
+        dims, out = range(len(self.leaf.shape)), self.sliced_dims(shape)
         kept = [dim for dim in dims if dim not in out]
         padded = ((*spec, *(None,) * (len(dims) - len(spec))) for spec in (self.stored, self.whole, self.used))
         return tuple(PartitionSpec(*(spec[dim] for dim in kept)) for spec in padded)
+
+    def sliced_dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the dims that a value of this shape has not: a scan or a `vmap` took them away.
+
+        The first ones, where several would fit; those named `layers` before others.
+        """
+        dims = range(len(self.leaf.shape))
+        gone = len(dims) - len(shape)
+        layers = [dim for dim in dims if self.names[dim] == "layers"]
+        if not gone or len(layers) >= gone:
+            return tuple(layers[:gone])
+        fitting = (
+            out
+            for out in combinations(dims, gone)
+            if tuple(size for dim, size in enumerate(self.leaf.shape) if dim not in out) == shape
+        )
+        return next(fitting, tuple(dims[:gone]))
+
+    def is_split(self, dims: Iterable[int]) -> bool:
+        """Returns whether an axis splits one of these dims between steps."""
+        return any(dim < len(self.stored) and self.stored[dim] is not None for dim in dims)
