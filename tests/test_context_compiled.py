@@ -14,7 +14,6 @@ import numpy as np
 import optax
 import pytest
 from covering import some
-from flax.core.spmd import logical_axis_rules
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +32,7 @@ from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.model import exchanged as planned
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.context_forms import Rows, exchanged, work
+from jaxpar.sharding.constrain import activation_names
 
 gpu_compiler = pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 HEADS, KV_HEADS, HEAD_DIM, SEQ = 8, 2, 128, 32768
@@ -119,7 +119,7 @@ def test_heads_that_tensor_cuts_are_exchanged_as_they_are_and_examples_stay(kern
         out, back = jax.vjp(partial(exchange, causal=True, ulysses=2, kernel=kernel), q, k, v)
         return out, *back(weight)
 
-    with jax.set_mesh(mesh), logical_axis_rules(tuple(named.items())):
+    with jax.set_mesh(mesh), activation_names(named, dict(mesh.shape)):
         ledger = jp.inspect(jax.jit(run, out_shardings=cut), *given, mesh=mesh).ledger
     assert {(each.kind, tuple(each.axes)) for each in ledger} == {("all-to-all", ("context",))}
     # a device's piece of q, out and their gradients, and of k, v and theirs, whose one head is repeated: half goes away

@@ -1,12 +1,15 @@
 """Names of dims of activations, which a training step gives a meaning: what an axis of its mesh splits."""
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import jax
-from flax.core.spmd import get_logical_axis_rules
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, get_abstract_mesh
 
 from jaxpar.errors import refuse
+
+# the rules of the step that is traced, also where the model opens a context of rules of its own; none outside of a step
+step_rules: ContextVar[Sequence] = ContextVar("step_rules", default=())
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -25,8 +28,8 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
             rule="every dim has one name, or None",
             fix=f"constrain(x, {', '.join(map(repr, (*names, *(None,) * x.ndim)[: x.ndim]))})",
         )
-    spec = _spec(names, get_logical_axis_rules())
-    return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+    spec = _spec(names, step_rules.get())
+    return x if spec is None else constrain_to(x, spec)
 
 
 def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
@@ -35,7 +38,15 @@ def spec_of(names: tuple[str | None, ...]) -> PartitionSpec | None:
     To ask is not to name: a step notes the names that `constrain` compares with its rules, as those that its model
     used, and refuses an axis that cuts none of them. A copy of the rules notes nothing.
     """
-    return _spec(names, tuple(get_logical_axis_rules()))
+    return _spec(names, tuple(step_rules.get()))
+
+
+def constrain_to(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Returns `x` constrained to a spec on the axes of the step's own mesh.
+
+    A bare spec would be read as one of the model's author: see `sharding/author/explicit.py`.
+    """
+    return jax.lax.with_sharding_constraint(x, NamedSharding(get_abstract_mesh(), spec))
 
 
 def axes_of(entry: object) -> tuple[str, ...]:

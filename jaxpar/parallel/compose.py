@@ -21,6 +21,7 @@ from jaxpar.parallel.techniques.asked import declared, settled
 from jaxpar.sharding import linen_model, nnx_model
 from jaxpar.sharding.adapters import merged as merged_params
 from jaxpar.sharding.adapters import with_adapters
+from jaxpar.sharding.author.rules_in_force import with_rules_in_force
 from jaxpar.sharding.names import Blueprint, Tree
 from jaxpar.sharding.reading.called import as_called, zeros
 
@@ -182,7 +183,7 @@ def compose(
         problems += error.problems
     problems += declared(parallel)
     try:
-        blueprint = as_blueprint(model)
+        blueprint = with_rules_in_force(as_blueprint(model))
     except JaxparError as error:
         raise JaxparError(*problems, *error.problems) from error
     if problems:  # what follows reads the sizes and the rules

@@ -6,7 +6,7 @@
 XLA (as of JAX 0.11) splits a convolution in groups only where each channel is a group that makes one channel. Others
 (ResNeXt's; the patches of an unshared convolution) or their gradients it runs whole, whatever constraints say. So these
 run in `jax.shard_map`, over all axes that split their batch or divide their groups. Nobody edits a model for it: as in
-`jaxpar.sharding.explicit`, the primitive is replaced while a step is traced.
+`jaxpar.sharding.author.explicit`, the primitive is replaced while a step is traced.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Where every array of a model lives on a mesh: the choice of its dims, then what ZeRO and the pipeline make of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.techniques.asked import idle, names_of
 from jaxpar.parallel.zero import add_axes, beside_zero, without_axis
 from jaxpar.sharding.adapters import as_base, base_of
+from jaxpar.sharding.author.rules_in_force import with_author_rules
 from jaxpar.sharding.lists import Lists
 from jaxpar.sharding.names import LARGE, Blueprint, Leaf
 from jaxpar.sharding.reading.read import read
@@ -43,7 +44,7 @@ class Layers:
 
 def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout, list[Problem]]:
     """Returns where every array lives, and what is wrong with that."""
-    names = names_of(parallel)
+    names, unknown = with_author_rules(names_of(parallel), blueprint.rules, parallel.rules, parallel.sizes)
     # a parameter and other state may have the same path, as a weight and a random key that are called `key`
     leaves = name_stacks({**blueprint.others, **blueprint.leaves})
     others = name_stacks({**blueprint.leaves, **blueprint.others})
@@ -52,7 +53,7 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
     own = {path: leaves[path] for path in blueprint.leaves if path not in beside}
     stack, lists = unnamed_layers(own, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
     reads = read(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
-    find = partial(resolve, sizes=parallel.sizes, names=names, paths=parallel.paths)
+    find = partial(resolve, sizes=parallel.sizes, names=names, paths=parallel.paths, rules=parallel.rules)
     layers = Layers(stack, lists, names["layers"])
     trained = {path: _trained(path, leaf, parallel, layers, find, reads.get(path)) for path, leaf in own.items()}
     for path, (base, dims) in beside.items():
@@ -67,12 +68,31 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
         names=names,
         lists=lists,
         mesh=mesh,
+        notes=tuple(_names_without_rule(blueprint, parallel, names, unknown)),
     )
     problems = [problem for *_, wrong in (*trained.values(), *held.values()) for problem in wrong]
     if lists and beside:
         problems.append(_beside_a_list(blueprint))
     problems += _in_eight_bits(layout)
     return layout, problems + idle(layout)
+
+
+def _names_without_rule(
+    blueprint: Blueprint, parallel: Parallel, names: Mapping[str, Axes], unknown: Sequence[str]
+) -> list[str]:
+    """Returns the names of dims, and the axes in the author's rules, that no axis of the mesh answers to."""
+    if all(size == 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX):
+        return []
+    given = [name for leaf in blueprint.leaves.values() for name in leaf.names or () if isinstance(name, str)]
+    free = dict.fromkeys(name for name in given if name not in names and name not in parallel.sizes)
+    notes = []
+    if free:
+        first = next(iter(free))
+        notes.append(f"names without a rule, whose dims are whole: {', '.join(free)}; rules={{{first!r}: ...}} cuts")
+    if unknown:
+        axes = ", ".join(dict.fromkeys(unknown))
+        notes.append(f"axes in rules around the model that the mesh lacks: {axes}; rules={{{unknown[0]!r}: ...}}")
+    return notes
 
 
 def _told(blueprint: Blueprint, path: str, place: Placement) -> Placement:

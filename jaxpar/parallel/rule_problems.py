@@ -104,4 +104,10 @@ def check_rules(parallel: Parallel, blueprint: Blueprint, met: set[str]) -> None
 
 
 def _names(leaves: Iterable[Leaf]) -> set[str]:
-    return {name for leaf in leaves for name in leaf.names or () if isinstance(name, str)}
+    return {name for leaf in leaves for name in (*(leaf.names or ()), *_axes(leaf)) if isinstance(name, str)}
+
+
+def _axes(leaf: Leaf) -> Iterable[str | None]:
+    """Returns the axes of the author's mesh that the author's rules give the dims of a leaf."""
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in leaf.axes or ())
+    return (axis for entry in entries for axis in entry)

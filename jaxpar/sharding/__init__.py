@@ -9,7 +9,7 @@
     layers whose dims have no names ─► a stack or a list, by the shapes of its parameters   stacks.py, lists.py
     names of an activation's dims ─► mesh axes, while a step is traced                       constrain.py
     names that other code bases give to dims ─► jaxpar's own                                 vocabularies.py
-    `out_sharding`, `reshard` ────► constraints on a step's mesh, while it is traced           explicit.py
+    an author's specs, meshes and rules, in JAX's and Flax's words ─► those of a step's mesh     author/
 
 Nouns: a `Blueprint` (a model as jaxpar sees it), a `Leaf` (shape, dtype and names of one parameter), a `Choice` of mesh
 axes for its dims, rules from names to mesh axes.

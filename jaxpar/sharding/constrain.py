@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from flax.core import spmd
 from jax.sharding import PartitionSpec
 
+from jaxpar.models.named import step_rules
 from jaxpar.sharding.rules import Axes
 
 
@@ -77,8 +78,12 @@ def activation_names(names: Mapping[str, Axes], sizes: Mapping[str, int]) -> Ite
             # under sequence parallelism `seq` is (context, tensor) on the stream, and context where heads have tensor
             rules.append((name, kept[0]))
     # a pipeline opens this context again inside of a step's, with other sizes: what is named there is named in the step
-    around = spmd.get_logical_axis_rules()
+    around = step_rules.get()
     resolved = Rules(rules)
     resolved.seen = around.seen if isinstance(around, Rules) else set()
-    with spmd.logical_axis_rules(resolved):
-        yield resolved.seen
+    token = step_rules.set(resolved)
+    try:
+        with spmd.logical_axis_rules(resolved):
+            yield resolved.seen
+    finally:
+        step_rules.reset(token)

@@ -17,11 +17,12 @@ from flax.errors import InvalidRngError
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.models.returned import returned
+from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, understood
+from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
 from jaxpar.sharding.compute_dtype import compute_linen
-from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.linen.parameters import Parameters, as_stored
 from jaxpar.sharding.linen.variables import Initializer, Variables, unboxed
-from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, averages_over_devices
+from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, averages_over_devices, path_of
 from jaxpar.sharding.reading.called import traced
 
 
@@ -156,14 +157,15 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         fix=f"jp.linen({type(module).__name__}(...), what its __call__ takes)",
     ):
         with outside_of_meshes():
-            boxed = jax.eval_shape(made, jax.random.key(0))
+            with noting_specs() as noted:
+                boxed = jax.eval_shape(made, jax.random.key(0))
         if not boxed:
             raise refuse(
                 f"the loss did not call {name}, or it has no variables",
                 rule="a model is called by its loss, and has parameters",
                 fix='model(batch["inputs"]) in the loss',
             )
-        variables = Variables.of(boxed, name, flat)
+        variables = Variables.of(boxed, name, flat, _written(made, boxed) if noted else {})
         called = _Called(module=module, call=call, made=made, variables=variables)
         streams, program = _with_streams(called.traced, name)
     return Blueprint(
@@ -176,7 +178,15 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         others=variables.others,
         counts_layers=True,
         program=lambda: program,
+        rules=tuple(author_rules()),
     )
+
+
+def _written(made: Callable[[jax.Array], dict[str, Any]], boxed: Mapping[str, Any]) -> dict[str, Spec | None]:
+    """Returns the specs that are written on the values of parameters, by path."""
+    specs = value_specs(lambda key: unboxed(made(key)).get("params", {}), jax.random.key(0))
+    paths = (path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(unboxed(boxed.get("params", {}))))
+    return dict(zip(paths, specs, strict=True))
 
 
 def _collected(model: LinenModel) -> Tree:

@@ -45,12 +45,15 @@ class Leaf:
       dtype: As stored, usually float32.
       names: The name of each dim, or None where the model gives none.
       constant: Whether it is no variable but an attribute, such as a table of positions: the model makes it, always.
+      axes: For each dim what the author's own rules give its name: an axis of the author's mesh, several, or None; the
+        name itself where they have none for it. None where the author gives no rules.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     names: tuple[str | None, ...] | None
     constant: bool = False
+    axes: tuple[str | tuple[str, ...] | None, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -103,6 +106,7 @@ class Blueprint:
       program: Traces a call of the model, where what it is called with is known.
       adapters: Path of each matrix that has one to its low-rank adapter; see `adapters.py`.
       base: The model without these.
+      rules: Rules of Flax's that were in force where the model was made, as (name, axes of the author's mesh) each.
     """
 
     name: str
@@ -116,6 +120,7 @@ class Blueprint:
     program: Callable[[], Program] | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)
     base: "Blueprint | None" = None
+    rules: tuple[tuple[str, Any], ...] = ()
 
     @property
     def constants(self) -> frozenset[str]:

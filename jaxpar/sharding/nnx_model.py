@@ -6,7 +6,7 @@ nobody edited. So is each large variable of another kind, which is not cast.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +14,15 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
+from flax.core import spmd
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.models.returned import called_by_losses
+from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, understood
+from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
 from jaxpar.sharding.compute_dtype import compute_nnx
-from jaxpar.sharding.explicit import outside_of_meshes, understood
 from jaxpar.sharding.flat_names import fitted, flat_dims
-from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, pick
+from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_made, check_shapes, with_arrays
 from jaxpar.sharding.nnx.variables import assigned, is_used, used
 
@@ -115,12 +117,19 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         _, made, other = nnx.split(build(key), nnx.Param, ...)
         return _values(made), _values(other)
 
-    abstract = _abstract(build, name)
+    with noting_specs() as noted:
+        abstract = _abstract(build, name)
     if isinstance(abstract, Blueprint):
         return abstract
     graph, params, rest = nnx.split(abstract, nnx.Param, ...)
     flat = _flat_dims(abstract)
-    leaves, others = (_leaves(of, name, flat) for of in (params, rest))
+    written = value_specs(init, jax.random.key(0)) if noted else ()
+    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path((_values(params), _values(rest)))]
+    specs = dict(zip(paths, written, strict=True)) if written else {}
+    leaves, others = (
+        _leaves(of, name, flat, {path[2:]: spec for path, spec in specs.items() if path.startswith(f"{i}/")})
+        for i, of in enumerate((params, rest))
+    )
     modules = list(nnx.iter_modules(abstract))
     bridges = tuple(_words(path) for path, module in modules if isinstance(module, nnx.bridge.ToNNX))
     parts = _Parts(name=name, graph=graph, params=params, rest=rest, others=others, bridges=bridges)
@@ -132,6 +141,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         collect=parts.collect,
         takes_remat=any(hasattr(module, "remat") for _, module in modules),
         others=others,
+        rules=tuple(author_rules()),
     )
 
 
@@ -242,14 +252,16 @@ def _array(path, variable):
     return value
 
 
-def _leaves(state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]]) -> dict[str, Leaf]:
-    """Returns every array of a state by its path."""
+def _leaves(
+    state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]], specs: Mapping[str, Spec | None]
+) -> dict[str, Leaf]:
+    """Returns every array of a state by its path; `specs` are those that are written on its value, if any."""
     leaves: dict[str, Leaf] = {}
     for keys, variable in nnx.to_flat_state(state):
         path = "/".join(_words(keys))
         if path in leaves:
             raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
-        leaves[path] = _leaf(keys, variable, flat.get(keys, ()))
+        leaves[path] = _leaf(keys, variable, flat.get(keys, ()), specs.get(path))
     above = {
         "/".join(words[:depth]): path
         for path in leaves
@@ -265,10 +277,15 @@ def _leaves(state: nnx.State, name: str, flat: Mapping[tuple, tuple[int, ...]]) 
     return leaves
 
 
-def _leaf(path, variable, flat: tuple[int, ...]) -> Leaf:
+def _leaf(path, variable, flat: tuple[int, ...], spec: Spec | None) -> Leaf:
     value, held = _array(path, variable), isinstance(variable, nnx.Variable)
-    names = names_in("/".join(_words(path)), variable.get_metadata() if held else {})
-    return Leaf(tuple(value.shape), value.dtype, names and fitted(names, len(value.shape), flat), constant=not held)
+    metadata = variable.get_metadata() if held else {}
+    names, rank = names_in("/".join(_words(path)), metadata), len(value.shape)
+    axes = None if names is None else axes_in(names, metadata)
+    if names is None and spec is not None:  # stacked dims come first: what a `vmap` adds is not in the spec
+        names = axes = (*(None,) * (rank - len(spec)), *spec)
+    fit = lambda names: None if names is None else fitted(names, rank, flat)  # noqa: E731
+    return Leaf(tuple(value.shape), value.dtype, fit(names), constant=not held, axes=fit(axes))
 
 
 def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
@@ -277,7 +294,7 @@ def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
     Raises:
       JaxparError: If its optimizer state is to be split otherwise.
     """
-    found = {key: tuple(getattr(names, "spec", names)) for key in _NAMES if (names := metadata.get(key))}
+    found = {key: tuple(_spec(names)) for key in _NAMES if (names := metadata.get(key))}
     own = found.get("out_sharding")
     for key in _NAMES[1:]:
         if found.get(key, own) != own:
@@ -287,6 +304,17 @@ def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
                 fix=f"leave {key} out, and zero=1 or 2 where the optimizer alone is to be split",
             )
     return own
+
+
+def axes_in(names: Sequence, metadata: Mapping[str, Any]) -> tuple | None:
+    """Returns what the author's own rules for an NNX variable give the names of its dims; None without rules."""
+    rules = metadata.get("sharding_rules")
+    return tuple(spmd.from_sharding_rules(tuple(names), rules)) if rules else None
+
+
+def _spec(names: Any) -> Any:
+    """Returns the names in a NamedSharding, a Format, a PartitionSpec or a tuple."""
+    return getattr(getattr(names, "sharding", names), "spec", names)
 
 
 _NAMES = ("out_sharding", "optimizer_sharding", "opt_sharding")  # a NamedSharding, a PartitionSpec or a plain tuple

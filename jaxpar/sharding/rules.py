@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -24,6 +26,9 @@ Axes = str | tuple[str, ...] | None
 # Bytes below which a parameter that `tensor` does not cut is left whole: a collective for each would cost more time
 # than its memory is worth.
 SMALL = 2**19
+
+ANNOTATION = "annotation"  # why a parameter is placed as it is: the model names its dims
+NO_RULES: Mapping[str, Axes] = MappingProxyType({})
 
 # Names that no axis splits by itself. keys: the sequence that every query looks at
 WHOLE = ("keys", "embed", "vocab_table", "head_dim", "kernel", "classes", "norm")
@@ -75,9 +80,12 @@ def resolve(
     *,
     names: Mapping[str, Axes],
     paths: Mapping[str, Sequence[str]],
+    rules: Mapping[str, Axes] = NO_RULES,
     read: Read | None = None,
 ) -> tuple[Choice, list[Problem]]:
     """Returns where one parameter's dims go, and what is wrong with that.
+
+    The user's rules come first, then those that the model's author gave, then jaxpar's own names.
 
     Args:
       path: Such as `blocks/attention/query/kernel`.
@@ -85,6 +93,7 @@ def resolve(
       sizes: Mesh axis to size.
       names: Dim name to mesh axes, first come first served within a parameter.
       paths: The user's own patterns (end of path) to names of the trailing dims.
+      rules: The user's own rules, which are among `names`.
       read: The names of its dims that were read, where the model gives none.
     """
     given, why = _named(path, leaf, paths)
@@ -95,9 +104,16 @@ def resolve(
     axes: list[tuple[str, ...]] = []
     taken: set[str] = set()
     problems = []
+    by_author, ruled = leaf.axes if why == ANNOTATION else None, False
     for dim, (name, size) in enumerate(zip(given, leaf.shape, strict=True)):
+        word: Any = name
+        # a dim of layers is a pipeline's, which the user asks for
+        if by_author and name != "layers" and not (isinstance(name, str) and name in rules):
+            word, ruled = by_author[dim], ruled or by_author[dim] != name
+            if word != name or given == by_author:  # else a name that the author's rules leave out
+                problems += _unknown_axes(path, dim, name, word, {*names, *sizes})
         # an axis splits an array once: of two dims that ask for it the first has it (a square matrix named twice)
-        wanted = tuple(axis for axis in _axes_of(name, names) if sizes.get(axis, 1) > 1 and axis not in taken)
+        wanted = tuple(axis for axis in axes_of_name(word, names) if sizes.get(axis, 1) > 1 and axis not in taken)
         ways = 1
         for axis in wanted:
             ways *= sizes[axis]
@@ -106,7 +122,21 @@ def resolve(
             wanted = ()
         taken.update(wanted)
         axes.append(wanted)
-    return Choice(tuple(given), tuple(axes), why), problems
+    return Choice(tuple(given), tuple(axes), f"{why}, by rules of the model's own" if ruled else why), problems
+
+
+def _unknown_axes(path: str, dim: int, name: Any, word: Any, known: set[str]) -> list[Problem]:
+    """Returns the axes of the author's mesh that the layout has none of, and no rule for."""
+    axes = word if isinstance(word, (tuple, list)) else (word,)
+    unknown = [axis for axis in axes if isinstance(axis, str) and axis not in known]
+    return [
+        Problem(
+            f"{path}: the model splits dim {dim} ({name}) over {axis!r}, which is no axis of the mesh",
+            rule="an axis of the author's mesh is one of the layout's, or has a rule",
+            fix=f'rules={{"{axis}": "tensor"}} in Parallel, or {{"{axis}": None}}',
+        )
+        for axis in unknown
+    ]
 
 
 def name_stacks(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
@@ -130,9 +160,10 @@ def name_stacks(leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:
     }
 
 
-def _axes_of(name, names: Mapping[str, Axes]) -> tuple[str, ...]:
+def axes_of_name(name: Any, names: Mapping[str, Axes]) -> tuple[str, ...]:
+    """Returns the mesh axes of a name of a dim, of several names for one dim, or of an axis itself."""
     if isinstance(name, (tuple, list)):  # P(("data", "fsdp"), None): several mesh axes on one dim
-        return tuple(axis for part in name for axis in _axes_of(part, names))
+        return tuple(axis for part in name for axis in axes_of_name(part, names))
     axes = names.get(name, name if name in AXES else None) if name else None
     return () if not axes else (axes,) if isinstance(axes, str) else tuple(axes)
 
@@ -156,7 +187,7 @@ def _named(path: str, leaf: Leaf, paths: Mapping[str, Sequence[str]]):
                 rule="an annotation has one name for a dim",
                 fix="one name (or None) per dim",
             ), "annotation"
-        return leaf.names, "annotation"
+        return leaf.names, ANNOTATION
     return None, "largest dim"
 
 
@@ -168,7 +199,7 @@ def _found(path: str, leaf: Leaf, sizes: Mapping[str, int], names: Mapping[str, 
     padded: int | None = None
     for dim, (name, most) in enumerate(zip(given, pieces, strict=True)):
         taken = {axis for on in axes for axis in on}
-        wanted = tuple(axis for axis in _axes_of(name, names) if sizes.get(axis, 1) > 1 and axis not in taken)
+        wanted = tuple(axis for axis in axes_of_name(name, names) if sizes.get(axis, 1) > 1 and axis not in taken)
         ways = math.prod(sizes[axis] for axis in wanted)
         if most % ways:
             count = f"{name}={most}" if most == leaf.shape[dim] else f"{most} {name}"

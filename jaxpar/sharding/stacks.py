@@ -62,8 +62,10 @@ def bare_stack(leaves: Mapping[str, Leaf], parts: int, patterns: Mapping[str, It
 
 def one_layer(leaf: Leaf) -> Leaf:
     """Returns a parameter of a stack as one layer has it."""
-    names = leaf.names[-len(leaf.shape) + 1 :] if leaf.names and len(leaf.shape) > 1 else None
-    return replace(leaf, shape=leaf.shape[1:], names=names)
+    names, axes = (
+        given[-len(leaf.shape) + 1 :] if given and len(leaf.shape) > 1 else None for given in (leaf.names, leaf.axes)
+    )
+    return replace(leaf, shape=leaf.shape[1:], names=names, axes=axes)
 
 
 def of_all_layers(choice: Choice, layers: Axes) -> Choice:

@@ -15,7 +15,7 @@ from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pages.who_holds import cards
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.sharding.explicit import understood
+from jaxpar.sharding.author.explicit import understood
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.step.checks.precision import Matmuls

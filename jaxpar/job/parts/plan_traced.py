@@ -26,7 +26,7 @@ from jaxpar.plan.model.tracing import trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced import Traced
-from jaxpar.sharding.explicit import understood
+from jaxpar.sharding.author.explicit import understood
 from jaxpar.sharding.names import Blueprint, Compute, nest
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.models.named import axes_of, spec_of
+from jaxpar.models.named import axes_of, constrain_to, spec_of
 
 ROWS, COLUMNS = "vocab_table", "embed_table"  # names of the dims of such a table
 
@@ -79,6 +79,6 @@ def _gathered(x_bsd: jax.Array, cut: PartitionSpec) -> jax.Array:
         return x_bsd
     ways = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes_of(columns))
     apart = jnp.moveaxis(x_bsd.reshape(*x_bsd.shape[:2], ways, -1), 2, 0)
-    apart = jax.lax.with_sharding_constraint(apart, PartitionSpec(columns, batch, seq, None))
-    apart = jax.lax.with_sharding_constraint(apart, PartitionSpec(None, *stream))
+    apart = constrain_to(apart, PartitionSpec(columns, batch, seq, None))
+    apart = constrain_to(apart, PartitionSpec(None, *stream))
     return jnp.moveaxis(apart, 0, 2).reshape(x_bsd.shape)

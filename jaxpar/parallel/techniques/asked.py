@@ -15,8 +15,9 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Compose, Traced
 from jaxpar.parallel.techniques.open_choice import Choose
 from jaxpar.parallel.techniques.table import TECHNIQUES
+from jaxpar.sharding.author.explicit import understood
+from jaxpar.sharding.author.rules_in_force import check_rules_in_force
 from jaxpar.sharding.constrain import activation_names
-from jaxpar.sharding.explicit import understood
 from jaxpar.sharding.rules import names_of_dims
 from jaxpar.sharding.vocabularies import meant, with_vocabularies
 
@@ -102,6 +103,7 @@ def traced(layout: Layout, used: Used, choose: Choose, *, keeps: bool = False) -
       choose: Answers what the declaration left to a plan.
       keeps: Whether the backward pass keeps what layers compute.
     """
+    check_rules_in_force(layout.blueprint)
     names, found = activation_names(layout.names, layout.sizes), islands(layout, Traced(choose=choose, keeps=keeps))
     with names as named, implemented(found) as called, understood(), split_convolutions():
         yield

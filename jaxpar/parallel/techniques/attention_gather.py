@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.models.blocks.rule import Rule
 from jaxpar.models.blocks.whole_scores import note
 from jaxpar.models.islands import KEYS, QUERIES, on_one_device
-from jaxpar.models.named import spec_of
+from jaxpar.models.named import constrain_to, spec_of
 
 _WHOLE = ("batch", "keys", "kv_heads", "head_dim")
 _SCORES = ("batch", "kv_heads", None, "seq", "keys")
@@ -56,12 +56,12 @@ def _moved(x: jax.Array, there: PartitionSpec, back: PartitionSpec) -> jax.Array
     afterwards. Constrained to where the value came from, it is a reduce-scatter, of half the bytes. The value is
     constrained to that too: else XLA may gather what it is made of, and every device projects all keys.
     """
-    return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(x, back), there)
+    return constrain_to(constrain_to(x, back), there)
 
 
 _moved.defvjp(
     lambda x, there, back: (_moved(x, there, back), None),
-    lambda there, back, _, gradient: (jax.lax.with_sharding_constraint(gradient, back),),
+    lambda there, back, _, gradient: (constrain_to(gradient, back),),
 )
 
 
@@ -123,7 +123,7 @@ def _shares(
 
 
 def _cut(shares: jax.Array, spec: PartitionSpec | None) -> jax.Array:
-    return shares if spec is None else jax.lax.with_sharding_constraint(shares, spec)
+    return shares if spec is None else constrain_to(shares, spec)
 
 
 def _shares_forward(rule: Rule, dtype: jnp.dtype, spec: PartitionSpec | None, scores: jax.Array, segments):

@@ -11,13 +11,16 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import meta
 from flax.linen.partitioning import AxisMetadata
+from flax.linen.spmd import logical_to_mesh_axes
 from jax.sharding import PartitionSpec
 
 from jaxpar.errors import refuse
+from jaxpar.sharding.author.explicit import author_rules
+from jaxpar.sharding.author.value_specs import Spec
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.linen.parameters import Parameters
 from jaxpar.sharding.names import Leaf, Tree, Use, nest, path_of, pick
-from jaxpar.sharding.nnx_model import names_in
+from jaxpar.sharding.nnx_model import axes_in, names_in
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
 NONE: Mapping[str, tuple] = MappingProxyType({})
@@ -76,8 +79,21 @@ class Variables:
     sown: tuple[str, ...]
 
     @classmethod
-    def of(cls, boxed: Mapping[str, Any], name: str, flat: Mapping[str, tuple[int, ...]]) -> "Variables":
-        """Returns them for what a module made, as shapes in boxes, and the flat dims of its parameters."""
+    def of(
+        cls,
+        boxed: Mapping[str, Any],
+        name: str,
+        flat: Mapping[str, tuple[int, ...]],
+        specs: Mapping[str, Spec | None] = NONE,
+    ) -> "Variables":
+        """Returns them for what a module made, as shapes in boxes.
+
+        Args:
+          boxed: What it made.
+          name: What the user calls it.
+          flat: The flat dims of its parameters.
+          specs: Path of a parameter to the spec that is written on its value.
+        """
         said, apart = _said_apart(boxed)
         others = [collection for collection in boxed if collection not in (*HIDDEN, *apart)]
         sown = tuple(collection for collection in others if _has_tuple(boxed[collection]))
@@ -86,7 +102,7 @@ class Variables:
         params = boxed.get("params", {})
         return cls(
             params=jax.tree.structure(params, is_leaf=meta.is_axis_metadata),
-            leaves=_leaves(params, name, flat, said.get("params", {})),
+            leaves=_leaves(params, name, flat, said.get("params", {}), specs),
             others=_leaves(rest, name, said=_of_the_rest(said)),
             lasting=lasting,
             sown=("intermediates", *sown),  # of which Linen says nothing when it makes a module's variables
@@ -115,6 +131,23 @@ class Variables:
 def _names(path: str, box: Any) -> tuple | None:
     """Returns the names that a box gives to dims: Linen's own, or that of an NNX variable inside of Linen."""
     return getattr(box, "names", None) or names_in(path, getattr(box, "metadata", {}))
+
+
+def _axes(names: Sequence, box: Any, rules: Sequence) -> tuple | None:
+    """Returns what the author's rules, of the box or in force around, give the names of dims; None without rules.
+
+    Names of `nn.with_partitioning` are axes of a mesh already, and no rules apply to them.
+    """
+    if not meta.is_axis_metadata(box):  # names that `flax.linen.partitioning` has sown
+        return _by_rules(names, rules)
+    if isinstance(box, nn.LogicallyPartitioned):
+        return _by_rules(names, box.rules or ())
+    return axes_in(names, getattr(box, "metadata", {}))
+
+
+def _by_rules(names: Sequence, rules: Sequence) -> tuple | None:
+    spec = logical_to_mesh_axes(tuple(names), tuple(rules)) if rules else None
+    return None if spec is None else tuple(spec)
 
 
 def unboxed(tree):
@@ -154,17 +187,28 @@ def _of_the_rest(said: Mapping[str, Mapping[str, tuple]]) -> dict[str, tuple]:
 
 
 def _leaves(
-    boxed: Tree, name: str, flat: Mapping[str, tuple] = NONE, said: Mapping[str, tuple] = NONE
+    boxed: Tree,
+    name: str,
+    flat: Mapping[str, tuple] = NONE,
+    said: Mapping[str, tuple] = NONE,
+    specs: Mapping[str, Spec | None] = NONE,
 ) -> dict[str, Leaf]:
-    """Returns every array of a tree; names of its dims, or of its flat dims, are in a box around it, or said apart."""
-    leaves = {}
+    """Returns every array of a tree.
+
+    Names of its dims, or of its flat dims, are in a box around it, or said apart; or a spec is written on its value.
+    """
+    leaves, rules = {}, author_rules()
     for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)[0]:
         value, path = unboxed(box), path_of(keys)
-        names = _names(path, box) or said.get(path)
-        names = names and fitted(names, len(value.shape), flat.get(path, ()))
+        names, rank = _names(path, box) or said.get(path), len(value.shape)
+        axes = None if names is None else _axes(names, box, rules)
+        spec = specs.get(path)
+        if names is None and spec is not None:  # stacked dims come first: what a lifted `vmap` adds is not in the spec
+            names = axes = (*(None,) * (rank - len(spec)), *spec)
+        fit = lambda names: names and fitted(names, rank, flat.get(path, ()))  # noqa: E731, B023
         if path in leaves:
             raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
-        leaves[path] = Leaf(tuple(value.shape), value.dtype, names)
+        leaves[path] = Leaf(tuple(value.shape), value.dtype, fit(names), axes=fit(axes))
     return leaves
 
 

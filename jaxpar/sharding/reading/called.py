@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.sharding.explicit import outside_of_meshes, understood
+from jaxpar.sharding.author.explicit import outside_of_meshes, understood
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, path_of
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxpar.models.named import axes_of, spec_of
+from jaxpar.models.named import axes_of, constrain_to, spec_of
 from jaxpar.models.settings.logits import Logits
 
 Axes = tuple[str, ...]
@@ -93,7 +93,7 @@ class Cut:
         if not self.inside:
             return x
         entries = [axes or None for axes in (*dims, *(None,) * (x.ndim - len(dims)))]
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+        return constrain_to(x, PartitionSpec(*entries))
 
 
 def cut_of(rows: int, seq: int) -> Cut | None:

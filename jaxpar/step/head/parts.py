@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxpar.models.named import axes_of, spec_of
+from jaxpar.models.named import axes_of, constrain_to, spec_of
 
 
 def parts(vocab: int) -> int:
@@ -29,7 +29,7 @@ def of_parts(wide: jax.Array, labels: jax.Array, ways: int) -> tuple[jax.Array, 
     number = labels[..., None].astype(jnp.int32) - first
     own = jax.nn.logsumexp(cut, axis=-1), _at(cut, number)
     free = (PartitionSpec.UNCONSTRAINED,) * (wide.ndim - 1)
-    said = jax.lax.with_sharding_constraint(jnp.stack(own, axis=-1), PartitionSpec(*free, None, None))
+    said = constrain_to(jnp.stack(own, axis=-1), PartitionSpec(*free, None, None))
     return jax.nn.logsumexp(said[..., 0], axis=-1), jnp.sum(said[..., 1], axis=-1)
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpar.mesh.axes import AXES
+from jaxpar.models.named import constrain_to
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.run.gathers import Gather, gathered
 from jaxpar.pipeline.run.redistribute import deal, padded
@@ -166,7 +167,7 @@ class Shardings:
 
     def spread(self, path: str, value: jax.Array) -> jax.Array:
         """Returns a gradient of an end that is spread, on one replica of the batch, over `pipe` and `tensor`."""
-        return jax.lax.with_sharding_constraint(value, _without(self.layout.placements[path].used, self.batch_axes))
+        return constrain_to(value, _without(self.layout.placements[path].used, self.batch_axes))
 
     def summed(self, path: str, stacked: jax.Array, over) -> jax.Array:
         """Returns the sum of gradients [ways, ...] over an axis, placed as the update reads them."""
@@ -200,7 +201,7 @@ class Shardings:
         free = [tuple(a for a in axes if a not in self.manual and self.layout.sizes[a] > 1) for axes in each]
         if not any(size > 1 for axis, size in self.layout.sizes.items() if axis not in self.manual):
             return x
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(*(axes or None for axes in free)))
+        return constrain_to(x, PartitionSpec(*(axes or None for axes in free)))
 
     def _beside(self, path: str) -> PartitionSpec | None:
         """Returns what axes of XLA's split a parameter by, where none of them splits the dim that `fsdp` cuts."""

@@ -27,7 +27,7 @@ from jax.extend.core import (
 )
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.models.named import axes_of
+from jaxpar.models.named import axes_of, constrain_to
 from jaxpar.pipeline.jaxprs.dataflow import Env, Scan, parts, rewritten, shapes
 from jaxpar.pipeline.jaxprs.summed.sums import FREE, Sum, body_of, cut_along, is_cast, sums_of
 
@@ -196,4 +196,4 @@ def _as(eqn: JaxprEqn, function: Callable, *args: jax.Array) -> jax.Array:
 
 
 def _on(x: jax.Array, axes: Axes) -> jax.Array:
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, *(FREE,) * (x.ndim - 1)))
+    return constrain_to(x, PartitionSpec(axes, *(FREE,) * (x.ndim - 1)))

@@ -1,0 +1,383 @@
+"""Models in JAX's explicit-sharding style: what they say of arrays is a constraint on the Auto axes of a step.
+
+    jnp.einsum(..., out_sharding=P("fsdp", None, "tp"))      computed, then constrained as a layout's rules say
+    jax.sharding.reshard(x, P("fsdp", None, "tp"))           constrained
+    auto_axes(f, out_sharding=...)(x)                        f(x), constrained
+    with_sharding_constraint(x, P("data", None))            constrained: the examples over all axes that split them
+    with_sharding_constraint(x, NamedSharding(mesh, spec))   constrained, where the mesh is the author's own
+    jax.device_put(x, NamedSharding(mesh, spec))             likewise
+    jax.jit(f, out_shardings=P("data", None))(x)             likewise, dims without an axis whole
+    nn.with_logical_constraint(x, names, mesh=mesh)          constrained on the step's mesh
+    nn.with_partitioning(init, names), and logical           names of dims of a parameter, and no constraint
+    jax.shard_map(f, mesh=mesh, ...)                         on the step's mesh, where that has the author's axes
+    outside of a step                                        noted of an initializer, else as if nothing were said
+
+Why not a mesh with Explicit axes: sharding in the types of arrays binds everything that touches them, so that losses,
+optimizers and parts of a model that know nothing of it stop working; and the names are those of the author's mesh,
+where one axis may be two of a layout (`fsdp` is all that splits the batch). So the names are read as `jp.constrain`
+reads names of dims, and XLA places the rest.
+
+JAX has no public hook for this. All of its functions read an `out_sharding` by one function of its own, and hand it to
+a primitive; while a model is traced, these are replaced here, and nowhere else.
+
+A model may also keep the mesh that its author made it with, or name axes of it in a bare PartitionSpec. What it splits
+there is split on the step's mesh; a dim that is whole there is free, for that mesh may be one device alone. jaxpar's
+own code constrains to axes of the step's mesh with a NamedSharding on that mesh, which is taken as it is.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import spmd
+from flax.linen import spmd as linen_spmd
+from flax.nnx import variablelib
+from jax import lax
+from jax.extend.core.primitives import device_put_p
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
+
+from jaxpar.errors import refuse
+from jaxpar.mesh.axes import batch_axes
+from jaxpar.models.named import constrain_to, step_rules
+from jaxpar.sharding.author.manual_mesh import axis_names_of, manual_mesh
+from jaxpar.sharding.author.value_specs import is_noting, note_spec
+
+# what the modules of JAX and of Flax import from each other
+_NAMES = (
+    "canonicalize_sharding",
+    "_get_new_mesh",
+    "_with_sharding_constraint",
+    "_with_sharding_constraint_one_fallback",
+    "_create_sharding_for_array",
+    "_shmap_checks",
+    "shard_value",
+    "_remap_sharding_metadata",
+)
+_SAID = ("out_sharding", "sharding", "dst_sharding")  # what primitives call it
+_NOWHERE = "nowhere"  # an axis of the mesh that stands for the author's where there is none
+_installed: list[ExitStack] = []  # one, while a model is traced: it takes back what is replaced
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Takes what a model says of sharding as constraints, while the context lasts: a model is traced in it."""
+    if _installed:
+        yield
+        return
+    constraints, puts = _bound(_held("sharding_constraint_p"), _placed), _bound([device_put_p], _put)
+    with _replaced(_functions()), constraints, puts, _open_boxes(), ExitStack() as primitives:
+        _installed.append(primitives)
+        try:
+            yield
+        finally:
+            _installed.clear()
+
+
+@contextmanager
+def outside_of_meshes() -> Iterator[None]:
+    """Forgets the mesh that a caller has set, while a model is made for one of a layout's own."""
+    # where there is none, nothing is set: to jax 0.10.2 that would be another context, in which all is traced again
+    none = get_abstract_mesh().empty
+    with nullcontext() if none else jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
+
+
+def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
+    """Returns a spec on the axes of a step's mesh for one that a model wrote on its own; a dim without is free.
+
+    The author's axis of examples may be several of a layout: it stands for all of these but those that the spec has
+    elsewhere.
+
+    Args:
+      spec: As the model has it.
+      sizes: Axis of the step's mesh to size.
+
+    Raises:
+      JaxparError: If it names an axis that no rule maps.
+    """
+    written = {name for entry in spec for name in axis_names_of(entry)}
+    taken: set[str] = set()
+    dims: list = []
+    for entry in spec:
+        wanted = dict.fromkeys(axis for name in axis_names_of(entry) for axis in _axes(name, spec, sizes, written))
+        kept = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in taken)
+        taken.update(kept)
+        dims.append(kept or PartitionSpec.UNCONSTRAINED)
+    return PartitionSpec(*dims)
+
+
+def _axes(name: str, spec: PartitionSpec, sizes: Any, written: set[str]) -> Sequence[str]:
+    rules = step_rules.get()
+    # read to their end: so do a step's rules learn which names a model has, and a rule for one is not refused as idle
+    ruled = [axes for known, axes in rules if known == name and axes is not PartitionSpec.UNCONSTRAINED]
+    if ruled:
+        return _tuple(ruled[0])
+    if name in batch_axes(sizes):
+        examples = (axis for known, axes in rules if known == "batch" for axis in _tuple(axes))
+        return tuple(axis for axis in examples if axis == name or axis not in written)
+    if name in sizes:
+        return (name,)
+    raise refuse(
+        f"the model splits an array as {spec}, and {name!r} is no axis of the mesh",
+        rule=f"axes that a model names are {', '.join(sizes)}, or have a rule",
+        fix=f'rules={{"{name}": "tensor"}} in Parallel, or {{"{name}": None}}; or the model without shardings of its '
+        "own, where it has such a setting",
+    )
+
+
+def _tuple(axes: Any) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def _said(sharding: Any) -> NamedSharding | None:
+    """Returns what a model said as a sharding on the mesh of the step, or on the author's outside of one."""
+    if sharding is None or (
+        isinstance(sharding, NamedSharding) and (sharding.mesh == get_abstract_mesh() or _is_authors(sharding))
+    ):
+        return sharding
+    for primitives in _installed:  # a model that says nothing is traced by JAX's own
+        primitives.enter_context(_bound([each for each in _primitives() if "bind" not in vars(each)], _computed))
+    return _on_mesh_of_step(sharding)
+
+
+def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
+    """Returns what a sharding says of the author's mesh, as one on the mesh of the step; as written outside of one."""
+    mesh, spec = get_abstract_mesh(), _splits(sharding)
+    if mesh.empty or not step_rules.get():
+        return _as_written(spec)
+    if {*mesh.axis_types} == {AxisType.Manual}:  # each device has its part in hand, and XLA splits nothing
+        return NamedSharding(mesh, PartitionSpec(*(None,) * len(spec)))
+    # an axis that is manual here is not XLA's to split
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    sizes = {axis: 1 if kind == AxisType.Manual else mesh.shape[axis] for axis, kind in kinds}
+    return NamedSharding(mesh, translated(spec, sizes))
+
+
+def _as_written(spec: PartitionSpec) -> NamedSharding:
+    """Returns a sharding that carries a spec in the words of the author's mesh, whose sizes are not known."""
+    names = dict.fromkeys(name for entry in spec for name in axis_names_of(entry))
+    axes = (_NOWHERE, *names)
+    return NamedSharding(AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)), spec)
+
+
+def _is_authors(sharding: NamedSharding) -> bool:
+    return _NOWHERE in sharding.mesh.axis_names
+
+
+def _splits(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
+    """Returns the axes that split dims: on the author's mesh, an axis of one device splits nothing."""
+    if isinstance(sharding, PartitionSpec):
+        return sharding
+    if _is_authors(sharding):
+        return sharding.spec
+    sizes = sharding.mesh.shape
+    return PartitionSpec(*(tuple(axis for axis in axis_names_of(entry) if sizes[axis] > 1) for entry in sharding.spec))
+
+
+def _constrained(x: Any, sharding: NamedSharding) -> Any:
+    """Returns arrays split as a model said, in the dims that the axes divide."""
+    if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(x)):
+        return x  # a Python number, among the arguments of `auto_axes`
+    if _is_authors(sharding):
+        return note_spec(x, sharding.spec)
+    sizes = sharding.mesh.shape
+
+    def one(x):
+        dims = [entry if entry != () else None for entry in sharding.spec][: x.ndim]
+        fitting = [_fits(size, entry, sizes) for size, entry in zip(x.shape, dims, strict=False)]
+        spec = [entry if fits else PartitionSpec.UNCONSTRAINED for entry, fits in zip(dims, fitting, strict=True)]
+        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
+        return constrain_to(x, PartitionSpec(*spec, *free)) if any(fitting) else x
+
+    return jax.tree.map(one, x)
+
+
+def _whole_where_free(sharding: NamedSharding) -> NamedSharding:
+    """Returns a sharding for an argument or a result of `jit`, which leaves no dim open."""
+    dims = (None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in sharding.spec)
+    return NamedSharding(sharding.mesh, PartitionSpec(*dims))
+
+
+def _fits(size: int, entry: Any, sizes: Any) -> bool:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return False
+    ways = 1
+    for axis in _tuple(entry):
+        ways *= sizes[axis]
+    return size % ways == 0
+
+
+def _functions() -> dict[str, Callable]:
+    def canonicalize_sharding(sharding: Any, name: str, check_mesh_consistency: bool = True) -> Any:
+        return _said(sharding)
+
+    def _get_new_mesh(axes: Any, axis_type: Any, name: str, shardings: Any = None, **others: Any) -> Any:
+        if name != "auto_axes":
+            return new_mesh(axes, axis_type, name, shardings=shardings, **others)
+        mesh = get_abstract_mesh()  # no other mesh; and another axis than the mesh has, so that JAX reshards the result
+        return SimpleNamespace(prev=mesh, new=mesh, axes=(_NOWHERE,))
+
+    resolve, create, check, remap, new_mesh = (
+        linen_spmd._with_sharding_constraint_one_fallback,
+        vars(sys.modules["jax._src.pjit"])["_create_sharding_for_array"],
+        vars(sys.modules["jax._src.shard_map"])["_shmap_checks"],
+        vars(variablelib)["_remap_sharding_metadata"],
+        vars(sys.modules["jax._src.pjit"])["_get_new_mesh"],
+    )
+    by_step: list[bool] = []  # whether the names of a constraint are resolved by the rules of the step
+
+    def _with_sharding_constraint_one_fallback(names: Any, x: Any, *args: Any, rules: Any = None, **kwargs: Any) -> Any:
+        by_step.append(rules is step_rules.get())
+        try:
+            return resolve(names, x, *args, rules=rules, **kwargs)
+        finally:
+            by_step.pop()
+
+    def _with_sharding_constraint(x: Any, axis_resources: Any, mesh: Any = None) -> Any:
+        on = get_abstract_mesh()
+        if axis_resources is None or on.empty:
+            return x
+        if by_step and by_step[-1]:
+            return lax.with_sharding_constraint(x, NamedSharding(on, axis_resources))
+        return lax.with_sharding_constraint(x, axis_resources)  # by rules of the author's, to axes of the author's
+
+    def _create_sharding_for_array(mesh: Any, x: Any, name: str, api_name: str) -> Any:
+        if isinstance(x, PartitionSpec) and api_name == "with_sharding_constraint":
+            return _as_written(x)
+        if isinstance(x, PartitionSpec) and api_name == "jit":
+            on = _on_mesh_of_step(x)
+            return create(mesh, None, name, api_name) if _is_authors(on) else _whole_where_free(on)
+        return create(mesh, x, name, api_name)
+
+    def _shmap_checks(mesh: Any, axis_names: Any, in_specs: Any, out_specs: Any, *args: Any) -> Any:
+        on, axis_names = manual_mesh(mesh, axis_names, (in_specs, out_specs))
+        return check(on, axis_names, in_specs, out_specs, *args)
+
+    def _remap_sharding_metadata(metadata: dict[str, Any]) -> None:
+        remap(metadata)
+        rules = author_rules()
+        if rules and metadata.get(
+            "out_sharding"
+        ):  # as they are where the variable is made: Flax places it by them there
+            metadata["sharding_rules"] = spmd.composite_rules(rules, metadata.get("sharding_rules"))
+
+    def shard_value(value: Any, *_: Any) -> Any:
+        return value
+
+    return {
+        "canonicalize_sharding": canonicalize_sharding,
+        "_get_new_mesh": _get_new_mesh,
+        "_with_sharding_constraint": _with_sharding_constraint,
+        "_with_sharding_constraint_one_fallback": _with_sharding_constraint_one_fallback,
+        "_create_sharding_for_array": _create_sharding_for_array,
+        "_shmap_checks": _shmap_checks,
+        "_remap_sharding_metadata": _remap_sharding_metadata,
+        "shard_value": shard_value,
+    }
+
+
+def author_rules() -> tuple[tuple[str, Any], ...]:
+    """Returns the rules of Flax's that are in force and are not those of a step: the author's own, or the user's."""
+    rules = spmd.get_logical_axis_rules()
+    return () if rules is step_rules.get() else tuple((name, axes) for name, axes in rules)
+
+
+def _primitives() -> list:
+    found = [vars(lax)[name] for name in ("dot_general_p", "reshape_p", "broadcast_in_dim_p", "iota_p", "reduce_sum_p")]
+    return [*found, *_held("reshard_p")]
+
+
+def _held(primitive: str) -> list:
+    """Returns a primitive of `jit`, in a list that is empty where this JAX has no such."""
+    return [held for held in [vars(sys.modules["jax._src.pjit"]).get(primitive)] if held is not None]
+
+
+@contextmanager
+def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
+    of = ("jax._src.", "jax.sharding", "flax.linen.spmd", "flax.core.spmd", "flax.nnx.variablelib")
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(of)]
+    before = [(module, name, vars(module)[name]) for module in modules for name in _NAMES if name in vars(module)]
+    for module, name, _ in before:
+        setattr(module, name, functions[name])
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _computed(bind: Callable) -> Callable:
+    """Returns `bind` of a primitive that computes, whose result is then constrained as the model said."""
+
+    def run(*args, **params):
+        said = next((name for name in _SAID if isinstance(params.get(name), NamedSharding)), None)
+        if said is None or any(kind == AxisType.Explicit for kind in params[said].mesh.axis_types):
+            return bind(*args, **params)
+        out = args[0] if said == "dst_sharding" else bind(*args, **{**params, said: None})
+        return _constrained(out, params[said])
+
+    return run
+
+
+def _placed(bind: Callable) -> Callable:
+    """Returns `bind` of `with_sharding_constraint`, on the mesh of the step where the model has one of its own."""
+
+    def run(x, *, sharding, **params):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple == get_abstract_mesh().shape_tuple:
+            return bind(x, sharding=sharding, **params)
+        return _constrained(x, _on_mesh_of_step(sharding))
+
+    return run
+
+
+def _put(bind: Callable) -> Callable:
+    """Returns `bind` of `jax.device_put`, which constrains or notes what goes to a mesh of the author's."""
+
+    def run(*args, **params):
+        mesh = get_abstract_mesh()
+        own = [isinstance(to, NamedSharding) and to.mesh.shape_tuple != mesh.shape_tuple for to in params["devices"]]
+        in_step = not mesh.empty and step_rules.get()
+        if not any(own) or not (in_step or is_noting()):
+            return bind(*args, **params)
+        pairs = zip(args, params["devices"], own, strict=True)
+        return [_constrained(x, _on_mesh_of_step(to)) if moved else x for x, to, moved in pairs]
+
+    return run
+
+
+@contextmanager
+def _open_boxes() -> Iterator[None]:
+    """Leaves out what a Linen box says when Flax opens it: where parameters lie is the layout's to say.
+
+    Flax opens one in every call, to compare shapes, and `nn.DenseGeneral` does so while its kernel is still flat: of
+    two dims, where the box names three.
+    """
+    before = {kind: kind.unbox for kind in (nn.Partitioned, nn.LogicallyPartitioned)}
+
+    def open_box(unbox: Callable, self: Any) -> Any:
+        if isinstance(self, nn.LogicallyPartitioned) and self.rules is None and (rules := author_rules()):
+            object.__setattr__(self, "rules", rules)  # Flax would place it by those in force where it is made
+        return unbox(self, apply_constraint=False)
+
+    for kind, unbox in before.items():
+        kind.unbox = lambda self, apply_constraint=True, unbox=unbox: open_box(unbox, self)  # pyright: ignore
+    try:
+        yield
+    finally:
+        for kind, unbox in before.items():
+            kind.unbox = unbox  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@contextmanager
+def _bound(primitives: Sequence[Any], how: Callable[[Callable], Callable]) -> Iterator[None]:
+    for primitive in primitives:
+        primitive.bind = how(primitive.bind)
+    try:
+        yield
+    finally:
+        for primitive in primitives:
+            del primitive.bind

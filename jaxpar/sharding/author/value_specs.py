@@ -1,0 +1,112 @@
+"""Specs of parameters that the author wrote on values instead of variables, as JAX's explicit style does.
+
+    nnx.Param(init(key, shape, out_sharding=P("model", None)))        an initializer's result
+    self.param("w", partial(init, out_sharding=P("model", None)), ..) likewise
+    nnx.Param(jax.device_put(x, NamedSharding(mesh, P("model"))))     a value that was placed
+    jax.lax.with_sharding_constraint(x, P("model", None))             a value that was constrained
+
+JAX keeps such a spec in the type of the array. Here a model is made without a mesh, so the spec is noted in the program
+that makes the parameters, as the name of an identity, and followed through elementwise operations to the parameter.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+)
+from jax.sharding import PartitionSpec
+
+Spec = tuple[str | tuple[str, ...] | None, ...]  # an entry per dim, in the words of the author's mesh
+
+_PREFIX = "jaxpar:out_sharding "
+_ELEMENTWISE = frozenset(
+    "mul add sub div neg abs sign exp log sqrt cos tanh erf_inv max min clamp select_n convert_element_type copy copy_p"
+    " name optimization_barrier sharding_constraint".split()
+)
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")  # parameters of equations that hold what they call
+_noted: ContextVar[list[Spec] | None] = ContextVar("noted_specs", default=None)
+
+
+@contextmanager
+def noting_specs() -> Iterator[list[Spec]]:
+    """Notes specs that are written on values while the context lasts: a model is made in it, on shapes alone."""
+    noted: list[Spec] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def note_spec(x: Any, spec: PartitionSpec) -> Any:
+    """Returns arrays that are noted to have this spec where `noting_specs` is open; else the arrays themselves."""
+    noted = _noted.get()
+    if noted is None:
+        return x
+
+    def one(x: jax.Array) -> jax.Array:
+        entries = (*spec, *(None,) * (x.ndim - len(spec)))
+        noted.append(tuple(None if entry is PartitionSpec.UNCONSTRAINED else entry for entry in entries))
+        return checkpoint_name(x, _PREFIX + json.dumps(noted[-1]))
+
+    return jax.tree.map(one, x)
+
+
+def is_noting() -> bool:
+    """Returns whether `noting_specs` is open."""
+    return _noted.get() is not None
+
+
+def value_specs(function: Callable, *args: Any) -> list[Spec | None]:
+    """Returns the spec of each array that a function returns, in the order of its leaves; None where none is written.
+
+    Args:
+      function: Makes a tree of arrays.
+      *args: Of the function.
+    """
+    with noting_specs():
+        closed = jax.make_jaxpr(function)(*args)
+    return _outputs(closed.jaxpr, [None] * len(closed.jaxpr.invars))
+
+
+def _outputs(jaxpr: Jaxpr, inputs: Sequence[Spec | None]) -> list[Spec | None]:
+    """Returns the spec of each output of a program."""
+    specs = dict(zip(jaxpr.invars, inputs, strict=True))
+    for eqn in jaxpr.eqns:
+        given = [None if isinstance(var, Literal) else specs.get(var) for var in eqn.invars]
+        specs.update(zip(eqn.outvars, _equation(eqn, given), strict=True))
+    return [None if isinstance(var, Literal) else specs.get(var) for var in jaxpr.outvars]
+
+
+def _equation(eqn: JaxprEqn, given: list[Spec | None]) -> list[Spec | None]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "name" and params["name"].startswith(_PREFIX):
+        entries = json.loads(params["name"].removeprefix(_PREFIX))
+        return [tuple(tuple(entry) if isinstance(entry, list) else entry for entry in entries)]
+    inner = next((params[key] for key in _CALLS if key in params), None)
+    if inner is not None:
+        body = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
+        same = name != "scan" and len(body.invars) == len(given)
+        found = _outputs(body, given if same else [None] * len(body.invars))
+        return found if len(found) == len(eqn.outvars) else [None] * len(eqn.outvars)
+    if name == "transpose" and given[0] is not None:
+        order, shift = params["permutation"], len(params["permutation"]) - len(given[0])
+        return [tuple(given[0][dim - shift] for dim in order[shift:])] if min(order[shift:]) >= shift else [None]
+    if name in _ELEMENTWISE:
+        shape = _shape(eqn.outvars[0])
+        alike = (spec for spec, var in zip(given, eqn.invars, strict=True) if spec and _shape(var) == shape)
+        return [next(alike, None)] if len(eqn.outvars) == 1 else list(given)
+    return [None] * len(eqn.outvars)
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
