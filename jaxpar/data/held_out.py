@@ -5,8 +5,9 @@
                                   - 16/48 x loss sums of [48 x 48]               which is taken away again
 
 A smaller last batch would be another program to compile, and the mesh may not divide it. A mask would have to be read
-by the loss function. Sums and counts, as every loss function returns them, add up over examples: so copies of one
-example are counted by a batch of nothing else, and subtracted.
+by the loss function. Sums and counts, as nearly every loss function returns them, add up over examples: so copies of
+one example are counted by a batch of nothing else, and subtracted. The loop that evaluates them checks that they add up
+(`jaxpar.train.evaluation.incomplete`).
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def weighted(count: int, size: int, rows: Rows, read: Callable[[np.ndarray], Bat
     copies, more = divmod(size, count)
     filled = np.concatenate([np.tile(np.arange(count), copies), np.zeros((more,), np.int64)])
     wanted = slice(None) if rows is None else rows
-    batches = [Weighted(1 / copies, read(filled[wanted]))]
+    batches = [Weighted(1 / copies, read(filled[wanted]), count if count < size else 0)]
     if more:
         batches.append(Weighted(-more / (size * copies), read(np.zeros_like(filled)[wanted])))
     return batches

@@ -231,10 +231,12 @@ class Weighted:
     Attributes:
       weight: What its sums and counts are multiplied by, before they are added to those of the others.
       batch: Name to array of as many rows as every batch has.
+      examples: Of a batch that is filled up with copies how many examples there are, which are its first rows; else 0.
     """
 
     weight: float
     batch: dict[str, Any]
+    examples: int = 0
 
 
 class Source(Protocol):
@@ -257,6 +259,7 @@ class Source(Protocol):
     def evaluation(self, index: int, size: int, rows: Rows = None) -> list[Weighted]:
         """Returns the index-th `size` held-out examples, in one or two batches of `size` rows; none after the last.
 
-        The last ones may be fewer: then their batches are filled up, and the weights make up for it.
+        The last ones may be fewer: then their batches are filled up, and the weights make up for it, unless a loss
+        does not add up over examples: then the copies are left out.
         """
         ...

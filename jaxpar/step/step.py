@@ -103,6 +103,7 @@ class Step:
             gradients_of(layout, evaluated, numerics, frozen=layout.frozen, seed=seed) if measures else self.gradients
         )
         self._placing = BatchPlacement(layout=layout, accumulate=numerics.accumulate)
+        self._placing_whole = BatchPlacement(layout=layout)
         self._compiled: dict[Any, Any] = {}
         self._used = asked.Used()
         # simulated devices share one pool of threads; some dozens of unfinished steps fill it and deadlock
@@ -173,6 +174,7 @@ class Step:
 
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, by `state.eval_params`, without dropout and without an update."""
+        batch = self._placing_whole.put(batch)  # of any size that the mesh divides: microbatches are of updates alone
         return self._read("eval", self._eval, state, batch, *([self._held(state.optimizer)] if self._held else ()))
 
     @property
@@ -192,12 +194,11 @@ class Step:
         Raises:
           JaxparError: If gradients of parts are never there alone.
         """
-        return self._read("parts", self._norm(), state, batch)
+        return self._read("parts", self._norm(), state, self.put(batch))
 
     def _read(self, kind: str, program: Any, state: State, batch: Batch, *held: Any) -> Any:
-        """Returns what a program that updates nothing makes of a state, a batch and some of the optimizer's state."""
+        """Returns the result of a program that updates nothing, for a batch that is on its devices."""
         check_there(state)
-        batch = self.put(batch)
         key = _signature(kind, batch)
         if key not in self._compiled:
             self._check_state(state)

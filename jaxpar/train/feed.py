@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -32,6 +33,7 @@ from jaxpar.data.validate import BatchSpec, CorruptBatch
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.optim.growth import Growth
 from jaxpar.parallel.layout import Layout
+from jaxpar.train.evaluation.incomplete import Incomplete
 from jaxpar.train.faults import Faults
 from jaxpar.train.skipped_batches import SkippedBatches
 
@@ -70,12 +72,13 @@ class Feed:
         self._one = threading.Lock()  # batches may be read ahead by a thread, and no source need know of two
         self._beside: dict[str, Feed] = {}
         self._bad_out: list[int] = []  # held-out batches that are corrupt, in their order
+        self.incomplete = Incomplete()
 
     def beside(self, name: str, held: EvaluationSet) -> "Feed":
         """Returns the feed of an evaluation set, which goes to the same layout in batches of the same size."""
         if name not in self._beside:
             made = self._beside[name] = copy(self)
-            made.source, made._bad_out = held, []
+            made.source, made._bad_out, made.incomplete = held, [], Incomplete(name)
         return self._beside[name]
 
     def batch(self, step: int) -> Mapping[str, Any]:
@@ -92,7 +95,7 @@ class Feed:
         Raises:
           JaxparError: If one is, and the job does not skip such ones.
         """
-        return [Weighted(each.weight, self.placed(each.batch)) for each in self.read_evaluation(index)]
+        return [replace(each, batch=self.placed(each.batch)) for each in self.read_evaluation(index)]
 
     def read(self, step: int) -> Batch:
         """Returns the rows that this process holds of the training batch of a step, on the host."""
@@ -116,6 +119,21 @@ class Feed:
         with self._one:
             return self._read_evaluation(index)
 
+    def rearranged(self, index: int, rows: np.ndarray) -> Mapping[str, Any]:
+        """Returns rows of the index-th held-out batch, which may be filled up, as a batch of so many: see `placed`.
+
+        Args:
+          index: Of the batch.
+          rows: Those of all processes, in order; one may come several times.
+        """
+        if self.rows is None:
+            return some(self.read_evaluation(index)[0].batch, rows)
+        part, here = copy(self), rows_here(self.layout, len(rows))
+        part.rows = rows[here]
+        batch = part.read_evaluation(index)[0].batch
+        part.rows, part.size = here, len(rows)
+        return part.placed(batch)
+
     def _read_evaluation(self, index: int) -> list[Weighted]:
         passed: list[CorruptBatch] = []
         while True:
@@ -126,7 +144,7 @@ class Feed:
                 batches = self.source.evaluation(at, self.size, *self._asked) or []  # users write None, too, for none
                 for each in batches:
                     self._checked(each.batch, lambda _, at=at: f"held-out batch {at}")
-                return [Weighted(each.weight, self._own(each.batch)) for each in batches]
+                return [replace(each, batch=self._own(each.batch)) for each in batches]
             except CorruptBatch as error:
                 self._pass("a held-out batch", error, passed)
                 self._bad_out = sorted([*self._bad_out, at])

@@ -15,6 +15,7 @@ import signal
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,9 +24,11 @@ from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.due import Due
 from jaxpar.errors import JaxparError
 from jaxpar.leaving import wishes_to_stop
+from jaxpar.step.keyed.loss import key_of
 from jaxpar.step.measures.functions import derived, evaluated
 from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
+from jaxpar.train.evaluation.incomplete import Totals, summed
 from jaxpar.train.feed import Feed, Reader
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
@@ -196,18 +199,18 @@ def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) ->
 
 def _means(job: Run, state: State, feed: Feed, stop: "_Stop | None") -> dict[str, float] | None:
     """Returns what the loss and measures say of one set: weighted sums over all batches, divided once."""
-    totals: dict[str, tuple[float, float]] = {}
-    index = 0
+    totals: Totals = {}
+    index, first = 0, True
+    say, draws = job.progress.say if job.progress else print, key_of(job.step.loss) is not None
     while not job.eval_batches or index < job.eval_batches:
         if stop is not None and (number := processes.from_first(stop.number)):
             stop.name = signal.Signals(number).name
             return None
-        if not (batches := feed.evaluation(index)):
+        evaluate = partial(job.step.evaluate, state)
+        found = feed.incomplete.totals(feed, index, evaluate, first=first, draws=draws, say=say)
+        if found is None:
             break
-        for each in batches:
-            for name, (total, count) in jax.device_get(job.step.evaluate(state, each.batch)).items():
-                before = totals.get(name, (0.0, 0.0))
-                totals[name] = (before[0] + each.weight * float(total), before[1] + each.weight * float(count))
+        totals, first = summed([(1.0, totals), (1.0, found[0])]), first and not found[1]
         index += 1
     return {name: total / count for name, (total, count) in totals.items() if count}
 

@@ -1,0 +1,1 @@
+"""Held-out examples that do not fill a batch, each counted once."""
