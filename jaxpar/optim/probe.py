@@ -10,7 +10,7 @@ import optax
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.optim.eval_params import held_for
-from jaxpar.optim.extra import given
+from jaxpar.optim.extra import update
 from jaxpar.optim.named import ALONE, TYPES
 from jaxpar.optim.optimizer import Optimizer
 
@@ -42,7 +42,7 @@ def check_chain(made: optax.GradientTransformation, spec: Optimizer, params: Any
 
 def updated(made: optax.GradientTransformation, gradients: Any, state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
     """Returns updates and the state after them, of a chain that is given the loss if it takes any."""
-    return made.update(gradients, state, params, **given(made, loss))
+    return update(made, gradients, state, params, loss)
 
 
 def needs_loss(made: optax.GradientTransformation, params: Any = SMALL) -> bool:

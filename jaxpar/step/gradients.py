@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxpar.errors import users_code
-from jaxpar.optim.extra import given
+from jaxpar.optim import extra
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
@@ -131,7 +131,7 @@ def updated(
 
     def update(gradients: Tree) -> tuple[Tree, Any]:
         with users_code("the optimizer's update", rule=CHAIN, fix=TRACED):
-            updates, after = optimizer.update(gradients, kept, params, **given(optimizer, loss))
+            updates, after = extra.update(optimizer, gradients, kept, params, loss)
         # a number of Python's is an array of the state, too
         after = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), after)
         check_update(updates, after, params=params, held=kept)

@@ -1,0 +1,133 @@
+"""Chains that take other extra arguments than the loss train as in a loop of optax alone, or are refused by name."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny import assert_same_arrays
+
+import jaxpar as jp
+from jaxpar.errors import JaxparError
+
+DIM, STEPS = 8, 5
+LAYOUTS = {
+    "zero 1": ({"fsdp": 8, "zero": 1}, {}),
+    "zero 3, accumulate": ({"fsdp": 8}, {"accumulate": 2}),
+    "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+}
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(DIM, 2 * DIM, rngs=rngs)
+        self.down = nnx.Linear(2 * DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.tanh(self.up(x)))
+
+
+def squares(model, batch):
+    losses = (model(batch["x"]) - batch["y"]) ** 2
+    return jnp.sum(losses), losses.size
+
+
+def sam(**settings):
+    return optax.contrib.sam(optax.adam(0.02, eps=1e-3), optax.sgd(0.05), **settings)
+
+
+def refusing():
+    """Returns a transformation that takes an extra argument of its own name, and no other."""
+
+    def update(updates, state, params=None, *, scale=0.5):
+        return jax.tree.map(lambda x: scale * x, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def labels(params):
+    return {name: jax.tree.map(lambda _, name=name: name, tree) for name, tree in params.items()}
+
+
+CHAINS = {
+    "sam": lambda: sam(),
+    "sam, three steps": lambda: sam(sync_period=3, reset_state=False),
+    "sam in a chain": lambda: optax.chain(optax.clip_by_global_norm(0.5), sam()),
+    "a rate in sam": lambda: optax.inject_hyperparams(lambda rate: optax.contrib.sam(optax.sgd(rate), optax.sgd(0.05)))(
+        rate=optax.linear_schedule(0.1, 0.05, 5)
+    ),
+    "sam every second step": lambda: optax.MultiSteps(sam(), 2).gradient_transformation(),
+    "sam of one part": lambda: optax.partition({"up": sam(), "down": optax.adam(0.02, eps=1e-3)}, labels),
+    "another name": lambda: optax.chain(refusing(), optax.sgd(0.1)),
+    "the loss beside": lambda: optax.chain(
+        optax.GradientTransformation(sam().init, sam().update), optax.contrib.reduce_on_plateau(0.5, 1)
+    ),
+}
+
+
+def batch():
+    x, y = np.random.default_rng(0).normal(size=(2, 16, DIM)).astype(np.float32)
+    return {"x": x, "y": y}
+
+
+def plain(optimizer, *, value):
+    """Returns losses and parameters of a loop of optax alone."""
+    start = jp.init_state(jp.compose(Net, jp.Parallel(), jax.devices()[:1]), optimizer).params
+    graph, own = nnx.split(Net(nnx.Rngs(0)))
+
+    def mean(params):
+        nnx.replace_by_pure_dict(own, params)
+        total, count = squares(nnx.merge(graph, own, copy=True), batch())
+        return total / count
+
+    @jax.jit
+    def step(params, state):
+        loss, gradients = jax.value_and_grad(mean)(params)
+        updates, state = optimizer.update(gradients, state, params, **({"value": loss} if value else {}))
+        return loss, optax.apply_updates(params, updates), state
+
+    params, state, losses = start, optimizer.init(start), []
+    for _ in range(STEPS):
+        loss, params, state = step(params, state)
+        losses.append(float(loss))
+    return losses, params
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_without_value_trains_as_in_a_loop_of_optax(name):
+    wanted, params = plain(CHAINS[name](), value=name == "the loss beside")
+    layouts = LAYOUTS if name == "sam" else ["zero 1"]
+    for sizes, numerics in (LAYOUTS[layout] for layout in layouts):
+        optimizer = CHAINS[name]()
+        layout = jp.compose(Net, jp.Parallel(**sizes))
+        state, step = jp.init_state(layout, optimizer), jp.train_step(layout, squares, optimizer, **numerics)
+        losses = []
+        for _ in range(STEPS):
+            state, metrics = step(state, batch())
+            losses.append(float(metrics["loss"]))
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+        assert_same_arrays(state.params, params)
+
+
+REFUSED = {
+    "opaque": (lambda: sam(opaque_mode=True), "grad_fn must be provided", "opaque_mode=False"),
+    "a line search": (optax.lbfgs, "'grad' and 'value_fn'", "optax.adamw(3e-4)"),
+    "one takes it, one does not": (
+        lambda: optax.chain(sam(), optax.contrib.reduce_on_plateau()),
+        "another member of the chain has no argument `value`",
+        "optax.GradientTransformation(member.init, member.update)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_chain_that_needs_more_is_refused_with_a_way_out(name):
+    make, got, fix = REFUSED[name]
+    optimizer = make()
+    layout = jp.compose(Net, jp.Parallel(data=8))
+    state, step = jp.init_state(layout, optimizer), jp.train_step(layout, squares, optimizer)
+    with pytest.raises(JaxparError) as error:
+        step(state, batch())
+    assert got in str(error.value)
+    assert fix in str(error.value)
