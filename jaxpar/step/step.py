@@ -42,6 +42,7 @@ from jaxpar.step.checks.dims import check_dims
 from jaxpar.step.checks.eight_bits import check_eight_bits
 from jaxpar.step.checks.eval_params import check_eval_params
 from jaxpar.step.checks.given_state import check_same, check_there
+from jaxpar.step.checks.numbers_by_hand import with_placed_numbers
 from jaxpar.step.guard import guarded
 from jaxpar.step.inspectable import subject
 from jaxpar.step.keyed.loss import shaped
@@ -137,11 +138,11 @@ class Step:
         exchanges = self.gradients.meeting(number)
         key = _signature(f"exchange {exchanges}" if exchanges else "train", batch)
         if key not in self._compiled:
-            self._check_state(state)
+            state = self._checked(state)
             with self.compiling():
                 self._compiled[key] = self._compile(key, self.lower(state, batch, exchanges=exchanges))
         limits = (np.float32(limit),) if self.guard else ()
-        new, found = self._run(key, state, state, batch, *limits)
+        new, found = self._run(key, state, lambda state: (state, batch, *limits))
         self._last = (new.step, number)
         metrics = self.gradients.told(found)
         self._bound(metrics)
@@ -175,7 +176,7 @@ class Step:
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, by `state.eval_params`, without dropout and without an update."""
         batch = self._placing_whole.put(batch)  # of any size that the mesh divides: microbatches are of updates alone
-        return self._read("eval", self._eval, state, batch, *([self._held(state.optimizer)] if self._held else ()))
+        return self._read("eval", self._eval, state, batch, held=self._held)
 
     @property
     def parts(self) -> int:
@@ -196,18 +197,32 @@ class Step:
         """
         return self._read("parts", self._norm(), state, self.put(batch))
 
-    def _read(self, kind: str, program: Any, state: State, batch: Batch, *held: Any) -> Any:
-        """Returns the result of a program that updates nothing, for a batch that is on its devices."""
+    def _read(
+        self, kind: str, program: Any, state: State, batch: Batch, *, held: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Returns the result of a program that updates nothing.
+
+        Args:
+          kind: Of the program.
+          program: A function of parameters, model state, batch and what `held` returns, as `jax.jit` returns it.
+          state: Whose arrays it reads.
+          batch: On its devices.
+          held: Returns what the program reads of the optimizer's state.
+        """
+
+        def arguments(state: State) -> tuple:
+            return state.params, state.model_state, batch, *([held(state.optimizer)] if held else ())
+
         check_there(state)
         key = _signature(kind, batch)
         if key not in self._compiled:
-            self._check_state(state)
+            state = self._checked(state)
             with self.compiling():
                 with self._users_code(batch), self.traced():
-                    lowered = program.lower(state.params, state.model_state, batch, *held)
+                    lowered = program.lower(*arguments(state))
                 asked.check(self.layout, self._used, lowered)
                 self._compiled[key] = self._compile(key, lowered)
-        found = self._run(key, state, state.params, state.model_state, batch, *held)
+        found = self._run(key, state, arguments)
         self._bound(found)
         return found
 
@@ -242,21 +257,26 @@ class Step:
             check_branches(program.as_text(), dict(self.layout.on.shape), self.layout.schedule)
         return program
 
-    def _run(self, key: Any, state: State, *args: Any) -> Any:
+    def _run(self, key: Any, state: State, arguments: Callable[[State], tuple]) -> Any:
         try:
-            return self._compiled[key](*args)
+            return self._compiled[key](*arguments(state))
         except (TypeError, ValueError, RuntimeError):
-            self._check_state(state)  # looked at only where JAX refuses, so that a good step costs nothing
-            raise
+            placed = self._checked(state)  # looked at only where JAX refuses, so that a good step costs nothing
+            if placed is state:
+                raise
+        return self._compiled[key](*arguments(placed))
 
     @property
     def options(self) -> dict[str, Any]:
         """What XLA is told besides the program."""
         return options(list(self.layout.on.devices.flat), self.numerics.collectives, asked.told(self.layout))
 
-    def _check_state(self, state: State) -> None:
-        """Refuses a state of another layout, model or optimizer."""
-        check_same(state, states.abstract(self.layout, self.optimizer), self.placed)
+    def _checked(self, state: State) -> State:
+        """Returns the state with numbers that were set by hand where the step wants them; refuses another's state."""
+        expected = states.abstract(self.layout, self.optimizer)
+        state = with_placed_numbers(state, expected, self.placed)
+        check_same(state, expected, self.placed)
+        return state
 
     def _users_code(self, batch: Batch):
         shapes = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in batch.items())

@@ -92,14 +92,20 @@ def _check_leaf(path: str, leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sha
     if not isinstance(leaf, jax.Array):
         raise refuse(
             f"{path} of the state is a {type(leaf).__name__}",
-            rule="a state lives on the devices of its layout",
-            fix=_FIX,
+            rule="a state lives on the devices of its layout; a single number is put there",
+            fix=f"a number of {want.dtype}" if not want.shape else "the array of the state before, x.at[...].set(...)",
         )
     if leaf.shape != want.shape:
         raise refuse(
             f"{path} of the state is {list(leaf.shape)}, the step's is {list(want.shape)}",
             rule=f"state and step have the same {whose}",
             fix=_FIX,
+        )
+    if leaf.dtype != want.dtype:
+        raise refuse(
+            f"{path} of the state is {leaf.dtype}, the step's is {want.dtype}",
+            rule=f"state and step have the same {whose}",
+            fix=f"{path}.astype({str(want.dtype)!r})",
         )
     if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
         held, wanted = leaf.sharding.memory_kind == HOST, place.memory_kind == HOST

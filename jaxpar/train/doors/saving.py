@@ -7,6 +7,7 @@ from jaxpar.checkpoint.listing import LEFT, set_aside, shelf_of, steps
 from jaxpar.checkpoint.processes import from_first, is_first
 from jaxpar.errors import refuse
 from jaxpar.step.checks.given_state import check_there
+from jaxpar.step.checks.numbers_by_hand import with_arrays_for_numbers
 from jaxpar.step.state import State
 from jaxpar.step.step import Step
 
@@ -29,6 +30,7 @@ def save(path: str | Path, state: State, *, replace: bool = False) -> Path:
       JaxparError: If there is a checkpoint of that step, it cannot be written, or a step has taken the state over.
     """
     check_there(state)
+    state = with_arrays_for_numbers(state)
     store, step = Store(Path(path) / FOLDER, ALL), int(state.step)
     if from_first(step in store.steps()):
         if not replace:
