@@ -20,6 +20,7 @@ from jaxpar.parallel.gather import constrained, cut, gather, gather_beside, padd
 from jaxpar.parallel.pages.fragment import Shown, fragment, to_dict
 from jaxpar.parallel.placement import Placement
 from jaxpar.parallel.unsplit import told
+from jaxpar.parallel.zero import cut_of
 from jaxpar.pipeline.run.unflushed import microbatches_per_update
 from jaxpar.pipeline.tables.schedule import Schedule
 from jaxpar.sharding.adapters import is_scales
@@ -182,29 +183,30 @@ class Layout:
         return jax.tree_util.tree_map_with_path(lambda keys, _: self.others[path_of(keys)].stored, state)
 
     def owner(self, keys) -> str | None:
-        """Returns the path of the parameter that an array belongs to: the one that ends its own path."""
+        """Returns the path of the parameter that an array belongs to: the one that ends its own path.
+
+        If none does, one that is inside of it: an optimizer may keep several arrays for a parameter, in a tuple.
+        """
         words = path_of(keys).split("/")
-        return next((path for i in range(len(words)) if (path := "/".join(words[i:])) in self.placements), None)
+        spans = ((begin, end) for end in range(len(words), 0, -1) for begin in range(end))
+        return next((path for begin, end in spans if (path := "/".join(words[begin:end])) in self.placements), None)
 
     def optimizer_specs(self, state: Tree) -> Tree:
         """Returns a spec for every array of any optax state.
 
-        A leaf belongs to the parameter whose path ends its own path. With the parameter's shape
-        it takes the parameter's spec; with another shape (Adafactor's row and column
-        statistics) the axes of ZeRO on its largest dim that divides; scalars stay whole.
+        A leaf belongs to the parameter whose path is in its own path: see `owner`. With the parameter's shape
+        it takes the parameter's spec; with another shape (Adafactor's row and column statistics, codes of 8 bits in
+        blocks) the axes of ZeRO and of its parameter on dims that divide: see `cut_of`. Scalars stay whole.
         """
         axes = tuple(axis for axis in self.parallel.zero_axes if self.sizes[axis] > 1)
-        ways = math.prod(self.sizes[axis] for axis in axes) if self.parallel.stage >= 1 else 1
+        axes = axes if self.parallel.stage >= 1 else ()
 
         def spec(keys, leaf) -> PartitionSpec:
             owner = self.owner(keys)
             if owner and tuple(leaf.shape) == self.placements[owner].leaf.shape:
                 return pick(self.updated, tuple(owner.split("/")))
-            dims = [dim for dim, size in enumerate(leaf.shape) if size and size % ways == 0]
-            if ways == 1 or not dims or not jnp.issubdtype(leaf.dtype, jnp.floating):
-                return PartitionSpec()
-            best = max(dims, key=lambda dim: leaf.shape[dim])
-            return PartitionSpec(*(None,) * best, axes[0] if len(axes) == 1 else axes)
+            own = pick(self.updated, tuple(owner.split("/"))) if owner else ()
+            return cut_of(leaf, self.sizes, axes, tuple(axis for entry in own for axis in axes_of(entry)))
 
         return jax.tree_util.tree_map_with_path(spec, state)
 

@@ -7,7 +7,8 @@
     3  FSDP       / fsdp        gathered by layer      / fsdp        / fsdp
 
 State that is no parameter and has 64 KiB or more (a frozen base, an average of the weights, a cache) is cut by the same
-rules from stage 1 on, and gathered where the model reads it; what the model writes is cut again.
+rules from stage 1 on, and gathered where the model reads it; what the model writes is cut again. So is an array of the
+optimizer's that has another shape than its parameter, of any dtype (codes of 8 bits in blocks): `cut_of`.
 
 Between steps the float32 parameters of stages 1 and 2 are shards too, as in the distributed optimizers of Megatron-LM
 and DeepSpeed: what is whole is a copy in the dtype that products run in, gathered at the beginning of a step.
@@ -20,11 +21,16 @@ program, so a parameter none of whose dims the axis divides stays whole, is coun
 and is listed; the largest such one is bounded by `Parallel.replicate_above`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jaxpar.sharding.names import Leaf
-from jaxpar.sharding.rules import Choice, own_dims
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpar.sharding.names import LARGE, Leaf
+from jaxpar.sharding.rules import Choice, own_dims, spec_of
 
 
 def add_axes(
@@ -48,6 +54,35 @@ def add_axes(
     own = len(leaf.shape) if any(choice.names) else own_dims(path, leaf)
     best = max(fitting, key=lambda dim: (dim >= len(leaf.shape) - own, not choice.axes[dim], leaf.shape[dim], dim))
     return tuple((*on, *axes) if dim == best else on for dim, on in enumerate(choice.axes))
+
+
+def cut_of(
+    leaf: jax.ShapeDtypeStruct, sizes: Mapping[str, int], zero_axes: tuple[str, ...], others: tuple[str, ...] = ()
+) -> PartitionSpec:
+    """Returns where an array of the optimizer's state goes that has not the shape of its parameter.
+
+    Arrays of 64 KiB and more are cut by the axes of ZeRO and by those that split the parameter, each on the largest dim
+    that still divides; smaller ones of floating point, such as Adafactor's rows and columns, by the axes of ZeRO alone;
+    other small ones are whole.
+
+    Args:
+      leaf: Its shape and dtype.
+      sizes: Mesh axis to size.
+      zero_axes: Axes that cut it together, on one dim; none in stage 0.
+      others: Further axes that split its parameter.
+    """
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return PartitionSpec()
+    large = math.prod(leaf.shape) * leaf.dtype.itemsize >= LARGE
+    if not large and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return PartitionSpec()
+    on: list[tuple[str, ...]] = [()] * len(leaf.shape)
+    for axes in (zero_axes, *((axis,) for axis in others if large and axis not in zero_axes)):
+        fitting = [dim for dim, size in enumerate(leaf.shape) if size and size % _ways((*on[dim], *axes), sizes) == 0]
+        if fitting and _ways(axes, sizes) > 1:
+            best = max(fitting, key=lambda dim: leaf.shape[dim] // _ways(on[dim], sizes))
+            on[best] = (*axes, *on[best])
+    return spec_of(tuple(on))
 
 
 def beside_zero(

@@ -132,9 +132,8 @@ class Unflushed(Pipelined):
     def _check_state(self, state: Any) -> None:
         """Refuses an optimizer whose state for a stack cannot be cut as the stack is, such as Adafactor's."""
         for keys, leaf in jax.tree_util.tree_leaves_with_path(state):
-            words = path_of(keys).split("/")
-            owner = next((p for i in range(len(words)) if (p := "/".join(words[i:])) in self.shardings.stacked), None)
-            if owner and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
+            owner = self.layout.owner(keys)
+            if owner in self.shardings.stacked and leaf.ndim and leaf.shape != self.layout.placements[owner].leaf.shape:
                 raise refuse(
                     f"an optimizer that keeps {list(leaf.shape)} for {owner}",
                     rule="where weights change in the middle of a step, what the optimizer keeps of a parameter has "
