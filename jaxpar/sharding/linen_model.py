@@ -4,7 +4,6 @@ A parameter is gathered and cast where the module reads it, also inside `nn.scan
 a large array of another collection, which is not cast.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
-from flax.errors import InvalidRngError
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.models.returned import returned
@@ -21,6 +19,7 @@ from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, und
 from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
 from jaxpar.sharding.compute_dtype import compute_linen
 from jaxpar.sharding.linen.parameters import Parameters, as_stored
+from jaxpar.sharding.linen.streams import drawing_from, with_streams
 from jaxpar.sharding.linen.variables import Initializer, Variables, unboxed
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, averages_over_devices, path_of
 from jaxpar.sharding.reading.called import traced
@@ -59,13 +58,11 @@ class LinenModel:
         self._calls += 1
         large = {name: Parameters(self.state[name], use, f"collections/{name}/") for name, use in self._read.items()}
         with nn.intercept_methods(partial(_computing_in, self._dtype)), nnx.use_eager_sharding(False):
-            out, written = self.module.apply(
+            out, written = drawing_from(self.module.apply, key, self._streams)(
                 {"params": self.params, **self.state, **large},
                 *args,
                 method=method,
                 mutable=[*self.state, *self.sown],
-                # each stream a key of its own: of one key, dropout and noise would draw the same bits
-                rngs={name: jax.random.fold_in(key, index) for index, name in enumerate(self._streams)},
                 **kwargs,
             )
         written = {name: unboxed(as_stored(tree)) for name, tree in written.items()}
@@ -167,7 +164,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
             )
         variables = Variables.of(boxed, name, flat, _written(made, boxed) if noted else {})
         called = _Called(module=module, call=call, made=made, variables=variables)
-        streams, program = _with_streams(called.traced, name)
+        streams, program = with_streams(called.traced, name)
     return Blueprint(
         name=name,
         leaves=variables.leaves,
@@ -193,22 +190,3 @@ def _collected(model: LinenModel) -> Tree:
     """Returns the rest of a model's state after its calls."""
     # calls fold 0, 1, ... into the key of a step: the next step's key is none of those
     return {"collections": model.state, "key": jax.random.fold_in(model.key, 0x7FFF)}
-
-
-def _with_streams(trace: Callable[[tuple[str, ...]], Program], name: str) -> tuple[tuple[str, ...], Program]:
-    """Returns the random streams a module draws from, and its call traced with them: tried until none is missing.
-
-    Linen lets a missing stream fall back to `params`, which a scan may share between its steps; so
-    each gets a key of its own, and `params` is not there to fall back to.
-    """
-    names: tuple[str, ...] = ("dropout",)
-    while True:
-        try:
-            return names, trace(names)
-        except InvalidRngError as error:
-            missing = re.search(r'needs PRNG for "(\w+)"', str(error))
-            if missing is None or missing[1] in names:
-                raise refuse(
-                    f"{name}: {error}", rule="a module draws from named random streams", fix="self.make_rng('noise')"
-                ) from error
-            names = (*names, missing[1])
