@@ -131,3 +131,39 @@ def test_a_chain_that_needs_more_is_refused_with_a_way_out(name):
         step(state, batch())
     assert got in str(error.value)
     assert fix in str(error.value)
+
+
+def by_rate(rate, nesterov):
+    return optax.sgd(rate, 0.9, nesterov=True) if nesterov > 0.5 else optax.sgd(rate)
+
+
+def in_update(rate, power):
+    scaled = optax.stateless(lambda updates, _: jax.tree.map(lambda x: x if power > 1 else 2 * x, updates))
+    return optax.chain(optax.sgd(rate), scaled)
+
+
+def in_a_loop(rate, times):
+    return optax.chain(*[optax.sgd(rate) for _ in range(times)])
+
+
+READ = {
+    "an optimizer of optax": (optax.adafactor, {"learning_rate": 0.1}, "min_dim_size_to_factor"),
+    "a factory": (by_rate, {"rate": 0.1, "nesterov": 1.0}, "nesterov"),
+    "an update": (in_update, {"rate": 0.1, "power": 2.0}, "power"),
+    "a loop": (in_a_loop, {"rate": 0.1, "times": 2}, "times"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_injected_setting_that_python_reads_is_named_as_a_static_argument(name):
+    factory, settings, static = READ[name]
+    layout = jp.compose(Net, jp.Parallel(data=8))
+
+    def loss_of_a_step(optimizer):
+        state, step = jp.init_state(layout, optimizer), jp.train_step(layout, squares, optimizer)
+        return float(step(state, batch())[1]["loss"])
+
+    with pytest.raises(JaxparError) as error:
+        loss_of_a_step(optax.inject_hyperparams(factory)(**settings))
+    assert f'static_args=("{static}",)' in str(error.value)
+    assert np.isfinite(loss_of_a_step(optax.inject_hyperparams(factory, static_args=(static,))(**settings)))

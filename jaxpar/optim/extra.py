@@ -8,6 +8,8 @@ not read it has the same program. A function of the loss or gradients of each ex
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -32,18 +34,25 @@ def update(
       state: Of the chain.
       params: The parameters.
       loss: The mean loss of the batch that the gradients are of; None where there is none at the update.
+    """
+    if loss is not None and isinstance(optimizer, optax.GradientTransformationExtraArgs):
+        try:
+            return optimizer.update(gradients, state, params, value=loss)
+        except TypeError as error:  # optax.chain and its like take all names, and only then a member refuses one
+            if NOT_TAKEN not in str(error):
+                raise
+    return optimizer.update(gradients, state, params)
+
+
+@contextmanager
+def refusing_what_is_missing() -> Iterator[None]:
+    """Refuses a chain that needs more than gradients, state, parameters and the loss.
 
     Raises:
-      JaxparError: If the chain needs more than that.
+      JaxparError: With a chain that does not.
     """
     try:
-        if loss is not None and isinstance(optimizer, optax.GradientTransformationExtraArgs):
-            try:
-                return optimizer.update(gradients, state, params, value=loss)
-            except TypeError as error:  # optax.chain and its like take all names, and only then a member refuses one
-                if NOT_TAKEN not in str(error):
-                    raise
-        return optimizer.update(gradients, state, params)
+        yield
     except (TypeError, ValueError) as error:
         if not MISSING.search(str(error)):
             raise

@@ -17,6 +17,7 @@ import optax
 
 from jaxpar.errors import users_code
 from jaxpar.optim import extra
+from jaxpar.optim.injected import naming_static_arguments
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.step.checks.updates import CHAIN, TRACED, check_update
@@ -130,7 +131,8 @@ def updated(
     norm, kept = norm_of(layout, gradients), held()
 
     def update(gradients: Tree) -> tuple[Tree, Any]:
-        with users_code("the optimizer's update", rule=CHAIN, fix=TRACED):
+        refused = users_code("the optimizer's update", rule=CHAIN, fix=TRACED)
+        with refused, naming_static_arguments(), extra.refusing_what_is_missing():
             updates, after = extra.update(optimizer, gradients, kept, params, loss)
         # a number of Python's is an array of the state, too
         after = jax.tree.map(lambda x: x if hasattr(x, "shape") else jnp.asarray(x), after)

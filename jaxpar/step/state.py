@@ -17,6 +17,7 @@ from jaxpar.exchange.between import in_pieces
 from jaxpar.exchange.part import Part, piece_dim
 from jaxpar.exchange.sent import Sent
 from jaxpar.optim.eval_params import eval_params, held_for
+from jaxpar.optim.injected import naming_static_arguments
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree, path_of
 from jaxpar.sharding.shard_bytes import shard_shape
@@ -130,7 +131,10 @@ def begun(layout: Layout, optimizer: optax.GradientTransformation, params: Tree,
     """
     exchange = layout.parallel.exchange
     count = exchange.count(layout.sizes["data"])
-    with users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"):
+    with (
+        users_code("the optimizer's init", rule="an optimizer is an optax chain", fix="optax.adamw(3e-4)"),
+        naming_static_arguments(),
+    ):
         state = State(jnp.zeros((), jnp.int32), params, optimizer.init(params), model_state)
     if not exchange.apart:
         return state
