@@ -10,6 +10,7 @@ from tiny import assert_same_arrays
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
+from jaxpar.parallel.compose import as_blueprint
 
 DIM = 8
 LAYOUTS = {
@@ -102,6 +103,37 @@ def test_streams_of_training_alone_are_drawn_from_on_every_layout_alike(name):
         found, score, own = trained(name, sizes, numerics)
         np.testing.assert_allclose([*found, score], [*losses, evaluated], rtol=1e-5)
         assert_same_arrays(own, params)
+
+
+def test_streams_that_the_example_call_draws_from_are_known_before():
+    blueprint = as_blueprint(jp.linen(Paths(), jnp.zeros([1, DIM]), deterministic=False))
+    assert blueprint.bind.keywords["streams"].names == ("dropout", "droppath")
+    blueprint = as_blueprint(jp.linen(Paths(), jnp.zeros([1, DIM])))
+    assert blueprint.bind.keywords["streams"].names == ("dropout",)
+
+
+class Piped(nn.Module):
+    """Layers that a pipeline cuts."""
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        split = {"params": True, "droppath": True}
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs=split, length=2)(deterministic)
+        return nn.Dense(DIM)(jp.pipelined(lambda x: layers(x, None)[0], nn.Dense(DIM)(x)))
+
+
+def test_a_pipeline_names_the_example_call_that_shows_them():
+    parallel = jp.Parallel(pipe=2, data=4, pipeline=jp.Pipeline(microbatches=2))
+    layout, optimizer = jp.compose(jp.linen(Piped(), jnp.zeros([1, DIM])), parallel), optax.sgd(0.1)
+    step = jp.train_step(layout, loss_of(deterministic=False), optimizer)
+    batch = {"x": np.ones((16, DIM), np.float32), "y": np.ones((16, DIM), np.float32)}
+    with pytest.raises(JaxparError) as error:
+        step(jp.init_state(layout, optimizer), batch)
+    assert "'droppath' in training, and not in its example call" in str(error.value)
+    assert "jp.linen(Piped(...), inputs, deterministic=False)" in str(error.value)
+    layout = jp.compose(jp.linen(Piped(), jnp.zeros([1, DIM]), deterministic=False), parallel)
+    step = jp.train_step(layout, loss_of(deterministic=False), optimizer)
+    assert np.isfinite(float(step(jp.init_state(layout, optimizer), batch)[1]["loss"]))
 
 
 class Hidden(nn.Module):

@@ -62,6 +62,11 @@ def cut(at_cut: Callable[[Layers, Any, tuple], Any]) -> Iterator[None]:
         _at_cut.reset(token)
 
 
+def is_cut() -> bool:
+    """Returns whether a model is traced in pieces, for a pipeline."""
+    return _at_cut.get() is not None
+
+
 class _Reached(BaseException):  # no error: the model came to its layers, and is left there
     def __init__(self, value: Any):
         self.value = value

@@ -19,7 +19,7 @@ from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, und
 from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
 from jaxpar.sharding.compute_dtype import compute_linen
 from jaxpar.sharding.linen.parameters import Parameters, as_stored
-from jaxpar.sharding.linen.streams import drawing_from, with_streams
+from jaxpar.sharding.linen.streams import Streams, drawing_from, with_streams
 from jaxpar.sharding.linen.variables import Initializer, Variables, unboxed
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, averages_over_devices, path_of
 from jaxpar.sharding.reading.called import traced
@@ -43,7 +43,7 @@ class LinenModel:
         key,
         *,
         compute: Compute,
-        streams: tuple[str, ...],
+        streams: Streams,
         sown: tuple[str, ...],
         read: Mapping[str, Use],
     ):
@@ -105,7 +105,7 @@ class _Called:
         """Returns the parameters and the rest."""
         return self.variables.stored(unboxed(self.made(key)), jax.random.fold_in(key, 2))
 
-    def bind(self, values: Tree, state: Tree, use: Use, compute: Compute, *, streams: tuple[str, ...]) -> LinenModel:
+    def bind(self, values: Tree, state: Tree, use: Use, compute: Compute, *, streams: Streams) -> LinenModel:
         """Returns the module with these values, drawing from these random streams."""
 
         def reads(path: str, value: jax.Array) -> jax.Array:
@@ -122,7 +122,7 @@ class _Called:
             read=dict.fromkeys(self.variables.in_pieces, reads),
         )
 
-    def traced(self, streams: tuple[str, ...]) -> Program:
+    def traced(self, streams: Streams) -> Program:
         """Returns the program of a call with these random streams."""
         return traced(self.init, partial(self.bind, streams=streams), self.call)
 
