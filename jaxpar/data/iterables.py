@@ -11,6 +11,7 @@ from jaxpar.data.held_out import weighted
 from jaxpar.data.spec import Batch, Rows, Weighted, some
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError, refuse, users_code
+from jaxpar.step.checks.lists_in_a_batch import check_lists
 
 A_BATCH = "a batch is a dict of arrays"
 PAIR = "{'inputs': x, 'labels': y}"
@@ -159,6 +160,7 @@ def _as_batch(batch: Any, size: int, name: str) -> Batch:
             rule=A_BATCH,
             fix=f"{PAIR}, as lambda: ({PAIR} for x, y in loader)" if pair else "yield {'inputs': ..., 'targets': ...}",
         )
+    check_lists(batch)
     made = {}
     for key, value in batch.items():
         if isinstance(value, Mapping):

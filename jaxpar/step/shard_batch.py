@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
+from jaxpar.step.checks.lists_in_a_batch import check_lists
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,12 +32,13 @@ class BatchPlacement:
     accumulate: int = 1
 
     def put(self, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """Returns the batch on its devices; arrays that are there already are left alone.
+        """Returns the batch on its devices; arrays that are on the layout's mesh already are left alone.
 
         Raises:
           JaxparError: If an entry is no array of numbers, or its first dim does not split.
         """
         check_dict(batch)
+        check_lists(batch)
         return {name: self._put(name, value) for name, value in batch.items()}
 
     def shaped(self, name: str, value: Any) -> Any:
@@ -45,7 +47,8 @@ class BatchPlacement:
         Raises:
           JaxparError: If its first dim does not split.
         """
-        if isinstance(value, jax.Array) or isinstance(getattr(value, "sharding", None), NamedSharding):
+        if self._is_placed(value):
+            self._check_placed(name, value)
             return value
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             value = _array(name, value)
@@ -54,15 +57,36 @@ class BatchPlacement:
         return jax.ShapeDtypeStruct(value.shape, jax.dtypes.canonicalize_dtype(value.dtype), sharding=placed)
 
     def _put(self, name: str, value: Any) -> jax.Array:
-        if isinstance(value, jax.Array) and len(value.sharding.device_set) == self.layout.devices:
+        if isinstance(value, jax.Array) and self._is_placed(value):
+            self._check_placed(name, value)
             return value
-        value = _array(name, value)
+        if here := isinstance(value, jax.Array) and self._is_here(value):  # on another mesh, whose axes may be Explicit
+            _check_numbers(name, value)
+        else:
+            value = _array(name, value)
         self._check_rows(name, value)
         sharding = self.layout.sharding(self.layout.batch_spec(value.shape))
+        if here:
+            return jax.device_put(value, sharding)
         if jax.process_count() == 1:
             return jax.device_put(value, sharding)
         value = value.astype(jax.dtypes.canonicalize_dtype(value.dtype))
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])  # what is here of it
+
+    def _is_placed(self, value: Any) -> bool:
+        """Returns whether an array, or its shape, is on the mesh of the layout."""
+        sharding = getattr(value, "sharding", None)
+        return isinstance(sharding, NamedSharding) and sharding.mesh == self.layout.on
+
+    def _is_here(self, value: jax.Array) -> bool:
+        """Returns whether an array is on the devices of the layout, all of them."""
+        devices = value.sharding.device_set
+        return len(devices) == self.layout.devices and devices == set(self.layout.on.devices.flat)
+
+    def _check_placed(self, name: str, value: Any) -> None:
+        """Refuses an array whose examples the microbatches do not divide; which devices have which is the user's."""
+        if self.accumulate * self.layout.microbatches > 1:
+            self._check_rows(name, value)
 
     def _check_rows(self, name: str, value: Any) -> None:
         ways = self.layout.replicas * self.accumulate * self.layout.microbatches
@@ -102,12 +126,8 @@ def _array(name: str, value: Any) -> np.ndarray:
             rule="a batch is a dict of arrays, and no dict is inside of it",
             fix='flax.traverse_util.flatten_dict(batch, sep="/"), and in the loss unflatten_dict(batch, sep="/")',
         )
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        raise refuse(
-            f"{name} in the batch has random keys",
-            rule="a batch holds numbers; a loss of (model, batch, key) is given a key in every step",
-            fix=f"that key, or jax.random.key_data({name}), and in the loss jax.random.wrap_key_data",
-        )
+    if isinstance(value, jax.Array):
+        _check_numbers(name, value)
     try:
         value = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:  # the last of a tensor of PyTorch's that wants a gradient
@@ -124,6 +144,16 @@ def _array(name: str, value: Any) -> np.ndarray:
         )
     _check_range(name, value)
     return value
+
+
+def _check_numbers(name: str, value: jax.Array) -> None:
+    """Refuses random keys."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        raise refuse(
+            f"{name} in the batch has random keys",
+            rule="a batch holds numbers; a loss of (model, batch, key) is given a key in every step",
+            fix=f"that key, or jax.random.key_data({name}), and in the loss jax.random.wrap_key_data",
+        )
 
 
 def _check_range(name: str, value: np.ndarray) -> None:
