@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -251,6 +252,13 @@ def shorten(label: str) -> str:
 def users_frame(stack: Sequence[Frame]) -> Frame | None:
     """Returns the innermost line that is neither a library's nor the machinery of a step."""
     return next((frame for frame in stack if not frame.file.startswith(_MACHINERY)), stack[0] if stack else None)
+
+
+def equation_frame(equation: Any) -> Frame | None:
+    """Returns the innermost line of the user's that made an equation of a jaxpr; None where none is known."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else ()
+    return users_frame([Frame(each.file_name, each.line_num, each.function_name) for each in frames])
 
 
 def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:

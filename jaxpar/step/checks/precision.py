@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpar.errors import nearest, refuse
-from jaxpar.hlo.attribution import users_frame
+from jaxpar.hlo.attribution import equation_frame
 from jaxpar.hlo.text import Frame
 from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
 from jaxpar.models.settings.computing import Precision
@@ -143,10 +143,7 @@ def check_bf16(found: Matmuls, asked: Precision) -> None:
 
 
 def _place(equation: Any) -> tuple[str, str]:
-    traceback = equation.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    stack = [Frame(each.file_name, each.line_num, each.function_name) for each in frames]
-    frame = users_frame(stack) or Frame("", 0, "")
+    frame = equation_frame(equation) or Frame("", 0, "")
     return frame.function.rpartition("<locals>.")[2], f"{Path(frame.file).name}:{frame.line}"
 
 

@@ -4,22 +4,25 @@ Microbatches overlap there, so that what one leaves behind is not there for the 
 nothing that it computes: then the rest before every microbatch is known before the first one runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
 import jax
+from jax.extend.core import JaxprEqn, Var
 
 from jaxpar.errors import refuse
 from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.jaxprs.dataflow import Traced, parts
+from jaxpar.pipeline.jaxprs.dataflow import Traced, parts, variables
 from jaxpar.pipeline.jaxprs.narrow import Narrow
 from jaxpar.sharding.names import Compute, Tree, by_path, pick
+from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.equal_layers import check_equal
-from jaxpar.step.pipelined.one_pass import check_one_pass
+from jaxpar.step.pipelined.loss_inputs import AFTER, BEFORE, MarkedLoss, mark
+from jaxpar.step.pipelined.one_pass import check_layerwise, check_one_pass
 from jaxpar.step.pipelined.shardings import Shardings
 from jaxpar.step.state import salted
 
@@ -44,48 +47,17 @@ class ModelStates:
         """Returns the rest (dropout counts and their kin) before each microbatch, stacked, and after the last.
 
         Raises:
-          JaxparError: If the model is not cut once, its layers enclose what is no parameter of theirs, or it keeps what
-            follows from what it computes.
+          JaxparError: As `traced` does, or if the model keeps state that follows from what it computes.
         """
-        blueprint = self.layout.blueprint
-        compute = Compute(train=True, dtype=self.shardings.dtype, remat=self.numerics.remat)
-        calls: list = []
-
-        def at_cut(layers, x, per_layer):
-            calls.append((layers, x, per_layer))
-            return layers(x, *per_layer)
-
-        def after(params, batch, model_state):
-            model = blueprint.bind(params, model_state, lambda path, value: self.shardings.cast(value), compute)
-            with cut(at_cut):
-                self.loss(model, batch)
-            return blueprint.collect(model)
-
-        count = self.shardings.layout.microbatches
-        # one microbatch is traced for all: they run one program, and only its dataflow is looked at
-        one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
-        traced = Traced(after, params, one, model_state)
-        if len(calls) != 1:
-            raise refuse(
-                f"{blueprint.name} calls jp.pipelined {len(calls)} times",
-                rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
-                fix="x = jp.pipelined(layers, x) around the stack of equal layers, the largest of several; Decoder and "
-                "ViT have it",
-            )
-
-        def run(params, model_state, batch):
-            model = blueprint.bind(params, model_state, lambda path, value: self.shardings.cast(value), compute)
-            return lambda: self.loss(model, batch)
-
-        check_equal(self.layout, run, params, model_state, one, calls[0])
-        self._check_enclosed(run, params, model_state, one, calls[0][1:])
-        jaxpr = traced.flat.jaxpr
-        given, ins = parts(jaxpr.invars, [len(jax.tree.leaves(tree)) for tree in ((params, one), model_state)])
+        traced, state = self.traced(params, model_state, batch, train=True)
+        jaxpr, count = traced.flat.jaxpr, self.shardings.layout.microbatches
+        given, ins = parts(jaxpr.invars, [len(jaxpr.invars) - state, state])
         # the equations from state to state alone, without the model: they run here, ahead of the table
-        step = Narrow(jaxpr, jaxpr.outvars)
+        step = Narrow(jaxpr, jaxpr.outvars[:state])
         if step.reads.intersection(given):
             raise refuse(
-                f"{blueprint.name} keeps state that follows from what it computes, such as the averages of BatchNorm",
+                f"{self.layout.blueprint.name} keeps state that follows from what it computes, such as the averages of "
+                "BatchNorm",
                 rule="in a pipeline microbatches overlap, so what one leaves behind is not there for the next",
                 fix="LayerNorm or GroupNorm, or pipe=1",
             )
@@ -97,32 +69,86 @@ class ModelStates:
         restored = partial(jax.tree.unflatten, jax.tree.structure(model_state))
         return restored(each), restored(last)
 
-    def _check_enclosed(self, run: Callable, params: Tree, model_state: Tree, batch: Tree, given: tuple) -> None:
-        """Refuses layers that read, past their arguments, what follows from parameters of the first stage."""
-        x, per_layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
-        name = self.layout.blueprint.name
+    def traced(
+        self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array], *, train: bool
+    ) -> tuple[Traced, int]:
+        """Returns the loss of a microbatch, from (params, batch, state) to (state, sums), and the leaves of the state.
+
+        Raises:
+          JaxparError: If the model is not cut once, its layers enclose what is no parameter of theirs, or its loss
+            reads more of them than x.
+        """
+        blueprint = self.layout.blueprint
+        compute = Compute(train=train, dtype=self.shardings.dtype, remat=self.numerics.remat)
+        count = self.shardings.layout.microbatches
+        calls: list = []
+
+        def at_cut(layers, x, per_layer):
+            calls.append((layers, x, per_layer))
+            return mark(layers(mark(x, BEFORE), *per_layer), AFTER)
+
+        def bind(params, model_state):
+            return blueprint.bind(params, model_state, lambda path, value: self.shardings.cast(value), compute)
+
+        def whole(params, batch, model_state):
+            model = bind(params, model_state)
+            with cut(at_cut):
+                sums = as_sums(self.loss(model, batch), accumulate=count)
+            return blueprint.collect(model), sums
+
+        def run(params, model_state, batch):
+            model = bind(params, model_state)
+            return lambda: self.loss(model, batch)
+
+        # one microbatch is traced for all: they run one program, and only its dataflow is looked at
+        one = {key: value[: value.shape[0] // count] for key, value in batch.items()}
+        traced = Traced(whole, params, one, model_state)
+        if len(calls) != 1:
+            raise refuse(
+                f"{blueprint.name} calls jp.pipelined {len(calls)} times",
+                rule="a pipeline cuts a model where it calls jp.pipelined(layers, x): once, around its stack of layers",
+                fix="x = jp.pipelined(layers, x) around the stack of equal layers, the largest of several; Decoder and "
+                "ViT have it",
+            )
+        if train:  # an evaluation runs the same layers
+            check_equal(self.layout, run, params, model_state, one, calls[0])
+            self._check_per_layer(run, params, model_state, one, calls[0][2])
+        jaxpr, state = traced.flat.jaxpr, len(jax.tree.leaves(model_state))
+        paths = dict(zip(jaxpr.invars, by_path(params), strict=False))
+        loss = MarkedLoss(blueprint.name, jaxpr, jaxpr.outvars[state:])
+        self._check_enclosed(loss.layers(), paths)
+        loss.check({var: path for var, path in paths.items() if path not in self.shardings.shared})
+        return traced, state
+
+    def _check_per_layer(self, run: Callable, params: Tree, model_state: Tree, batch: Tree, per_layer: Tree) -> None:
+        """Refuses parameters among what each layer has of its own, which enters the table as a number does."""
 
         def each(*args):
             return reached(run(*args), lambda layers, x, per_layer: per_layer)
 
-        def alone(params, batch, model_state, x, per_layer):
-            return reached(run(params, model_state, batch), lambda layers, _, __: layers(x, *per_layer))
-
-        # `per_layer` enters the table as a number does, not as a parameter: no gradient comes back from there
-        own = Traced(each, params, model_state, batch).reads()[0] if jax.tree.leaves(per_layer) else {}
+        reads = Traced(each, params, model_state, batch).reads()[0] if jax.tree.leaves(per_layer) else {}
         for path in self.layout.placements:
-            if own and pick(own, tuple(path.split("/"))):
+            if reads and pick(reads, tuple(path.split("/"))):
                 raise refuse(
-                    f"{name} gives its layers {path} one by one, in jp.pipelined(layers, x, ...)",
+                    f"{self.layout.blueprint.name} gives its layers {path} one by one, in jp.pipelined(layers, x, ...)",
                     rule="what each layer has of its own there is no parameter: it gets no gradient",
                     fix="stack it with the other parameters of the layers",
                 )
 
-        layers = Traced(alone, params, batch, model_state, x, per_layer)
-        stacked = [path in self.layout.stacked for path in by_path(params)]
-        check_one_pass(name, layers, stacked + [False] * (layers.inputs.num_leaves - len(stacked)))
-        reads = layers.reads()[0]
-        inside = [path for path in self.layout.placements if pick(reads, tuple(path.split("/")))]
+    def _check_enclosed(self, eqns: Sequence[JaxprEqn], paths: Mapping[Var, str]) -> None:
+        """Refuses layers that read, past their arguments, what follows from parameters of the first stage.
+
+        Args:
+          eqns: That make the output of the layers, from their input and from parameters.
+          paths: Variables of all parameters, to their paths.
+        """
+        name = self.layout.blueprint.name
+        stacked = {var: path for var, path in paths.items() if path in self.layout.stacked}
+        check_one_pass(name, eqns, stacked)
+        check_layerwise(name, eqns, stacked)
+        reads = variables(var for eqn in eqns for var in eqn.invars)
+        read = {path for var, path in paths.items() if var in reads}
+        inside = [path for path in self.layout.placements if path in read]
         if inside and all(path in self.shardings.shared for path in inside):
             words = zip(*self.shardings.stacked.values(), strict=False)
             stack = "/".join(each[0] for each in takewhile(lambda each: len({*each}) == 1, words))

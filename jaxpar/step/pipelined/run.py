@@ -82,6 +82,7 @@ class Pipelined(Gradients):
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, jax.Array]) -> Sums:
         """Returns the sums of a batch: the forwards of the table, nothing kept."""
+        self.model_states.traced(params, model_state, batch, train=False)  # refuses models that a pipeline cannot cut
         model_states = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.schedule.microbatches, *x.shape)), model_state)
         return self._run(lists.stacked(self.layout, params), model_states, batch, train=False)[0]
 
