@@ -71,7 +71,7 @@ class Pieces:
         own = layer_state.of_layers(self.layout, known[0])
         # NNX modules keep their keys themselves; those of Linen are made of the names of layers
         listed = self.layout.lists and not own
-        keys = layer_keys.made(lambda known: self._each_layer(shared, known), known) if listed else []
+        keys = layer_keys.made(lambda known, x: self._each_layer(shared, known, x), known, x) if listed else []
         return x, (per_layer, layer_state.taken(known[0], own), keys)
 
     def stage(self, layers: Parameters, known, per_layer, x: Tree, salt) -> Tree:
@@ -141,10 +141,10 @@ class Pieces:
         finally:
             self.in_layers = False
 
-    def _each_layer(self, shared: Parameters, known) -> Any:
-        """Returns the outputs of all layers, each given the first one's input."""
+    def _each_layer(self, shared: Parameters, known, x: Tree) -> Any:
+        """Returns the outputs of all layers, each given x."""
 
-        def every(inner, x, per_layer):
+        def every(inner, _, per_layer):
             one = [jax.tree.map(lambda leaf, i=i: leaf[i], per_layer) for i in range(len(inner.layers))]
             return [self._taken(layer, x, own) for layer, own in zip(inner.layers, one, strict=True)]
 
