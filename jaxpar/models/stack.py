@@ -43,7 +43,8 @@ def pipelined(layers: Layers | Sequence[Callable[..., Any]], x: Any, *per_layer:
 
     Args:
       layers: Equal layers: a function that runs all layers of a stack on x, or a list of layers that are called with x
-        one after the other. What they return has the structure, shapes and dtypes of x.
+        one after the other. What they return has the structure, shapes and dtypes of x. Layers of several kinds in
+        turns, such as local and global attention, are equal turn by turn: a list of callables, one for each turn.
       x: What flows through the layers: an array, or any tree of floating-point arrays (an auxiliary loss rides along).
       *per_layer: What each layer has of its own and is no parameter, such as a dropout key. Leading dim: layers.
     """

@@ -5,6 +5,8 @@ equations, numbers in these, and which parameter is read where. How random keys 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import jax.core
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.stack import InTurn, reached
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced, is_key, variables
@@ -34,16 +36,13 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
     layers, x, per_layer = call
     count = len(next(iter(layout.lists.values()), ()))
     given = len(layers.layers) if isinstance(layers, InTurn) else 0
-    if given != count:
-        got = f"{given} layers" if given else "a function"
-        largest = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
-        raise refuse(
-            f"{layout.blueprint.name} gives jp.pipelined {got}, and its largest {largest}",
-            rule="a pipeline runs the largest stack or list of equal layers: a stack by a function, a list one by one",
-            fix="x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)",
-        )
-    if not count:
+    if not count and not given:
         return
+    if not count or not given or count % given:
+        raise _other_layers(layout, given, count)
+    span = count // given
+    if span > 1:
+        _check_spans(layout, given, span)
 
     def shape(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -52,15 +51,64 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
         return reached(run(params, model_state, batch), lambda layers, *_: [layer(x, *one) for layer in layers.layers])
 
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), per_layer)
-    programs = _programs(Traced(apart, params, model_state, batch, jax.tree.map(shape, x), one), layout)
+    programs = _programs(Traced(apart, params, model_state, batch, jax.tree.map(shape, x), one), layout, span)
     for i, program in enumerate(programs):
-        if program != programs[0]:
-            raise refuse(
-                f"layer {i} of {layers_of(layout)} is another program than layer 0",
-                rule="a stage runs all of its layers by one program: nothing but their parameters differs",
-                fix="a number that differs by layer as an array, jp.pipelined(layers, x, numbers); layers of another "
-                "kind before or after the equal ones: jp.pipelined(self.blocks[1:], self.blocks[0](x))",
-            )
+        if program == programs[0]:
+            continue
+        if span > 1 and program.text == programs[0].text:  # they are layers that read other parameters
+            raise _other_layers(layout, given, count)
+        raise refuse(
+            f"layer {i} of {layers_of(layout)} is another program than layer 0: {program.difference(programs[0])}",
+            rule="a stage runs all of its layers by one program: nothing but their parameters differs",
+            fix=_fix(programs),
+        )
+
+
+def _other_layers(layout: Layout, given: int, count: int) -> JaxparError:
+    """Returns the refusal of a call of `jp.pipelined` with layers that are not the list of a layout, or its stack."""
+    got = f"{given} layers" if given else "a function"
+    largest = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
+    return refuse(
+        f"{layout.blueprint.name} gives jp.pipelined {got}, and its largest {largest}",
+        rule="a pipeline runs the largest stack or list of equal layers: a stack by a function, a list one by one",
+        fix="x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)",
+    )
+
+
+def _check_spans(layout: Layout, given: int, span: int) -> None:
+    """Refuses callables of several layers each that cannot be dealt to the stages whole."""
+    parts = layout.schedule.parts
+    if layout.parallel.pipeline.layers or given % parts:
+        cut = (
+            f"layers={tuple(layout.parallel.pipeline.layers)}" if layout.parallel.pipeline.layers else f"{parts} parts"
+        )
+        raise refuse(
+            f"{layout.blueprint.name} gives jp.pipelined {given} callables of {span} layers each, for {cut}",
+            rule="where a callable runs several layers, every part of the pipeline has as many callables",
+            fix=f"a number of parts that divides {given}, and no layers=",
+        )
+
+
+def _fix(programs: "list[_Program]") -> str:
+    """Returns how to make layers equal: those of several kinds in turns are called by turns."""
+    count = len(programs)
+    for kinds in range(2, count):
+        if count % kinds == 0 and all(program == programs[i % kinds] for i, program in enumerate(programs)):
+            return f"layers of {kinds} kinds in turns as one callable for each turn: {_by_turns(kinds)}"
+    return (
+        "a number that differs by layer as an array, jp.pipelined(layers, x, numbers); layers of another kind before "
+        "or after the equal ones: jp.pipelined(self.blocks[1:], self.blocks[0](x))"
+    )
+
+
+def _by_turns(kinds: int) -> str:
+    """Returns the call of `jp.pipelined` whose callables run a layer of each kind."""
+    names = [chr(ord("a") + i) for i in range(kinds)]
+    call = "x"
+    for name in names:
+        call = f"{name}({call})"
+    values, lists = (f"{name}={name}" for name in names), (f"layers[{i}::{kinds}]" for i in range(kinds))
+    return f"jp.pipelined([lambda x, {', '.join(values)}: {call} for {', '.join(names)} in zip({', '.join(lists)})], x)"
 
 
 def layers_of(layout: Layout) -> str:
@@ -70,18 +118,44 @@ def layers_of(layout: Layout) -> str:
     return f"{members[0][:-rest]} ... {members[-1][:-rest]}"
 
 
-def _programs(traced: Traced, layout: Layout) -> list[tuple]:
-    """Returns each layer's program, with the names of what it reads."""
+@dataclass(frozen=True)
+class _Program:
+    """What a layer computes, and of what.
+
+    Attributes:
+      text: Its jaxpr, with variables named in the order of their use: equal programs are equal texts.
+      inputs: What each variable is that it does not make itself: a path, or the value of a constant.
+    """
+
+    text: str
+    inputs: tuple[Any, ...]
+
+    def difference(self, first: "_Program") -> str:
+        """Returns where it differs from the program of layer 0."""
+        for own, other in zip_longest(self.text.splitlines(), first.text.splitlines(), fillvalue="nothing"):
+            if own != other:
+                return f"`{own.strip():.160}` and not `{other.strip():.160}`"
+        for own, other in zip_longest(self.inputs, first.inputs):
+            if own != other:
+                return f"it reads {_shown(own)} and not {_shown(other)}"
+        return "in nothing that can be printed"
+
+
+def _programs(traced: Traced, layout: Layout, span: int) -> list[_Program]:
+    """Returns each callable's program, with the names of what it reads."""
     closed = traced.flat
     jaxpr = closed.jaxpr
     keys, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(traced.inputs, range(len(jaxpr.invars))))
     paths = {jaxpr.invars[i]: path_of(key) for key, i in keys}
     names: dict[Var, Any] = dict(zip(jaxpr.constvars, map(_value, closed.consts), strict=True))
     outs = jax.tree.unflatten(traced.outputs, jaxpr.outvars)
-    return [_program(jaxpr, jax.tree.leaves(out), i, paths, names, layout) for i, out in enumerate(outs)]
+    return [
+        _program(jaxpr, jax.tree.leaves(out), range(i * span, (i + 1) * span), paths, names, layout)
+        for i, out in enumerate(outs)
+    ]
 
 
-def _program(jaxpr, outs: list, layer: int, paths: dict, names: dict, layout: Layout) -> tuple:
+def _program(jaxpr, outs: list, members: range, paths: dict, names: dict, layout: Layout) -> _Program:
     # back from the layer's results, so that the other layers drop out; and how keys are made, since layer i folds in or
     # splits off another number than layer 0
     eqns, reads = [], variables(outs)
@@ -92,19 +166,31 @@ def _program(jaxpr, outs: list, layer: int, paths: dict, names: dict, layout: La
     eqns.reverse()
     made = {var for eqn in eqns for var in eqn.outvars}
     free = dict.fromkeys(var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal) and var not in made)
-    known = [None if is_key(var) else names[var] if var in names else _own(paths[var], layer, layout) for var in free]
-    # printed, variables are named in the order of their use: equal programs are equal texts, whatever layer they are of
+    known = [None if is_key(var) else names[var] if var in names else _own(paths[var], members, layout) for var in free]
     text = str(jaxpr.replace(constvars=(), invars=list(free), outvars=outs, eqns=eqns))
-    return text, known
+    return _Program(text, tuple(known))
 
 
-def _own(path: str, layer: int, layout: Layout) -> str:
-    """Returns a path of layer 3 as that of any layer: `0/blocks/3/w` as `0/blocks/*/w`."""
-    stack, members = next(iter(layout.lists.items()))
+def _own(path: str, members: range, layout: Layout) -> str:
+    """Returns a path of layer 3 as that of any layer: `0/blocks/3/w` as `0/blocks/*/w`.
+
+    Of several layers that one callable runs, the second's as `0/blocks/*+1/w`.
+    """
+    stack, layers = next(iter(layout.lists.items()))
     start, rest = stack.index("*"), len(stack) - stack.index("*") - 1
-    mine = members[layer][:-rest] + "/"
     which, _, own = path.partition("/")
-    return f"{which}/{mine[:start]}*/{own[len(mine) :]}" if own.startswith(mine) else path
+    for place, layer in enumerate(members):
+        mine = layers[layer][:-rest] + "/"
+        if own.startswith(mine):
+            return f"{which}/{mine[:start]}*{f'+{place}' if place else ''}/{own[len(mine) :]}"
+    return path
+
+
+def _shown(item: Any) -> str:
+    """Returns an input of a program for a message."""
+    if isinstance(item, str):
+        return item.partition("/")[2] or item
+    return "nothing" if item is None else "another constant array"
 
 
 def _value(const: Any) -> Any:

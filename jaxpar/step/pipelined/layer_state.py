@@ -45,10 +45,14 @@ def taken(model_state: Tree, which: Own) -> list[jax.Array]:
 
 
 def given(model_state: Tree, which: Own, values: Sequence[jax.Array]) -> Tree:
-    """Returns the state with these leaves; of a list with the first layer's."""
+    """Returns the state with these leaves; of a list with those of its first layers."""
     leaves, tree = jax.tree.flatten(model_state)
     for own, value in zip(which, values, strict=True):
-        leaves[own[0]] = value
+        if len(own) == 1:
+            leaves[own[0]] = value
+        else:
+            for i, layer in zip(own, value, strict=False):
+                leaves[i] = layer
     return jax.tree.unflatten(tree, leaves)
 
 

@@ -98,8 +98,8 @@ def _outside(name: str, path: str) -> JaxparError:
     """Returns the refusal of a parameter of the layers that is read before them or after them."""
     return refuse(
         f"{name} or its loss reads {path} outside of its layers",
-        rule="a stage of a pipeline has the parameters of its own layers, to be read inside of them: a stage has nothing "
-        "else, so that none can add up those of all layers",
+        rule="parameters of layers are read inside of them, on the stage that runs them: a stage has nothing else, so "
+        "that none can add up those of all layers",
         fix="for a penalty on parameters the optimizer's: optax.add_decayed_weights(rate) in its chain, or adamw(..., "
         "weight_decay=rate); or a sum that goes through x, to which each layer adds its own: x, penalty = "
         "jp.pipelined(layers, (x, jnp.zeros(()))). Another use of it goes into the layers of jp.pipelined(layers, x)",

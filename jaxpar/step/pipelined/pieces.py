@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.remat import remat
-from jaxpar.models.stack import cut, reached
+from jaxpar.models.stack import InTurn, cut, reached
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.shorten import shortened
 from jaxpar.pipeline.run.gathers import gathered_again
@@ -37,12 +37,14 @@ class Pieces:
       loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
       compute: Whether it trains, its dtype, and what its layers recompute in their backward pass.
       in_layers: Whether the layers are what is traced now: they read the stacked parameters and no others.
+      span: Members of a list that each callable in `jp.pipelined` runs. Set once the embedding is traced.
     """
 
     shardings: Shardings
     loss: Callable
     compute: Compute
     in_layers: bool = False
+    span: int = 1
 
     @property
     def layout(self) -> Layout:
@@ -60,18 +62,23 @@ class Pieces:
         Raises:
           JaxparError: If the model never calls `jp.pipelined`.
         """
-        found = reached(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
+        found = reached(self._called(shared, known), lambda *call: call)
         if found is None:
             raise refuse(
                 f"{self.blueprint.name} never says where its layers are",
                 rule="a pipeline cuts a model where it calls jp.pipelined(layers, x)",
                 fix="x = jp.pipelined(layers, x) around the stack of equal layers; Decoder and ViT have it",
             )
-        x, per_layer = found
+        layers, x, per_layer = found
+        if isinstance(layers, InTurn) and self.layout.lists:
+            self.span = self._count // len(layers.layers)
         own = layer_state.of_layers(self.layout, known[0])
         # NNX modules keep their keys themselves; those of Linen are made of the names of layers
         listed = self.layout.lists and not own
         keys = layer_keys.made(lambda known, x: self._each_layer(shared, known, x), known, x) if listed else []
+        # the table cuts these as it cuts parameters, with an entry for each member
+        if self.span > 1:
+            per_layer, keys = jax.tree.map(lambda leaf: jnp.repeat(leaf, self.span, axis=0), (per_layer, keys))
         return x, (per_layer, layer_state.taken(known[0], own), keys)
 
     def stage(self, layers: Parameters, known, per_layer, x: Tree, salt) -> Tree:
@@ -84,20 +91,26 @@ class Pieces:
             run = self._called(layers, (layer_state.given(salted(states, salt), which, own), batch))
             return reached(run, lambda inner, _, __: self._taken(inner, x, per_layer))
 
-        # all by the first layer's program: each turn binds the model with a stack of one layer, which that reads
+        # all by the first layer's program: each turn binds the model with a stack of the layers that one callable runs
         def in_turn(layers, x):
             def one(x, each):
-                i, params, per_layer, own, keys = each
-                state = layer_state.given(salted(states, salt + i), which, own)
-                run = self._called({path: value[None] for path, value in params.items()}, (state, batch))
+                i, params, own, per_layer, keys = each
+                if self.span == 1:
+                    params, own = jax.tree.map(lambda leaf: leaf[None], (params, own))
+                run = self._called(params, (layer_state.given(salted(states, salt + i), which, own), batch))
 
                 def layer(x):
                     return reached(run, lambda inner, _, __: self._taken(inner.layers[0], x, per_layer))
 
                 return layer_keys.drawing_with(keys, layer, x), None
 
-            numbers = jnp.arange(len(next(iter(layers.values()))))
-            return jax.lax.scan(one, x, (numbers, layers, per_layer, own, keys))[0]
+            turns = len(next(iter(layers.values()))) // self.span
+            of_members, of_calls = (layers, own), (per_layer, keys)
+            if self.span > 1:
+                shape = turns, self.span
+                of_members = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), of_members)
+                of_calls = jax.tree.map(lambda leaf: leaf[:: self.span], of_calls)
+            return jax.lax.scan(one, x, (jnp.arange(turns), *of_members, *of_calls))[0]
 
         run = in_turn if self.layout.lists else self._of_a_stage(whole, per_layer)
         run = gathered_again(run) if self.shardings.per_tick else run
@@ -154,8 +167,12 @@ class Pieces:
         """Returns layers as a stage runs them: a model that says its number of layers scans over all, a stage fewer."""
         if not self.blueprint.counts_layers or per_layer:
             return layers
-        count = self.layout.placements[next(iter(self.layout.stacked))].leaf.shape[0]
-        return shortened(layers, count, self.blueprint.name)
+        return shortened(layers, self._count, self.blueprint.name)
+
+    @property
+    def _count(self) -> int:
+        """Layers of the whole model."""
+        return self.layout.placements[next(iter(self.layout.stacked))].leaf.shape[0]
 
 
 def _misplaced(name: str, path: str, where: str) -> JaxparError:
