@@ -64,6 +64,28 @@ class Strided(Turns):
         return jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in pairs], x)
 
 
+class Towers(nnx.Module):
+    """Two lists of equal layers: the pipeline is given the smaller one."""
+
+    def __init__(self, rngs, layers=4):
+        self.text = nnx.List([Layer(0, rngs) for _ in range(layers)])
+        self.vision = nnx.List([nnx.Linear(DIM, 2 * DIM, rngs=rngs) for _ in range(8)])
+
+    def __call__(self, x):
+        for layer in self.vision:
+            x = layer(x)[:, :DIM]
+        return jp.pipelined(self.text, x)
+
+
+class OtherTower(Towers):
+    """Given the larger one."""
+
+    def __call__(self, x):
+        for layer in self.text:
+            x = layer(x)
+        return jp.pipelined([lambda x, layer=layer: layer(x)[:, :DIM] for layer in self.vision], x)
+
+
 class LinenLayer(nn.Module):
     local: bool
     rate: float = 0.0
@@ -127,6 +149,12 @@ def test_callables_of_several_layers_equal_one_device(case):
     assert_same_arrays(trained(model, parallel, devices), trained(model, jp.Parallel(), 1, accumulate=2))
 
 
+def test_the_larger_of_two_lists_is_taken_where_it_is_given():
+    layout = jp.compose(OtherTower, jp.Parallel(pipe=2), jax.devices()[:2])
+    step = jp.train_step(layout, loss, optax.sgd(0.1))
+    step.lower(step.abstract(), BATCH)
+
+
 PAIRS = "jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in zip(layers[0::2], layers[1::2])], x)"
 
 
@@ -147,6 +175,9 @@ PAIRS = "jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in zip(layers[0::2],
             "gives jp.pipelined 4 callables of 2 layers each, for 8 parts",
         ),
         (Turns, {"pipe": 2, "pipeline": jp.Pipeline(layers=(6, 2))}, "2 layers each, for layers=(6, 2)"),
+        (Towers, {"pipe": 2}, "around vision/0 ... vision/7; the layers given, which read text/0/u/bias, before or"),
+        (lambda rngs: Towers(rngs, 6), {"pipe": 2}, "vision/7; the layers given, which read text/0/u/bias, before or"),
+        (lambda rngs: Towers(rngs, 8), {"pipe": 2}, "which read text/0/u/bias, before or after it, or pipe=1"),
     ],
 )
 def test_layers_that_are_not_equal_turns_are_refused(model, parallel, words):

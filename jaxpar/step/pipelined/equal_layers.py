@@ -18,7 +18,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.stack import InTurn, reached
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced, is_key, variables
-from jaxpar.sharding.names import Tree, path_of
+from jaxpar.sharding.names import Tree, path_of, pick
 from jaxpar.step.pipelined.layer_keys import makes_keys
 
 
@@ -38,11 +38,8 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
     given = len(layers.layers) if isinstance(layers, InTurn) else 0
     if not count and not given:
         return
-    if not count or not given or count % given:
+    if not given:
         raise _other_layers(layout, given, count)
-    span = count // given
-    if span > 1:
-        _check_spans(layout, given, span)
 
     def shape(leaf):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -51,28 +48,51 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
         return reached(run(params, model_state, batch), lambda layers, *_: [layer(x, *one) for layer in layers.layers])
 
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), per_layer)
-    programs = _programs(Traced(apart, params, model_state, batch, jax.tree.map(shape, x), one), layout, span)
+    traced = Traced(apart, params, model_state, batch, jax.tree.map(shape, x), one)
+    span = count // given
+    if span * given != count or not count:
+        raise _other_layers(layout, given, count, traced)
+    programs = _programs(traced, layout, span)
     for i, program in enumerate(programs):
         if program == programs[0]:
             continue
-        if span > 1 and program.text == programs[0].text:  # they are layers that read other parameters
-            raise _other_layers(layout, given, count)
+        # programs that differ in what they read alone may be layers of another list, or no neighbours
+        if program.text == programs[0].text and (span > 1 or not _of_the_list(layout, traced)):
+            raise _other_layers(layout, given, count, traced)
         raise refuse(
             f"layer {i} of {layers_of(layout)} is another program than layer 0: {program.difference(programs[0])}",
             rule="a stage runs all of its layers by one program: nothing but their parameters differs",
             fix=_fix(programs),
         )
+    if span > 1:
+        _check_spans(layout, given, span)
 
 
-def _other_layers(layout: Layout, given: int, count: int) -> JaxparError:
+def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None = None) -> JaxparError:
     """Returns the refusal of a call of `jp.pipelined` with layers that are not the list of a layout, or its stack."""
     got = f"{given} layers" if given else "a function"
     largest = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
+    fix = "x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)"
+    if traced is not None and (others := _read_paths(layout, traced)) and not _of_the_list(layout, traced):
+        stack = layers_of(layout) if count else f"the stack of {next(iter(layout.stacked), 'most parameters')}"
+        fix = f"{fix} around {stack}; the layers given, which read {others[0]}, before or after it, or pipe=1"
     return refuse(
         f"{layout.blueprint.name} gives jp.pipelined {got}, and its largest {largest}",
         rule="a pipeline runs the largest stack or list of equal layers: a stack by a function, a list one by one",
-        fix="x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)",
+        fix=fix,
     )
+
+
+def _read_paths(layout: Layout, traced: Traced) -> list[str]:
+    """Returns the paths of the parameters that the layers given to `jp.pipelined` read."""
+    reads = traced.reads()[0]
+    return [path for path in layout.placements if pick(reads, tuple(path.split("/")))]
+
+
+def _of_the_list(layout: Layout, traced: Traced) -> bool:
+    """Returns whether the layers given to `jp.pipelined` read parameters of the layout's list."""
+    members = {path for paths in layout.lists.values() for path in paths}
+    return not members.isdisjoint(_read_paths(layout, traced))
 
 
 def _check_spans(layout: Layout, given: int, span: int) -> None:

@@ -12,6 +12,7 @@ reduced before the last microbatch is done, but for those that zero=2 and gather
     pieces       each of them, a function of the parameters that are there
     lists        a list of equal layers, stacked for the table and taken apart again
     model_state  what the model keeps beside its parameters, before each microbatch
+    loss_inputs  what a loss may read of the layers: x alone
 """
 
 from collections.abc import Callable, Mapping
