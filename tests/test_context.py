@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 from covering import some
-from tiny import SEQ, VOCAB, assert_same_arrays, models, on_one_device, token_loss, train
+from flax import linen as nn
+from flax import nnx
+from tiny import SEQ, VOCAB, assert_same_arrays, batches, models, on_one_device, token_loss, train
 
 import jaxpar as jp
 from jaxpar.errors import JaxparError
@@ -134,6 +136,29 @@ def test_a_model_that_names_no_sequence_is_refused():
     said = r"context=2, but Bare names no activation dim seq.*\n.*\n.*jp.constrain"
     with pytest.raises(JaxparError, match=said):
         train(models()["bare"], jp.Parallel(data=4, context=2), steps=1)
+
+
+class OwnNames(nnx.Module):
+    """Names its dims as no code base does that jaxpar knows."""
+
+    def __init__(self, rngs):
+        self.table, self.out = nnx.Embed(32, 16, rngs=rngs), nnx.Linear(16, 32, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = nn.with_logical_constraint(self.table(tokens), ("rows", "place", "width"))
+        return self.out(jnp.tanh(x))
+
+
+def test_a_rule_for_a_name_of_the_model_cuts_its_sequence():
+    """The refusal says which names have no rule; with the rule that it shows, the step equals one device."""
+    said = r"context=2, but OwnNames names no.*\n.*\n.*rules=\{'place': 'context'\}.*: place, rows, width"
+    with pytest.raises(JaxparError, match=said):
+        train(OwnNames, jp.Parallel(data=4, context=2), steps=1)
+    parallel = jp.Parallel(data=4, context=2, rules={"place": "context"})
+    losses, state, step = train(OwnNames, parallel, steps=2)
+    expected, reference, _ = train(OwnNames, jp.Parallel(), jax.devices()[:1], steps=2)
+    assert_same_arrays((losses, state.params), (expected, reference.params))
+    assert '{"context"}' in step.lower(step.abstract(), next(batches(1))).as_text()
 
 
 @pytest.mark.parametrize(

@@ -127,8 +127,15 @@ def check(layout: Layout, used: Used, lowered: Any) -> None:
             raise refuse(
                 f"how={{{axis!r}: {way!r}}}, but {layout.blueprint.name} never calls {_functions(calls)}",
                 rule=f"{way!r} says how {_functions(calls)} runs, so the model calls it",
-                fix=f"{_functions(calls)} in the model, or leave how out",
+                fix=f"{_functions(calls)} in the model, or leave how out{_LIMITS.get(axis, '')}",
             )
+
+
+# what a model may need of an island that it does not have, with the way that runs such a model
+_LIMITS = {
+    "context": "; attention with a bias or capped scores (T5, Gemma 2), which jp.attention does not have, runs as it "
+    'is written with context_by="gather"',
+}
 
 
 def told(layout: Layout) -> list[Option]:

@@ -157,17 +157,23 @@ def check(layout: Layout, named: set[str], lowered: Any) -> None:
     """Refuses a context axis where nothing is split over it, or where XLA can't split what is.
 
     Raises:
-      JaxparError: If no dim is called seq; or if a pipeline whose sequences and vocabulary are both in pieces looks up
-        an entry per row, on which XLA 0.10 to 0.12 ends the process.
+      JaxparError: If no dim is called seq, and no rule splits another; or if a pipeline whose sequences and vocabulary
+        are both in pieces looks up an entry per row, on which XLA 0.10 to 0.12 ends the process.
     """
     sizes, name = layout.sizes, layout.blueprint.name
     if sizes["context"] == 1:
         return
-    if "seq" not in named:
+    if not any("context" in _axes(layout.names.get(each)) for each in named):
+        unruled = sorted(named - layout.names.keys())
+        ways = ['jp.constrain(x, "batch", "seq", "embed") on the stream']
+        if unruled:
+            rule = f"rules={{{unruled[0]!r}: 'context'}} in Parallel"
+            ways.append(f"{rule} if that is the sequence, of the names without a rule: {', '.join(unruled)}")
         raise refuse(
             f"context={sizes['context']}, but {name} names no activation dim seq",
-            rule="context parallelism splits the dim that is called seq; else its devices all do the same work",
-            fix='jp.constrain(x, "batch", "seq", "embed") on the stream, or context=1',
+            rule="context parallelism splits the dim that is called seq, or that a rule of the user's splits; else its "
+            "devices all do the same work",
+            fix=f"{', or '.join(ways)}, or context=1",
         )
     if tables_in_pieces(layout) and _PICKS in lowered.as_text():
         over = "tensor" if sizes["tensor"] > 1 else "pipe"
@@ -180,6 +186,10 @@ def check(layout: Layout, named: set[str], lowered: Any) -> None:
             fix="a sum over the entries that compares each with the label, as jp.next_token does; or pipe=1, context=1 "
             "or " + ("tensor=1" if over == "tensor" else "head='last'"),
         )
+
+
+def _axes(entry: Axes) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 CONTEXT = Technique(
