@@ -24,6 +24,7 @@ from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.pipeline.jaxprs.summed.once import summed_once
 from jaxpar.sharding.names import Compute, Tree
+from jaxpar.step.accumulators import accumulator_dtype, computes_in, divided, is_short, weighted
 from jaxpar.step.block_inputs import offloading
 from jaxpar.step.checks.given_state import check_kept
 from jaxpar.step.gradients import Gradients, constrained, one_update
@@ -74,20 +75,29 @@ class Whole(Gradients):
         first = jax.tree.map(lambda value: value[0], micro)
         params = self._gathered(params, model_state, first, train=True)
 
+        stored = without(self.frozen, self.layout.params)
+
+        def one(params, model_state, batch, *, mean: bool):
+            gradients, sums, model_state = self._gradients(params, model_state, batch, specs, mean=mean)
+            return weighted(gradients, sums["loss"][1]) if mean else gradients, sums, model_state
+
+        traced, shapes = jax.make_jaxpr(partial(one, mean=False), return_shape=True)(params, model_state, first)
+        # the gradient of a sum of losses may be beyond float16 where that of their mean is not
+        short = any(is_short(leaf.dtype) for leaf in jax.tree.leaves(stored))
+        mean = short or computes_in(traced.jaxpr, jnp.float16)
+
         def body(carry, batch):
             gradients, sums, model_state = carry
-            more, new, model_state = self._gradients(params, model_state, batch, specs, mean=False)
+            more, new, model_state = one(params, model_state, batch, mean=mean)
             gradients = constrained(self.layout, jax.tree.map(jnp.add, gradients, more), specs)
             return (gradients, jax.tree.map(jnp.add, sums, new), model_state), None
 
-        shapes = jax.eval_shape(partial(self._gradients, specs=specs, mean=False), params, model_state, first)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[:2])
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), shapes[:2])
         zeros = (constrained(self.layout, zeros[0], specs), zeros[1])
         (gradients, sums, model_state), _ = jax.lax.scan(body, (*zeros, model_state), micro)
         # in stage 1 the update takes shards: without this they reach into the loop, which gathers every time
         gradients = constrained(self.layout, gradients, specs)
-        tokens = sums["loss"][1]
-        return jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients), sums, model_state
+        return divided(gradients, sums["loss"][1], stored), sums, model_state
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable

@@ -17,7 +17,7 @@ from jax.extend.core import (
 
 from jaxpar.pipeline.jaxprs.dataflow import Traced, needed
 from jaxpar.sharding.names import Tree
-from jaxpar.step.norm.of_shards import whole
+from jaxpar.step.norm.of_shards import as_optax
 
 
 def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -> Any:
@@ -28,7 +28,7 @@ def with_norm(update: Callable[[Tree], Any], gradients: Tree, norm: jax.Array) -
       gradients: Of all parameters.
       norm: What `optax.tree.norm(gradients)` is, but for rounding. Shape [].
     """
-    traced, wanted = Traced(update, gradients), Traced(whole, gradients).closed.jaxpr
+    traced, wanted = Traced(update, gradients), Traced(as_optax, gradients).closed.jaxpr
     values = Values({})
     sought = values.of(wanted)[wanted.outvars[0]]
     jaxpr = traced.closed.jaxpr

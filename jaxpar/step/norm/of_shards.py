@@ -1,6 +1,7 @@
 """The norm of all gradients, each device summing what it holds.
 
 shards ─► squares, added up ─► / devices that hold the same ─► one sum over all axes that cut any ─► root
+          in float32 or more
 """
 
 import math
@@ -15,13 +16,19 @@ from jaxpar.models.named import axes_of
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.shard_bytes import pieces
+from jaxpar.step.accumulators import accumulator_dtype
 
 Axes = tuple[str, ...]
 
 
 def whole(gradients: Tree, *, squared: bool = False) -> jax.Array:
     """Returns the norm of gradients, or its square, as XLA sums it; matrices in 8 bits have no gradient."""
-    return optax.tree.norm([each for each in jax.tree.leaves(gradients) if _is_float(each)], squared=squared)
+    return optax.tree.norm([_wide(leaf) for leaf in jax.tree.leaves(gradients) if _is_float(leaf)], squared=squared)
+
+
+def as_optax(gradients: Tree) -> jax.Array:
+    """Returns the norm of gradients by the equations of `optax.tree.norm`: squares in the dtype of each gradient."""
+    return optax.tree.norm([leaf for leaf in jax.tree.leaves(gradients) if _is_float(leaf)])
 
 
 def norm(layout: Layout, gradients: Tree) -> jax.Array:
@@ -32,7 +39,7 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
       gradients: Of all parameters.
     """
     specs = jax.tree.leaves(layout.updated, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
-    leaves = [leaf for leaf in jax.tree.leaves(gradients) if _is_float(leaf)]
+    leaves = [_wide(leaf) for leaf in jax.tree.leaves(gradients) if _is_float(leaf)]
     specs = [spec for spec, leaf in zip(specs, jax.tree.leaves(gradients), strict=True) if _is_float(leaf)]
     axes = tuple(axis for axis, size in layout.sizes.items() if size > 1 and any(axis in _cut(spec) for spec in specs))
     if not axes or not _equal_pieces(layout, gradients):
@@ -53,6 +60,10 @@ def norm(layout: Layout, gradients: Tree) -> jax.Array:
         summed, mesh=layout.on, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False
     )(leaves)  # fmt: skip
     return jnp.sqrt(total)
+
+
+def _wide(leaf: jax.Array) -> jax.Array:
+    return leaf.astype(accumulator_dtype(leaf.dtype))  # in float16 the square of 256 is infinite
 
 
 def _is_float(leaf: jax.Array) -> bool:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from jaxpar.errors import refuse
 from jaxpar.parallel.as_stacks import as_stacks
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced
@@ -31,11 +32,13 @@ from jaxpar.pipeline.run.spread_head import Around, Spread
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
+from jaxpar.step.accumulators import divided
 from jaxpar.step.gradients import Gradients, one_update
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import zeroed
 from jaxpar.step.pipelined import lists
+from jaxpar.step.pipelined.counts import counts_of, with_scaled_gradient
 from jaxpar.step.pipelined.cut_model import CutModel
 from jaxpar.step.pipelined.model_state import ModelStates, folded
 from jaxpar.step.pipelined.shardings import Shardings
@@ -66,13 +69,14 @@ class Pipelined(Gradients):
         sums, shared, layers = self._run(params, model_states, batch, train=True)
         with jax.named_scope(GRADIENT):
             layers = self.shardings.stored(layers)
-        tokens = sums["loss"][1]
         gradients = nest(
             {self.shardings.shared[path]: value for path, value in shared.items()}
             | {self.shardings.stacked[path]: value for path, value in layers.items()}
         )
-        gradients = jax.tree.map(lambda gradient: gradient / tokens.astype(gradient.dtype), gradients)
-        return zeroed(self.frozen, self.layout, lists.taken_apart(self.layout, gradients)), sums, after
+        gradients = lists.taken_apart(
+            self.layout, divided(gradients, jnp.ones(()) if self.scaled else sums["loss"][1], params)
+        )
+        return zeroed(self.frozen, self.layout, gradients), sums, after
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, jax.Array], on_device: Callable
@@ -106,6 +110,8 @@ class Pipelined(Gradients):
             with shardings.inside():
                 known = (folded(model_states, replica[0], shardings.replicas), self.cut_model.microbatches(batch))
                 model = self.cut_model.model(train=train)
+                if self.scaled and train:
+                    model, known = with_scaled_gradient(model), (known, self._scales(model, shared, known))
                 done = self._execute(table, model, rows[:, 0], shared, layers, known)
             sums = jax.tree.map(lambda x: jax.lax.psum(x, shardings.manual), done.sums)
             if not train:
@@ -162,9 +168,11 @@ class Pipelined(Gradients):
         )
 
         def known(replica, model_states, batch):
-            return folded(model_states, replica[0], shardings.replicas), self.cut_model.microbatches(batch)
+            known = folded(model_states, replica[0], shardings.replicas), self.cut_model.microbatches(batch)
+            return (known, self._scales(plain, shared, known)) if model is not plain else known
 
-        model = self.cut_model.model(train=train)
+        plain = self.cut_model.model(train=train)
+        model = with_scaled_gradient(plain) if self.scaled and train else plain
         stacked = around.known(known)(jnp.arange(shardings.replicas), model_states, batch)
         one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[2:], leaf.dtype), stacked)
         embed = Traced(model.embed, shared, one)
@@ -184,6 +192,23 @@ class Pipelined(Gradients):
             summed = {path: shardings.summed(path, value, "data") for path, value in ends.items()}
         leaves = {path: self.layout.placements[path].leaf for path in shardings.shared}
         return sums, {path: summed.get(path, jnp.zeros(leaf.shape)) for path, leaf in leaves.items()}, layers
+
+    @property
+    def scaled(self) -> bool:
+        """Whether gradients are of the mean loss in every tick: those of the sum may be beyond float16."""
+        return any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(self.layout.params))
+
+    def _scales(self, model: Model, shared: Mapping, known: Tree) -> jax.Array:
+        """Returns one over the count of all microbatches on all replicas, for each microbatch."""
+        if (counts := counts_of(model, shared, known)) is None:
+            raise refuse(
+                "parameters in float16, and a loss whose count follows from what the model computes",
+                rule="stages of a pipeline make gradients of the mean loss in float16, so that they know its count "
+                "before the first microbatch",
+                fix="a count that follows from the batch; parameters in bfloat16 or float32; or pipe=1",
+            )
+        total = jax.lax.psum(jnp.sum(counts), self.shardings.batch_axes)
+        return jnp.broadcast_to(jnp.where(total == 0, 0.0, 1.0 / total), counts.shape)
 
     def _execute(self, table: Program, model: Model, rows: jax.Array, shared: Tree, layers: Tree, known: Tree):
         """Runs the table on one stage's arrays."""

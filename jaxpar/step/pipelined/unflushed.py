@@ -15,13 +15,14 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.optim.pace import advanced, standing
 from jaxpar.parallel.layout import Layout
-from jaxpar.pipeline.jaxprs.dataflow import Traced, function, needed, parts
+from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.run.program import program
 from jaxpar.pipeline.run.unflushed import UnflushedTable, plan, updating
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, path_of, pick
 from jaxpar.step.gradients import Batch, metrics
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.pipelined.counts import counts_of
 from jaxpar.step.pipelined.equal_layers import layers_of
 from jaxpar.step.pipelined.model_state import folded
 from jaxpar.step.pipelined.run import Pipelined
@@ -182,22 +183,13 @@ class Unflushed(Pipelined):
 
     def _scales(self, model, shared: Mapping, known: Tree) -> jax.Array:
         """Returns one over the tokens of the update that each microbatch belongs to, over all replicas."""
-        one = jax.tree.map(lambda x: x[0], known)
-        x, _ = Traced(model.embed, shared, one).shapes
-        traced = Traced(lambda known, shared, x: model.head(shared, known, x)["loss"][1], one, shared, x)
-        if any(jax.tree.leaves(traced.reads()[1:])):
+        if (counts := counts_of(model, shared, known)) is None:
             raise refuse(
                 "a loss whose count follows from what the model computes",
                 rule="where weights change in the middle of a table, the first microbatch's gradient is divided by the "
                 "count before the last is run",
                 fix="a count that follows from the batch, or weights='flush'",
             )
-        # of the head only the equations that make the count are run, on the batch: no logits are computed for it
-        jaxpr = traced.flat.jaxpr
-        ins, *_ = parts(jaxpr.invars, [len(jax.tree.leaves(one))])
-        eqns, _ = needed(jaxpr.eqns, jaxpr.outvars)
-        count = function(jaxpr, traced.flat.consts, ins, eqns, jaxpr.outvars)
-        counts = jax.lax.map(lambda leaves: jnp.asarray(count(*leaves)[0]), jax.tree.leaves(known))
         per_update = jax.lax.psum(counts, self.shardings.batch_axes).reshape(-1, self.plan.per_update).sum(1)
         scales = jnp.where(per_update == 0, 0.0, 1.0 / per_update)  # where nothing counts there is no gradient
         return jnp.repeat(scales, self.plan.per_update)
