@@ -121,8 +121,10 @@ class Planted:
         tokens = (rng.integers(0, 32, (size, 1)) + np.arange(9)).astype(np.int32) % 32
         mask = np.ones((size, 8), np.float32)
         fault = Planted.bad.get(step)
-        if fault == "nothing counts":  # 0 / 0
+        if fault == "nothing counts":
             mask[:] = 0
+        elif fault == "overflow":  # inf / inf
+            mask[:] = 3e38
         elif fault == "spike":
             tokens = rng.integers(0, 32, (size, 9)).astype(np.int32)
         elif fault == "token":
@@ -151,16 +153,16 @@ def losses(rows):
 
 def test_stop_names_the_step_and_saves_nothing_after_it(tmp_path):
     with pytest.raises(JaxparError, match=r"the loss of step 6 is nan \(grad_norm 0.0\)"):
-        run(tmp_path, bad={5: "nothing counts"})
+        run(tmp_path, bad={5: "overflow"})
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000004"]
 
 
 @pytest.mark.slow
 def test_skip_goes_on_and_says_so(tmp_path):
     words = ["faults.on_bad_step=skip", "optimizer.decay=linear", "optimizer.final=0.0"]
-    _, rows, _ = run(tmp_path / "falling", *words, bad={5: "nothing counts"})
+    _, rows, _ = run(tmp_path / "falling", *words, bad={5: "overflow"})
     assert [row["learning_rate"] for row in rows[4:8]] == pytest.approx([0.02 * (14 - n) / 14 for n in (4, 5, 5, 6)])
-    outcome, rows, said = run(tmp_path / "again", "faults.on_bad_step=skip", bad={5: "nothing counts"})
+    outcome, rows, said = run(tmp_path / "again", "faults.on_bad_step=skip", bad={5: "overflow"})
     assert outcome["step"] == 14
     assert [row["step"] for row in rows if row.get("skipped")] == [6]
     assert rows[5]["loss"] is None
@@ -168,15 +170,27 @@ def test_skip_goes_on_and_says_so(tmp_path):
     assert "step 6 skipped: loss nan" in said
 
 
+@pytest.mark.parametrize("policy", ["stop", pytest.param("skip", marks=pytest.mark.slow)])
+def test_steps_in_which_nothing_counts_are_said_and_do_not_end_a_run(tmp_path, policy):
+    words = [f"faults.on_bad_step={policy}", "faults.skips=1", "faults.spike=3.0"]
+    outcome, rows, said = run(tmp_path, *words, bad=dict.fromkeys((4, 5, 6), "nothing counts"))
+    assert outcome["step"] == 14
+    assert [row["step"] for row in rows if row["tokens"] == 0] == [5, 6, 7]
+    assert all((row["loss"] is None) == (row["step"] in (5, 6, 7)) for row in rows)
+    assert said.count("no example of its batch counts (a mask of zeros?)") == 3
+    assert "step 5: no example of its batch counts" in said
+    assert rows[-1]["loss"] < rows[3]["loss"]
+
+
 @pytest.mark.slow
 def test_too_many_skipped_in_a_row_stop_the_run(tmp_path):
     with pytest.raises(JaxparError, match=r"step 7 is bad .*, the last of 3 in a row"):
-        run(tmp_path, "faults.on_bad_step=skip", "faults.skips=2", bad=dict.fromkeys((4, 5, 6), "nothing counts"))
+        run(tmp_path, "faults.on_bad_step=skip", "faults.skips=2", bad=dict.fromkeys((4, 5, 6), "overflow"))
 
 
 @pytest.mark.slow
 def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
-    bad = {9: "nothing counts"}  # step 10; the newest checkpoint is of step 8, so batches 8 and 9 are passed over
+    bad = {9: "overflow"}  # step 10; the newest checkpoint is of step 8, so batches 8 and 9 are passed over
     _, rows, said = run(tmp_path / "back", "faults.on_bad_step=rollback", bad=bad)
     _, never, _ = run(tmp_path / "never", gap=(8, 2))
     assert losses(rows) == losses(never)
@@ -187,7 +201,7 @@ def test_a_rollback_equals_a_run_that_never_saw_those_batches(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_went_back_and_is_stopped_goes_on_the_same(tmp_path):
-    bad = {5: "nothing counts", 13: "nothing counts"}
+    bad = {5: "overflow", 13: "overflow"}
     roll = "faults.on_bad_step=rollback"
     _, rows, _ = run(tmp_path / "whole", roll, bad=bad)
     run(tmp_path / "stopped", roll, "train.steps=7", bad=bad)
@@ -199,14 +213,14 @@ def test_a_run_that_went_back_and_is_stopped_goes_on_the_same(tmp_path):
 
 
 def test_a_run_goes_back_three_times_at_most(tmp_path):
-    bad = dict.fromkeys(range(5, 40), "nothing counts")
+    bad = dict.fromkeys(range(5, 40), "overflow")
     with pytest.raises(JaxparError, match="after 3 rollbacks"):
         run(tmp_path, "faults.on_bad_step=rollback", bad=bad)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
     with pytest.raises(JaxparError, match=r"the loss of step 3 is nan .*, and no checkpoint to go back to"):
-        run(tmp_path, "faults.on_bad_step=rollback", bad={2: "nothing counts"})
+        run(tmp_path, "faults.on_bad_step=rollback", bad={2: "overflow"})
 
 
 @pytest.mark.parametrize("policy", some(["stop", "skip", "rollback"], ["rollback"]))
@@ -254,7 +268,7 @@ def test_a_corrupt_batch_that_is_skipped_was_never_there(tmp_path):
 
 @pytest.mark.parametrize("on_bad_step", some(["rollback", "skip"], [], ["rollback"]))
 def test_two_processes_come_to_the_same_as_one(tmp_path, on_bad_step):
-    bad = {6: "nothing counts", 9: "token"}
+    bad = {6: "overflow", 9: "token"}
     code = inspect.getsource(Planted).replace("bad: dict = {}", f"bad = {bad}")
     (tmp_path / "planted.py").write_text(f"import numpy as np\n\n\n{code}")
     (tmp_path / "job.toml").write_text(JOB.replace("devices = 2", "simulate = 2").replace("test_faults:", "planted:"))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from jaxpar.sharding.names import Tree
+from jaxpar.step.losses import divisor
 
 
 def accumulator_dtype(dtype: jnp.dtype) -> jnp.dtype:
@@ -40,4 +41,5 @@ def weighted(gradients: Tree, count: jax.Array) -> Tree:
 
 def divided(gradients: Tree, count: jax.Array, like: Tree) -> Tree:
     """Returns gradients of a mean over `count` for accumulators of the sum, cast to the dtypes of `like` afterwards."""
-    return jax.tree.map(lambda x, leaf: (x / count.astype(x.dtype)).astype(leaf.dtype), gradients, like)
+    by = divisor(count)
+    return jax.tree.map(lambda x, leaf: (x / by.astype(x.dtype)).astype(leaf.dtype), gradients, like)

@@ -144,7 +144,10 @@ def updated(
 
 
 def metrics(sums: Sums, norm: jax.Array) -> dict[str, jax.Array]:
-    """Returns what a step says of itself: each sum by its count, how many tokens counted, the norm of the gradients."""
+    """Returns what a step says of itself: each sum by its count, how many tokens counted, the norm of the gradients.
+
+    Where nothing counts the loss is 0/0, which is nan, `tokens` is 0, and the update was made by gradients of zero.
+    """
     means = {name: total / count for name, (total, count) in sums.items()}
     return means | {"tokens": sums["loss"][1], "grad_norm": norm}
 

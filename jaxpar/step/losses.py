@@ -207,6 +207,11 @@ def _instead(value: Any) -> str:
     return f'{{"loss": ({pair}){"".join(more)}}}' if others else pair
 
 
+def divisor(count: jax.Array) -> jax.Array:
+    """Returns the count to divide gradients by: 1 where nothing counts, as gradients of nothing are 0 and not nan."""
+    return jnp.where(count == 0, 1.0, count)
+
+
 def as_sums(value: Any, *, accumulate: int) -> Sums:
     """Returns what a user's loss function returned as sums and counts.
 

@@ -130,7 +130,8 @@ class Step:
         Returns:
           The new state, and scalars: each entry of the loss function divided by its count,
           `tokens` (the count of `loss`) and `grad_norm` (global, before clipping, of the parameters
-          whose gradients the optimizer reads); `skipped` where the step guards.
+          whose gradients the optimizer reads); `skipped` where the step guards. Where nothing in the batch counts,
+          `tokens` is 0, the loss nan, and the update is one by gradients of zero: weights decay, momentum goes on.
         """
         check_there(state)
         batch = self.put(batch)

@@ -30,7 +30,7 @@ from jaxpar.step.checks.given_state import check_kept
 from jaxpar.step.gradients import Gradients, constrained, one_update
 from jaxpar.step.keyed.draws import split_over_examples
 from jaxpar.step.keyed.loss import Drawing
-from jaxpar.step.losses import Sums, as_sums
+from jaxpar.step.losses import Sums, as_sums, divisor
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import joined, without, zeroed
 from jaxpar.step.parameters.gathering import gathered, reads
@@ -181,7 +181,7 @@ class Whole(Gradients):
         def objective(trained):
             sums, after = self._forward(joined(trained, params), model_state, batch, train=True)
             total, count = sums["loss"]
-            return (total / jax.lax.stop_gradient(count) if mean else total), (sums, after)
+            return (total / jax.lax.stop_gradient(divisor(count)) if mean else total), (sums, after)
 
         if not self.layout.blueprint.takes_remat:
             objective = remat(objective, by_model(self.numerics.remat))

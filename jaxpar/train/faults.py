@@ -52,6 +52,11 @@ class Faults:
             )
 
 
+def learns_nothing(values: Mapping[str, Any]) -> bool:
+    """Returns whether nothing in the batch of a step counted: its loss is 0/0, nan, and its gradient is zero."""
+    return values.get("tokens") == 0 and values["grad_norm"] == 0
+
+
 class BadStep(JaxparError):
     """A step whose loss or gradients are not finite, or whose loss is a spike.
 
@@ -84,6 +89,8 @@ class Watch:
         self._good: deque[tuple[int, float]] = deque(maxlen=WINDOW + LAG + span)
         self._in_a_row = 0
         for row in rows:
+            if learns_nothing(row):
+                continue
             self._in_a_row = self._in_a_row + 1 if row.get("skipped") else 0
             if not row.get("skipped") and row["loss"] is not None:
                 self._good.append((row["step"], row["loss"]))
@@ -107,6 +114,9 @@ class Watch:
         Raises:
           BadStep: If its numbers are bad and it was not skipped, or it was one too many.
         """
+        if learns_nothing(values):
+            self.skipped += (skipped := bool(values.get("skipped")))
+            return skipped
         limit = self.limit(step)
         good = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"]) and values["loss"] <= limit
         skips = self.faults.on_bad_step == "skip"
@@ -139,6 +149,8 @@ def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> 
         return Problem(got, "a loss stays below faults.spike times the median of those before it", fix)
     if step == 1:
         fix = "the data (nan, a label or token that is out of range, a mask of zeros) or the model's own arithmetic"
+    if math.isnan(loss) and math.isfinite(norm):
+        fix = "a loss that returns (sum, count): a mean of its own is 0/0 where a mask leaves nothing; or other data"
     if math.isfinite(loss):
         return Problem(f"the gradients of step {step} are not finite (grad_norm {norm}, loss {loss:.6g})",
             "training goes on while the gradients are finite; nothing is saved after they are not", fix)  # fmt: skip

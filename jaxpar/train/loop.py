@@ -29,6 +29,7 @@ from jaxpar.step.measures.functions import derived, evaluated
 from jaxpar.step.state import State
 from jaxpar.train.before_save import check_before_save
 from jaxpar.train.evaluation.incomplete import Totals, summed
+from jaxpar.train.faults import learns_nothing
 from jaxpar.train.feed import Feed, Reader
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
@@ -219,7 +220,11 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
     update = step - 1 - job.watch.skipped  # by the optimizer's count
     skipped = job.watch.judge(step, values)
     values = {name: value for name, value in values.items() if name != "skipped"}
-    if skipped and job.progress:
+    if learns_nothing(values) and job.progress:
+        job.progress.say(
+            f"step {step}: no example of its batch counts (a mask of zeros?): its loss is 0/0 and its gradient zero"
+        )
+    elif skipped and job.progress:
         job.progress.say(f"step {step} skipped: loss {values['loss']:.6g}, grad_norm {values['grad_norm']:.6g}")
     row = {"step": step, **values, "seconds": seconds, "tokens_per_second": values["tokens"] / seconds}
     if skipped:

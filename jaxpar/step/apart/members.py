@@ -7,6 +7,7 @@ each is beside it, as `loss/0`, `loss/1`, ..., and its settings likewise.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -62,7 +63,9 @@ class Members(Apart):
             (state.params, on_device(state.optimizer), state.model_state),
         )
         total, count = found["sums"]["loss"]
-        own = self.population.watched(made.exchange, total / count)
+        watched = self.population.watched(made.exchange, total / count)
+        # the loss of a step in which nothing counts is nan, and would be the worst for ever
+        own = jax.tree.map(partial(jnp.where, jnp.all(count == 0)), made.exchange, watched)
         return State(made.step, params, held, model_state, own), found | {"settings": self.population.settings(held)}
 
     def agree(self, state: State, found: dict[str, Any], meeting: int) -> tuple[State, dict[str, Any]]:
