@@ -173,6 +173,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         collect=_collected,
         takes_remat=called.takes_remat,
         others=variables.others,
+        overwritten=variables.overwritten,
         counts_layers=True,
         program=lambda: program,
         rules=tuple(author_rules()),

@@ -102,6 +102,7 @@ class Blueprint:
       collect: A bound model to its `model_state` after the call.
       takes_remat: Whether the model places rematerialization itself.
       others: Every array of the rest by its path: state that is no parameter.
+      overwritten: Paths of arrays of the rest whose gradient is their new value, such as the scales of fp8 matmuls.
       counts_layers: Whether its scans say how many layers they run, as Linen's `nn.scan(Block, length=12)` does.
       program: Traces a call of the model, where what it is called with is known.
       adapters: Path of each matrix that has one to its low-rank adapter; see `adapters.py`.
@@ -116,6 +117,7 @@ class Blueprint:
     collect: Callable[[Any], Tree]
     takes_remat: bool = False
     others: Mapping[str, Leaf] = field(default_factory=dict)
+    overwritten: frozenset[str] = frozenset()
     counts_layers: bool = False
     program: Callable[[], Program] | None = None
     adapters: Mapping[str, Any] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from jaxpar.sharding.compute_dtype import compute_nnx
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_made, check_shapes, with_arrays
-from jaxpar.sharding.nnx.variables import assigned, is_used, used
+from jaxpar.sharding.nnx.variables import assigned, is_used, overwritten, used
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,6 +142,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         takes_remat=any(hasattr(module, "remat") for _, module in modules),
         others=others,
         rules=tuple(author_rules()),
+        overwritten=overwritten(rest),
     )
 
 

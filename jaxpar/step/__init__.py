@@ -5,7 +5,7 @@
     whole        gradients of a step whose layers are all on every device
     apart/       what replicas compute each for itself, until they agree by an exchange
     pipelined/   gradients of a step whose layers are spread over `pipe`
-    parameters/  those that a step computes with, and those that have no gradients, because nobody reads them
+    parameters/  those that a step computes with, dtypes of their gradients, and other state that has gradients
     block_inputs inputs of layers in host memory: remat = "offload"
     sampling/    tokens after prompts, with a cache of keys and values
     head/        the loss of the next token without all logits at once

@@ -24,7 +24,6 @@ from jaxpar.pipeline.jaxprs.dataflow import Traced
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.pipeline.jaxprs.summed.once import summed_once
 from jaxpar.sharding.names import Compute, Tree
-from jaxpar.step.accumulators import accumulator_dtype, computes_in, divided, is_short, weighted
 from jaxpar.step.block_inputs import offloading
 from jaxpar.step.checks.given_state import check_kept
 from jaxpar.step.gradients import Gradients, constrained, one_update
@@ -32,8 +31,10 @@ from jaxpar.step.keyed.draws import split_over_examples
 from jaxpar.step.keyed.loss import Drawing
 from jaxpar.step.losses import Sums, as_sums, divisor
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.parameters.accumulators import accumulator_dtype, computes_in, divided, is_short, weighted
 from jaxpar.step.parameters.frozen import joined, without, zeroed
 from jaxpar.step.parameters.gathering import gathered, reads
+from jaxpar.step.parameters.overwritten import largest, lowest, only, replaced
 from jaxpar.step.state import State
 
 
@@ -84,20 +85,27 @@ class Whole(Gradients):
         traced, shapes = jax.make_jaxpr(partial(one, mean=False), return_shape=True)(params, model_state, first)
         # the gradient of a sum of losses may be beyond float16 where that of their mean is not
         short = any(is_short(leaf.dtype) for leaf in jax.tree.leaves(stored))
-        mean = short or computes_in(traced.jaxpr, jnp.float16)
+        mean = short or bool(self._overwritten) or computes_in(traced.jaxpr, jnp.float16)
 
         def body(carry, batch):
-            gradients, sums, model_state = carry
-            more, new, model_state = one(params, model_state, batch, mean=mean)
+            gradients, sums, state = carry
+            more, new, after = one(params, replaced(self._overwritten, state, model_state), batch, mean=mean)
+            state = largest(self._overwritten, state, after)
             gradients = constrained(self.layout, jax.tree.map(jnp.add, gradients, more), specs)
-            return (gradients, jax.tree.map(jnp.add, sums, new), model_state), None
+            return (gradients, jax.tree.map(jnp.add, sums, new), state), None
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_dtype(x.dtype)), shapes[:2])
         zeros = (constrained(self.layout, zeros[0], specs), zeros[1])
-        (gradients, sums, model_state), _ = jax.lax.scan(body, (*zeros, model_state), micro)
+        begun = lowest(self._overwritten, model_state)
+        (gradients, sums, model_state), _ = jax.lax.scan(body, (*zeros, begun), micro)
         # in stage 1 the update takes shards: without this they reach into the loop, which gathers every time
         gradients = constrained(self.layout, gradients, specs)
         return divided(gradients, sums["loss"][1], stored), sums, model_state
+
+    @property
+    def _overwritten(self) -> frozenset[str]:
+        """Paths of the model state whose new value is their gradient, of the mean loss as plain Flax makes it."""
+        return self.layout.blueprint.overwritten
 
     def update(
         self, optimizer: optax.GradientTransformation, state: State, batch: Mapping[str, Any], on_device: Callable
@@ -178,8 +186,10 @@ class Whole(Gradients):
     def _gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], specs: Tree, *, mean: bool):
         """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch, gradients placed by `specs`."""
 
-        def objective(trained):
-            sums, after = self._forward(joined(trained, params), model_state, batch, train=True)
+        def objective(differentiated):
+            trained, overwritten = differentiated
+            state = joined(overwritten, model_state)
+            sums, after = self._forward(joined(trained, params), state, batch, train=True)
             total, count = sums["loss"]
             return (total / jax.lax.stop_gradient(divisor(count)) if mean else total), (sums, after)
 
@@ -191,7 +201,9 @@ class Whole(Gradients):
             sizes = self.layout.sizes
             shards = ("fsdp", sizes["fsdp"]) if axis == "data" and self._cut_by_fsdp else None
             differentiated = summed_once(differentiated, axis, sizes[axis], rows=rows, shards=shards)
-        gradients, (sums, after) = differentiated(without(self.frozen, params))
+        overwritten = only(self._overwritten, model_state)
+        (gradients, new), (sums, after) = differentiated((without(self.frozen, params), overwritten))
+        after = joined(new, after)
         stored = without(self.frozen, self.layout.params)
         gradients = jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), gradients, stored)
         return constrained(self.layout, gradients, specs), sums, after

@@ -20,6 +20,7 @@ from jaxpar.sharding.author.value_specs import Spec
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.linen.parameters import Parameters
 from jaxpar.sharding.names import Leaf, Tree, Use, nest, path_of, pick
+from jaxpar.sharding.nnx.variables import OVERWRITE
 from jaxpar.sharding.nnx_model import axes_in, names_in
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
@@ -112,6 +113,11 @@ class Variables:
     def in_pieces(self) -> list[str]:
         """The collections that hold a large array."""
         return sorted({path.split("/")[1] for path, leaf in self.others.items() if leaf.large})
+
+    @property
+    def overwritten(self) -> frozenset[str]:
+        """Paths of `others` whose gradient is their new value."""
+        return frozenset(path for path in self.others if path.split("/")[1:2] == [OVERWRITE])
 
     def stored(self, made: Mapping[str, Any], key: jax.Array) -> tuple[Tree, Tree]:
         """Returns (params, rest) as jaxpar keeps them, for what the module made, and the key of its calls."""

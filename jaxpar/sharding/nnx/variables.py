@@ -7,6 +7,9 @@ from flax import nnx
 
 from jaxpar.errors import JaxparError, refuse
 
+# Flax's name of the collection, or the type, of state whose gradient is its new value: see `flax.linen.fp8_ops`
+OVERWRITE = "_overwrite_with_gradient"
+
 
 @cache
 def used(kind: type[nnx.Variable]) -> type[nnx.Variable]:
@@ -57,3 +60,9 @@ def assigned(path: str) -> JaxparError:
         rule="a parameter is changed by the optimizer alone; what a model writes itself is a variable of another kind",
         fix="nnx.Variable, or a class of your own that is one, in place of nnx.Param",
     )
+
+
+def overwritten(rest: nnx.State) -> frozenset[str]:
+    """Returns the paths of variables whose gradient is their new value: those of Linen in `nnx.bridge.ToNNX`."""
+    flat = nnx.to_flat_state(rest)
+    return frozenset("/".join(map(str, path)) for path, each in flat if type(each).__name__ == OVERWRITE)

@@ -59,19 +59,22 @@ class Matmuls:
 
     Attributes:
       total: How many there are; those in a loop count once.
-      low: How many have two bfloat16 operands.
-      share: Share of their FLOP that is bfloat16.
+      low: How many have two bfloat16 operands, or narrower ones.
+      share: Share of their FLOP that is bfloat16 or narrower.
       kept: The lines of the others, largest first.
+      eight: How many of `low` have an operand of 8 bits, as Flax's fp8 matmuls have.
     """
 
     total: int
     low: int
     share: float
     kept: tuple[Kept, ...] = field(default=())
+    eight: int = 0
 
     def __str__(self) -> str:
         """Returns how many are bf16; `notes` has the others."""
-        return f"{self.low} of {self.total} matrix products are bf16 ({self.share:.1%} of their multiplications)"
+        what = "bf16 or float8" if self.eight else "bf16"
+        return f"{self.low} of {self.total} matrix products are {what} ({self.share:.1%} of their multiplications)"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -92,15 +95,16 @@ def products(jaxpr: Any, schedule: Schedule | None = None) -> Matmuls:
       jaxpr: As `jax.jit(...).trace(...)` has it.
       schedule: The table that it runs, where it is a pipeline's.
     """
-    total = low = 0
+    total = low = eight = 0
     flop, flop_low = 0.0, 0.0
     others: dict[tuple[str, str], list[tuple[float, str, bool]]] = defaultdict(list)
     for equation, work in traced_matmuls(jaxpr, schedule):
         left, right = (var.aval for var in equation.invars)
         work = matmul_flop(equation) if work is None else work  # a loop that turns as often as the data says: once
         total, flop = total + 1, flop + work
-        if left.dtype == right.dtype == jnp.bfloat16:
+        if _is_low(left.dtype) and _is_low(right.dtype):
             low, flop_low = low + 1, flop_low + work
+            eight += jnp.bfloat16 not in (left.dtype, right.dtype)
         else:
             mixed = jnp.bfloat16 in (left.dtype, right.dtype)
             others[_place(equation)].append((work, f"{_shown(left)} * {_shown(right)}", mixed))
@@ -114,7 +118,11 @@ def products(jaxpr: Any, schedule: Schedule | None = None) -> Matmuls:
         for place, found in others.items()
     ]
     kept.sort(key=lambda each: -each.share)
-    return Matmuls(total, low, flop_low / flop if flop else 1.0, tuple(kept))
+    return Matmuls(total, low, flop_low / flop if flop else 1.0, tuple(kept), eight)
+
+
+def _is_low(dtype: Any) -> bool:
+    return dtype == jnp.bfloat16 or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1)
 
 
 def check_bf16(found: Matmuls, asked: Precision) -> None:

@@ -44,7 +44,8 @@ def handed(layout: Layout, loss: Callable) -> tuple[Layout, Drawing]:
     def collect(bound: Keyed) -> Tree:
         return {"model": plain.collect(bound.model), "key": jax.random.fold_in(bound.key, AFTER)}
 
-    blueprint = dataclasses.replace(plain, init=init, bind=bind, collect=collect)
+    overwritten = frozenset(f"model/{path}" for path in plain.overwritten)
+    blueprint = dataclasses.replace(plain, init=init, bind=bind, collect=collect, overwritten=overwritten)
     return dataclasses.replace(layout, blueprint=blueprint), Drawing(loss)
 
 

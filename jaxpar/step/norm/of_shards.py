@@ -16,7 +16,7 @@ from jaxpar.models.named import axes_of
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Tree
 from jaxpar.sharding.shard_bytes import pieces
-from jaxpar.step.accumulators import accumulator_dtype
+from jaxpar.step.parameters.accumulators import accumulator_dtype
 
 Axes = tuple[str, ...]
 

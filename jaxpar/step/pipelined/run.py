@@ -32,11 +32,12 @@ from jaxpar.pipeline.run.spread_head import Around, Spread
 from jaxpar.pipeline.run.stage import Keep
 from jaxpar.pipeline.run.traced_model import Model
 from jaxpar.sharding.names import GRADIENT, SCOPE, Tree, nest, pick
-from jaxpar.step.accumulators import divided
 from jaxpar.step.gradients import Gradients, one_update
 from jaxpar.step.losses import Sums
 from jaxpar.step.numerics import Numerics
+from jaxpar.step.parameters.accumulators import divided
 from jaxpar.step.parameters.frozen import zeroed
+from jaxpar.step.parameters.overwritten import check_overwritten
 from jaxpar.step.pipelined import lists
 from jaxpar.step.pipelined.counts import counts_of, with_scaled_gradient
 from jaxpar.step.pipelined.cut_model import CutModel
@@ -56,6 +57,7 @@ class Pipelined(Gradients):
     """
 
     def __init__(self, layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str] = frozenset()):
+        check_overwritten(layout)
         self.layout, self.schedule, self.frozen = layout, layout.schedule, frozen
         self.shardings = Shardings(as_stacks(layout), numerics.dtype)
         self.cut_model = CutModel(self.shardings, loss, numerics)
