@@ -4,7 +4,8 @@ loss or gradients nan or inf,      stop       an error that names it; nothing is
 or a loss far above those    ─►    skip       inside the compiled step: its update is not taken
 before it                          rollback   the newest checkpoint, and on past the batches since it
 
-With `stop` and `rollback` the compiled step is what it is without them: the host looks at its metrics.
+With `stop` and `rollback` the compiled step is what it is without them: the host looks at its metrics. A batch in which
+nothing counts is no fault: its loss is 0/0, its gradient zero; the run says so and goes on.
 """
 
 import math
