@@ -25,7 +25,7 @@ from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.pipeline.jaxprs.summed.once import summed_once
 from jaxpar.sharding.names import Compute, Tree
 from jaxpar.step.block_inputs import offloading
-from jaxpar.step.checks.given_state import check_kept
+from jaxpar.step.checks.given_state import as_made
 from jaxpar.step.gradients import Gradients, constrained, one_update
 from jaxpar.step.keyed.draws import split_over_examples
 from jaxpar.step.keyed.loss import Drawing
@@ -180,8 +180,7 @@ class Whole(Gradients):
                 rule="a loss calls the model: what it does not read has no gradient",
                 fix='model(batch["inputs"]) in the loss',
             )
-        check_kept(blueprint.name, model_state, after)
-        return sums, after
+        return sums, as_made(blueprint.name, model_state, after)
 
     def _gradients(self, params: Tree, model_state: Tree, batch: Mapping[str, Any], specs: Tree, *, mean: bool):
         """Returns (gradients of the loss sum or mean, sums, rest) of one microbatch, gradients placed by `specs`."""

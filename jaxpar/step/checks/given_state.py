@@ -1,13 +1,16 @@
 """The state that a step is given, and hands on.
 
-It is there still, and of the step's own layout, model and optimizer; what the model keeps in it keeps its shape.
+It is there still, and of the step's own layout, model and optimizer; what the model keeps in it keeps its shape
+and dtype.
 """
 
+import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
 from jaxpar.sharding.names import Tree, path_of
 from jaxpar.step.state import HOST, State
 
@@ -68,8 +71,8 @@ def check_same(state: State, expected: State, placed: State) -> None:
             _check_leaf(f"{part}/{path_of(keys)}", leaf, want, place, whose)
 
 
-def check_kept(name: str, before: Tree, after: Tree) -> None:
-    """Refuses a model that writes arrays of other shapes to its state.
+def as_made(name: str, before: Tree, after: Tree) -> Tree:
+    """Returns the state that a model wrote in the dtypes that it was made in.
 
     Args:
       name: The name of the model.
@@ -77,15 +80,50 @@ def check_kept(name: str, before: Tree, after: Tree) -> None:
       after: What the call made of it.
 
     Raises:
-      JaxparError: With the first array that has another shape.
+      JaxparError: With the first array that has another shape, or a dtype whose numbers the one it was made in has not.
     """
-    for (keys, kept), held in zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(before), strict=True):
-        if kept.shape != held.shape:
-            raise refuse(
-                f"{name} writes {path_of(keys)} of {list(kept.shape)}, which was made as {list(held.shape)}",
-                rule="state that lasts keeps its shape: a compiled step cannot grow it",
-                fix="make it in the shape that is written, or return what only this call needs",
-            )
+    if jax.tree.structure(after) != jax.tree.structure(before):
+        raise _other_tree(name, before, after)
+    written, structure = jax.tree_util.tree_flatten_with_path(after)
+    pairs = zip(written, jax.tree.leaves(before), strict=True)
+    return jax.tree.unflatten(structure, [_as_made(name, path_of(keys), x, made) for (keys, x), made in pairs])
+
+
+def _as_made(name: str, path: str, written: Any, made: Any) -> Any:
+    if jnp.shape(written) != made.shape:
+        raise refuse(
+            f"{name} writes {path} of {list(jnp.shape(written))}, which was made as {list(made.shape)}",
+            rule="state that lasts keeps its shape: a compiled step cannot grow it",
+            fix="make it in the shape that is written, or return what only this call needs",
+        )
+    dtype = jnp.result_type(written)
+    if dtype == made.dtype:
+        return written
+    if not _kind(dtype) <= _kind(made.dtype) < math.inf:
+        raise refuse(
+            f"{name} writes {path} in {dtype}, which was made in {made.dtype}",
+            rule="state that lasts keeps its dtype: it takes numbers of any width, of its own kind or one within that",
+            fix=f"make it in {dtype}, or cast where it is written: .astype({made.dtype})",
+        )
+    return jnp.asarray(written).astype(made.dtype)
+
+
+def _kind(dtype: Any) -> float:
+    """Returns the rank of a kind of numbers: each has those of the kinds before it. What is no number is inf."""
+    kinds = (jnp.bool_, jnp.unsignedinteger, jnp.signedinteger, jnp.floating, jnp.complexfloating)
+    return next((rank for rank, kind in enumerate(kinds) if jnp.issubdtype(dtype, kind)), math.inf)
+
+
+def _other_tree(name: str, before: Tree, after: Tree) -> JaxparError:
+    """Returns the refusal of a state whose variables hold other trees of arrays than they were made with."""
+    sides = ({path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (before, after))
+    made, written = sides
+    where = ", ".join(sorted(made ^ written)[:3]) or "a container of another type"
+    return refuse(
+        f"{name} writes another tree of arrays to its state than it was made with: {where}",
+        rule="state that lasts keeps its tree: a compiled step cannot grow it",
+        fix="make in init the arrays that are written later, in the same containers",
+    )
 
 
 def _check_leaf(path: str, leaf: Any, want: jax.ShapeDtypeStruct, place: jax.sharding.Sharding, whose: str) -> None:

@@ -18,6 +18,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced, parts, variables
 from jaxpar.pipeline.jaxprs.narrow import Narrow
 from jaxpar.sharding.names import Compute, Tree, by_path, pick
+from jaxpar.step.checks.given_state import as_made
 from jaxpar.step.losses import as_sums
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.pipelined.equal_layers import check_equal
@@ -94,7 +95,7 @@ class ModelStates:
             model = bind(params, model_state)
             with cut(at_cut):
                 sums = as_sums(self.loss(model, batch), accumulate=count)
-            return blueprint.collect(model), sums
+            return as_made(blueprint.name, model_state, blueprint.collect(model)), sums
 
         def run(params, model_state, batch):
             model = bind(params, model_state)
