@@ -17,6 +17,7 @@ from jaxpar.models.remat import remat
 from jaxpar.models.stack import cut, reached
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding.names import Blueprint, Compute, Tree, nest
+from jaxpar.sharding.nnx.hooks import hooked
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.step.keyed.loss import shaped
 from jaxpar.step.losses import as_sums
@@ -86,6 +87,7 @@ class Pieces:
         model = self.blueprint.bind(tree, model_state, use, self.compute)
         return lambda: self.loss(model, batch)
 
+    @hooked()
     def embed(self, shared: Tree, known: Tree) -> tuple[Any, tuple]:
         """Returns the input of the first layer, and inputs that differ by layer."""
         found = reached(self._called(shared, known), lambda layers, x, per_layer: (x, per_layer))
@@ -97,6 +99,7 @@ class Pieces:
             )
         return found
 
+    @hooked()
     def block(self, one: Tree, known: Tree, mine: tuple, x: Any) -> Any:
         """Returns the output of one layer for x."""
 
@@ -105,6 +108,7 @@ class Pieces:
 
         return run(one, x) if self.blueprint.takes_remat else remat(run, self.compute.remat)(one, x)
 
+    @hooked()
     def head(self, shared: Tree, known: Tree, y: Any) -> jax.Array:
         """Returns the loss for the output of the last layer."""
         with cut(lambda layers, x, per_layer: y):

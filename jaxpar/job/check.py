@@ -38,6 +38,7 @@ from jaxpar.parallel.techniques.asked import Used, declared, traced
 from jaxpar.parallel.techniques.open_choice import Call, Choice
 from jaxpar.plan.techniques.chosen import choose
 from jaxpar.sharding.names import Compute
+from jaxpar.sharding.nnx.hooks import hooked
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step import losses, state
 from jaxpar.step.apart.parts import check_parts, parts_of
@@ -296,7 +297,8 @@ def _trace(job: Job, layout: Layout, loss: Callable) -> int:
             found = jax.eval_shape(layers if job.train.remat == "offload" else forward, jax.random.key(0), batch)
             beside = jax.eval_shape(lambda key, batch: measured(measures, bound(key), batch), jax.random.key(0), batch)
         if layout.sizes["pipe"] > 1:
-            _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, batch)
+            with hooked():
+                _trace_pipeline(job, dataclasses.replace(layout, mesh=mesh), loss, batch)
     said = (*beside, *derived_of(job))
     check_names(found, said)
     check_rules(layout.parallel, blueprint, used.names)

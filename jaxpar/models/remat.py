@@ -1,15 +1,22 @@
 """Rematerialization by name: what the backward pass keeps; the rest it computes again.
 
-A module with an attribute `remat` (NNX) or a field `remat` (Linen) is given the name and
-places it itself, around each layer; around any other model the step places it as a whole.
+A module whose attribute (NNX) or field (Linen) `remat` is the name of a policy is given another name and places it
+itself, around each layer; around any other model the step places it as a whole. A `remat` of another kind, such as a
+flag, is the model's own.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from jaxpar.errors import nearest, refuse
 from jaxpar.models.settings.computing import POLICIES
+
+
+def is_policy(value: Any) -> bool:
+    """Returns whether a value is the name of a policy: of what a module is given by a step."""
+    return isinstance(value, str) and value in POLICIES
 
 
 def remat(function: Callable, name: str, *, prevent_cse: bool = True) -> Callable:

@@ -7,14 +7,11 @@ sums, asks for what was computed: cast before, the gradient of all logits would 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-_WRITTEN: dict[type, type] = {}
 _as_computed: ContextVar[bool] = ContextVar("as_computed", default=False)
 
 
@@ -33,26 +30,12 @@ def as_computed() -> Iterator[None]:
         _as_computed.reset(token)
 
 
-@cache
-def called_by_losses(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """Returns the type of an NNX model whose loss gets what it returns in float32."""
-    known = {} if getattr(kind, "_pytree__is_pytree", True) else {"pytree": False}  # else it would be one to NNX
-
-    class Model(kind, **known):
-        def __call__(self, *args, **kwargs):
-            return returned(super().__call__(*args, **kwargs))
-
-    Model.__name__ = kind.__name__
-    _WRITTEN[Model] = kind
-    return Model
-
-
 def goes_with_call(kind: type, *members: str) -> bool:
     """Returns whether what a model offers besides its `__call__` goes with that.
 
     Not in a subclass that inherits these members and has a `__call__` of its own, which may compute something else.
     """
-    for each in _WRITTEN.get(kind, kind).__mro__:
+    for each in kind.__mro__:
         if {*members} & vars(each).keys():
             return True
         if "__call__" in vars(each):

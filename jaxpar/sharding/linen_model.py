@@ -14,14 +14,18 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpar.errors import refuse, users_code
+from jaxpar.models.remat import is_policy
 from jaxpar.models.returned import returned
 from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, understood
 from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
-from jaxpar.sharding.compute_dtype import compute_linen
+from jaxpar.sharding.calls.compute_dtype import compute_linen
+from jaxpar.sharding.calls.norm_axes import over_bound_axes
+from jaxpar.sharding.linen.late import check_variables, has, known_collections
 from jaxpar.sharding.linen.parameters import Parameters, as_stored
+from jaxpar.sharding.linen.sow import Path, parted, recorded_sows
 from jaxpar.sharding.linen.streams import Streams, drawing_from, with_streams
 from jaxpar.sharding.linen.variables import Initializer, Variables, unboxed
-from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, averages_over_devices, path_of
+from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, Use, path_of
 from jaxpar.sharding.reading.called import traced
 
 
@@ -46,18 +50,24 @@ class LinenModel:
         streams: Streams,
         sown: tuple[str, ...],
         read: Mapping[str, Use],
+        sown_paths: set[Path],
     ):
         self.module, self.params, self.state, self.key = module, params, state, key
         self.training = compute.train
         self.sown: dict[str, Any] = dict.fromkeys(sown)
         self._dtype, self._streams, self._calls, self._read = compute.dtype, streams, 0, read
+        self._sown_paths = sown_paths
+        self._manual = jax.sharding.get_abstract_mesh().manual_axes
 
     def __call__(self, *args, method: Any = None, **kwargs):
         """Applies the module (or one method of it), keeps what it wrote to its collections; see `returned`."""
         key = jax.random.fold_in(self.key, self._calls)
         self._calls += 1
+        sows = recorded_sows(lambda path, _: None if has(self.state, path) else self._sown_paths.add(path))
         large = {name: Parameters(self.state[name], use, f"collections/{name}/") for name, use in self._read.items()}
-        with nn.intercept_methods(partial(_computing_in, self._dtype)), nnx.use_eager_sharding(False):
+        computing = partial(_computing_in, self._dtype, self._manual)
+        known = known_collections(self.module, self.state)
+        with nn.intercept_methods(computing), nnx.use_eager_sharding(False), sows, known:
             out, written = drawing_from(self.module.apply, key, self._streams)(
                 {"params": self.params, **self.state, **large},
                 *args,
@@ -66,18 +76,23 @@ class LinenModel:
                 **kwargs,
             )
         written = {name: unboxed(as_stored(tree)) for name, tree in written.items()}
-        self.state = {name: written.get(name, value) for name, value in self.state.items()}
-        self.sown = {name: written.get(name) for name in self.sown}
+        halves = {name: parted(tree, self._sown_paths, (name,)) for name, tree in written.items()}
+        after = {name: halves[name][0] if name in halves else value for name, value in self.state.items()}
+        check_variables(self.module, self.state, after)
+        self.state = after
+        self.sown = {name: halves[name][1] if name in halves else None for name in self.sown} | {
+            name: apart for name, (_, apart) in halves.items() if apart
+        }
         return returned(out)
 
 
-def _computing_in(dtype, call, args, kwargs, context):
-    """Sets on every submodule what a step decides: a dtype where its own is open, and statistics of all examples."""
+def _computing_in(dtype, manual, call, args, kwargs, context):
+    """Sets on every submodule what a step decides: a dtype where its own is open, and the axes of its statistics."""
+    module = context.module
     if dtype is not None:
-        compute_linen(context.module, dtype)
-    if averages_over_devices(context.module):
-        object.__setattr__(context.module, "axis_name", None)  # Linen modules are frozen; this one lives for one call
-    return call(*args, **kwargs)
+        compute_linen(module, dtype)
+    with over_bound_axes(module, manual):
+        return call(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,8 +113,9 @@ class _Called:
 
     @property
     def takes_remat(self) -> bool:
-        """Whether the module has a field `remat`."""
-        return "remat" in getattr(self.module, "__dataclass_fields__", {})
+        """Whether the module has a field `remat` that holds the name of a policy."""
+        fields = getattr(self.module, "__dataclass_fields__", {})
+        return "remat" in fields and is_policy(getattr(self.module, "remat", None))
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         """Returns the parameters and the rest."""
@@ -120,6 +136,7 @@ class _Called:
             streams=streams,
             sown=self.variables.sown,
             read=dict.fromkeys(self.variables.in_pieces, reads),
+            sown_paths=self.variables.sown_paths,
         )
 
     def traced(self, streams: Streams) -> Program:
@@ -138,6 +155,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
       name: What the user calls it.
     """
     flat: dict[str, tuple[int, ...]] = {}
+    sown: set[Path] = set()
 
     # inline, so that a program which runs it is as if there were no jit: that is here to be traced once
     @partial(jax.jit, inline=True)
@@ -146,6 +164,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         with understood():
             call(model)
         flat.update(model.flat)
+        sown.update(model.sown)
         return dict(model.variables)
 
     with users_code(
@@ -162,7 +181,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
                 rule="a model is called by its loss, and has parameters",
                 fix='model(batch["inputs"]) in the loss',
             )
-        variables = Variables.of(boxed, name, flat, _written(made, boxed) if noted else {})
+        variables = Variables.of(boxed, name, flat, sown, _written(made, boxed) if noted else {})
         called = _Called(module=module, call=call, made=made, variables=variables)
         streams, program = with_streams(called.traced, name)
     return Blueprint(

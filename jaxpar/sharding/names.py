@@ -16,7 +16,6 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
-from jaxpar.errors import refuse
 from jaxpar.sharding.shard_bytes import itemsize
 
 Tree = Any  # a nested dict of arrays, or of what stands for them
@@ -30,6 +29,9 @@ MESSAGE = "pipeline:message"  # around what a stage sends to another
 GRADIENT = "pipeline:gradient"  # around sums of gradients over microbatches, stages and replicas
 BACKWARD = "transpose(pipeline)"  # around what a backward computes, in the words that JAX itself uses
 AGAIN = "rematted_computation"  # JAX's own, around what a backward computes a second time
+
+# Flax's name of the collection, or the type, of state whose gradient is its new value: see `flax.linen.fp8_ops`
+OVERWRITE = "_overwrite_with_gradient"
 
 # Bytes from which on an array of other state is kept in pieces. A collective of less takes as long as an empty one; of
 # the statistics of ResNet-50's 53 BatchNorms the largest are 8 KiB each, and all of them together 208 KiB.
@@ -128,26 +130,6 @@ class Blueprint:
     def constants(self) -> frozenset[str]:
         """Paths of arrays of the rest that no run changes, and none takes from another."""
         return frozenset(path for path, leaf in self.others.items() if leaf.constant)
-
-
-def averages_over_devices(module: Any) -> bool:
-    """Returns whether a normalization layer, by `axis_name`, averages its statistics over the devices of a `pmap`.
-
-    Those of a step are over all examples of the batch anyway, so that there the layer needs no name of an axis.
-
-    Raises:
-      JaxparError: If it averages over groups of devices.
-    """
-    own = vars(module)  # not getattr, which a module may have an answer of its own to
-    if own.get("axis_name") is None or "axis_index_groups" not in own:
-        return False
-    if own["axis_index_groups"] is not None:
-        raise refuse(
-            f"{type(module).__name__}(axis_name={own['axis_name']!r}, axis_index_groups={own['axis_index_groups']})",
-            rule="statistics of a normalization are over the whole batch, which no group of devices has apart",
-            fix="axis_index_groups=None",
-        )
-    return True
 
 
 def path_of(keys) -> str:

@@ -1,8 +1,8 @@
 """Flax NNX at the edge: a factory of modules becomes a `Blueprint`.
 
-A parameter is gathered and cast where the model reads it: while a step is traced, each
-Param is one whose `get_value` does that, inside the user's own scan and remat, in a module
-nobody edited. So is each large variable of another kind, which is not cast.
+A parameter is gathered and cast where the model reads it: while a step is traced, `get_value` of each Param does that
+(`nnx/hooks.py`), inside the user's own scan and remat, in a module nobody edited. So is each large variable of another
+kind, which is not cast.
 """
 
 import inspect
@@ -17,14 +17,14 @@ from flax import nnx
 from flax.core import spmd
 
 from jaxpar.errors import refuse, users_code
-from jaxpar.models.returned import called_by_losses
+from jaxpar.models.remat import is_policy
 from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, understood
 from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
-from jaxpar.sharding.compute_dtype import compute_nnx
+from jaxpar.sharding.calls.compute_dtype import compute_nnx
 from jaxpar.sharding.flat_names import fitted, flat_dims
-from jaxpar.sharding.names import Blueprint, Compute, Leaf, Tree, Use, averages_over_devices, nest, path_of, pick
+from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_made, check_shapes, with_arrays
-from jaxpar.sharding.nnx.variables import assigned, is_used, overwritten, used
+from jaxpar.sharding.nnx.hooks import assigned, hook, is_used, used
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +55,7 @@ class _Parts:
             nnx.map_state(partial(self._read, values, use), self.params),
             nnx.map_state(partial(self._refilled, state, use), self.rest),
         )
-        object.__setattr__(model, "__class__", called_by_losses(type(model)))
+        hook(model)
         return _configure(model, compute)
 
     def _read(self, values: Tree, use: Use, path, variable: nnx.Variable) -> nnx.Variable:
@@ -64,7 +64,7 @@ class _Parts:
         at_use, value = partial(use, "/".join(words)), pick(values, words)
         if self._is_bridged(words):
             return variable.replace(at_use(value))
-        return used(type(variable)).from_metadata(value, {**variable.get_metadata(), "at_use": at_use})
+        return used(variable, value, at_use)
 
     def _is_bridged(self, words: tuple[str, ...]) -> bool:
         return any(words[: len(bridge)] == bridge for bridge in self.bridges)
@@ -139,11 +139,17 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         init=init,
         bind=parts.bind,
         collect=parts.collect,
-        takes_remat=any(hasattr(module, "remat") for _, module in modules),
+        takes_remat=any(is_policy(getattr(module, "remat", None)) for _, module in modules),
         others=others,
         rules=tuple(author_rules()),
-        overwritten=overwritten(rest),
+        overwritten=_overwritten(rest),
     )
+
+
+def _overwritten(rest: nnx.State) -> frozenset[str]:
+    """Returns the paths of variables whose gradient is their new value: those of Linen in `nnx.bridge.ToNNX`."""
+    flat = nnx.to_flat_state(rest)
+    return frozenset("/".join(map(str, path)) for path, each in flat if type(each).__name__ == OVERWRITE)
 
 
 def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blueprint:
@@ -224,10 +230,8 @@ def _configure(model: nnx.Module, compute: Compute) -> nnx.Module:
     model.train() if compute.train else model.eval()
     module: Any
     for _, module in nnx.iter_modules(model):
-        if hasattr(module, "remat"):
+        if is_policy(getattr(module, "remat", None)):
             module.remat = compute.remat
-        if averages_over_devices(module):
-            module.axis_name = None
     if compute.dtype is not None:
         compute_nnx(model, compute.dtype)
     return model

@@ -17,6 +17,7 @@ from jaxpar.parallel.pages.who_holds import cards
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.sharding.author.explicit import understood
 from jaxpar.sharding.names import Compute, path_of
+from jaxpar.sharding.nnx.hooks import hooked
 from jaxpar.sharding.shard_bytes import shard_shape
 from jaxpar.step.checks.precision import Matmuls
 from jaxpar.step.gradients import Gradients
@@ -152,7 +153,7 @@ def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
 
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
     key = jax.random.key(0)
-    with jax.set_mesh(step.layout.on), understood():  # a model may name mesh axes itself
+    with jax.set_mesh(step.layout.on), understood(), hooked():  # a model may name mesh axes itself
         return 3.0 * models * forward_flop(forward, key, shapes)
 
 

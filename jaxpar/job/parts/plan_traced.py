@@ -28,6 +28,7 @@ from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced import Traced
 from jaxpar.sharding.author.explicit import understood
 from jaxpar.sharding.names import Blueprint, Compute, nest
+from jaxpar.sharding.nnx.hooks import hooked
 from jaxpar.sharding.rules import name_stacks
 from jaxpar.sharding.shard_bytes import shard_bytes
 from jaxpar.step.keyed.loss import shaped
@@ -127,7 +128,11 @@ def trace_model(
             key: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for key, leaf in batch.items()
         }
 
-    with understood(), accepting(known(2)[1]):  # a model may name shardings itself: outside of a step they say nothing
+    with (
+        understood(),
+        hooked(),
+        accepting(known(2)[1]),
+    ):  # a model may name shardings itself: outside of a step they say nothing
         found = trace(forward, params, known, takes_remat=blueprint.takes_remat, name=blueprint.name)
         sums = _is_sum(forward("none", accumulate=2), params, known(2))
     named = _dims(alone)

@@ -17,10 +17,11 @@ from jax.sharding import PartitionSpec
 from jaxpar.errors import refuse
 from jaxpar.sharding.author.explicit import author_rules
 from jaxpar.sharding.author.value_specs import Spec
+from jaxpar.sharding.calls.norm_axes import over_bound_axes
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.linen.parameters import Parameters
-from jaxpar.sharding.names import Leaf, Tree, Use, nest, path_of, pick
-from jaxpar.sharding.nnx.variables import OVERWRITE
+from jaxpar.sharding.linen.sow import Path, parted, recorded_sows
+from jaxpar.sharding.names import OVERWRITE, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx_model import axes_in, names_in
 
 HIDDEN = ("params", "intermediates")  # collections that are not part of the model's state
@@ -33,6 +34,7 @@ class Initializer:
     Attributes:
       variables: What the module made, in boxes.
       flat: Parameters whose initializers are called with flat dims, and these: see `flat_names`.
+      sown: Paths of values that the module sows, and that every further call would make larger.
     """
 
     training = True
@@ -41,12 +43,14 @@ class Initializer:
         self.module, self.key = module, key
         self.variables: Any = {}
         self.flat: dict[str, tuple[int, ...]] = {}
+        self.sown: set[Path] = set()
 
     def __call__(self, *args, method: Any = None, **kwargs):
         """Creates the module's variables and returns what the call does."""
         rngs = {"params": self.key, "dropout": jax.random.fold_in(self.key, 1)}
         # eager sharding of NNX modules inside: names stay metadata, as those of Linen do
-        with nn.intercept_methods(self._noting), nnx.use_eager_sharding(False):
+        sows = recorded_sows(lambda path, constant: None if constant else self.sown.add(path))
+        with nn.intercept_methods(self._noting), nnx.use_eager_sharding(False), sows:
             out, self.variables = self.module.init_with_output(rngs, *args, method=method, **kwargs)
         return out
 
@@ -57,7 +61,8 @@ class Initializer:
             count = lambda dims: len(dims) if isinstance(dims, Sequence) else 1  # noqa: E731
             dims = flat_dims(count(module.axis), count(module.features), count(module.batch_dims))
             self.flat |= {"/".join((*module.path, name)): flat for name, flat in dims.items()}
-        return call(*args, **kwargs)
+        with over_bound_axes(module):
+            return call(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +75,8 @@ class Variables:
       leaves: Every parameter by its path, in the order of that tree.
       others: Every other array that lasts, by its path in jaxpar's tree.
       lasting: Collections that last, such as BatchNorm's.
-      sown: Collections that every call makes anew.
+      sown: Collections that hold values which every call makes anew.
+      sown_paths: Paths of these values; a call adds those that no initializer sows.
     """
 
     params: Any
@@ -78,6 +84,7 @@ class Variables:
     others: Mapping[str, Leaf]
     lasting: tuple[str, ...]
     sown: tuple[str, ...]
+    sown_paths: set[Path]
 
     @classmethod
     def of(
@@ -85,6 +92,7 @@ class Variables:
         boxed: Mapping[str, Any],
         name: str,
         flat: Mapping[str, tuple[int, ...]],
+        sown_paths: set[Path],
         specs: Mapping[str, Spec | None] = NONE,
     ) -> "Variables":
         """Returns them for what a module made, as shapes in boxes.
@@ -93,20 +101,23 @@ class Variables:
           boxed: What it made.
           name: What the user calls it.
           flat: The flat dims of its parameters.
+          sown_paths: Paths of the values that it sows.
           specs: Path of a parameter to the spec that is written on its value.
         """
         said, apart = _said_apart(boxed)
         others = [collection for collection in boxed if collection not in (*HIDDEN, *apart)]
-        sown = tuple(collection for collection in others if _has_tuple(boxed[collection]))
-        lasting = tuple(collection for collection in others if collection not in sown)
-        rest = {"collections": {each: boxed[each] for each in lasting}, "key": jax.eval_shape(jax.random.key, 0)}
+        states = {each: parted(boxed[each], sown_paths, (each,))[0] for each in others}
+        sown = tuple(each for each in others if any(path[0] == each for path in sown_paths))
+        lasting = tuple(each for each in others if states[each] or each not in sown)
+        rest = {"collections": {each: states[each] for each in lasting}, "key": jax.eval_shape(jax.random.key, 0)}
         params = boxed.get("params", {})
         return cls(
-            params=jax.tree.structure(params, is_leaf=meta.is_axis_metadata),
+            params=jax.tree.structure(unboxed(params)),
             leaves=_leaves(params, name, flat, said.get("params", {}), specs),
             others=_leaves(rest, name, said=_of_the_rest(said)),
             lasting=lasting,
             sown=("intermediates", *sown),  # of which Linen says nothing when it makes a module's variables
+            sown_paths=sown_paths,
         )
 
     @cached_property
@@ -123,7 +134,8 @@ class Variables:
         """Returns (params, rest) as jaxpar keeps them, for what the module made, and the key of its calls."""
         values = self.params.flatten_up_to(made.get("params", {}))
         params = nest(dict(zip(self._words, values, strict=True)))
-        return params, {"collections": {name: made[name] for name in self.lasting}, "key": key}
+        states = {name: parted(made[name], self.sown_paths, (name,))[0] for name in self.lasting}
+        return params, {"collections": states, "key": key}
 
     def parameters(self, values: Tree, use: Use) -> Parameters:
         """Returns Linen's own tree of parameters that apply `use` where they are read."""
@@ -205,19 +217,18 @@ def _leaves(
     """
     leaves, rules = {}, author_rules()
     for keys, box in jax.tree_util.tree_flatten_with_path(boxed, is_leaf=meta.is_axis_metadata)[0]:
-        value, path = unboxed(box), path_of(keys)
-        names, rank = _names(path, box) or said.get(path), len(value.shape)
-        axes = None if names is None else _axes(names, box, rules)
-        spec = specs.get(path)
-        if names is None and spec is not None:  # stacked dims come first: what a lifted `vmap` adds is not in the spec
-            names = axes = (*(None,) * (rank - len(spec)), *spec)
-        fit = lambda names: names and fitted(names, rank, flat.get(path, ()))  # noqa: E731, B023
-        if path in leaves:
-            raise refuse(f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"')
-        leaves[path] = Leaf(tuple(value.shape), value.dtype, fit(names), axes=fit(axes))
+        names = _names(path_of(keys), box)
+        # one array; or several, of a box around a tuple of them: its names are of those that have as many dims
+        for more, value in jax.tree_util.tree_flatten_with_path(unboxed(box))[0]:
+            path, rank = path_of([*keys, *more]), len(value.shape)
+            given: Any = said.get(path) if names is None or (more and len(names) != rank) else names
+            axes, spec = None if given is None else _axes(given, box, rules), specs.get(path)
+            if given is None and spec is not None:  # stacked dims come first: a lifted `vmap` adds none to the spec
+                given = axes = (*(None,) * (rank - len(spec)), *spec)
+            given, axes = (dims and fitted(dims, rank, flat.get(path, ())) for dims in (given, axes))
+            if path in leaves:
+                raise refuse(
+                    f"{name} has {path} twice", rule="a parameter has a path of its own", fix='names without "/"'
+                )
+            leaves[path] = Leaf(tuple(value.shape), value.dtype, given, axes=axes)
     return leaves
-
-
-def _has_tuple(tree: Any) -> bool:
-    """Returns whether a collection was sown: each call appends to its tuples."""
-    return any(isinstance(node, tuple) for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple)))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxpar.errors import refuse
 
-REPLICA = "replica"  # the axis of `vmap` over replicas, while they are evaluated together
+REPLICA = "jaxpar.replica"  # the axis of `vmap` over replicas: no name that a model gives to an axis of its own
 
 
 class _Mean:

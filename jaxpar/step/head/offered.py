@@ -175,5 +175,5 @@ def _held(variable: Any, value: jax.Array) -> Iterator[None]:
 
 
 def _read(path: str, known: jax.Array, _: Any) -> jax.Array:
-    """Returns what was read before; `path` is there for messages, see `nnx.variables.used`."""
+    """Returns what was read before; `path` is there for messages, see `nnx.hooks.used`."""
     return known

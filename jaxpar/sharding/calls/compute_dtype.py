@@ -30,9 +30,9 @@ def compute_linen(module: nn.Module, dtype: Any) -> None:
     for field in (each for each in dataclasses.fields(module) if each.init):
         value: Any = getattr(module, field.name)
         if field.name == "dtype" and (value is None or _is_default(field.default, value)):
-            _set(module, "dtype", dtype)
+            _set(module, "dtype", _written_as(value, dtype))
         elif _is_open_config(value):
-            _set(module, field.name, dataclasses.replace(value, dtype=dtype))
+            _set(module, field.name, _opened(value, dtype))
 
 
 def compute_nnx(model: nnx.Module, dtype: Any) -> None:
@@ -48,11 +48,11 @@ def compute_nnx(model: nnx.Module, dtype: Any) -> None:
         frozen = isinstance(held, nnx.Embed) and own == held.param_dtype
         default = _is_default(_default_of(type(held)), own)
         if hasattr(held, "dtype") and (own is None or frozen or default or (inside and _is_float32(own))):
-            held.dtype = dtype
+            held.dtype = _written_as(own, dtype)
         if default or configs:
             opened.append(path)
         for name, config in configs:
-            setattr(held, name, dataclasses.replace(config, dtype=dtype))
+            setattr(held, name, _opened(config, dtype))
 
 
 def _made(kind: Callable[..., nnx.Module], dtype: Any, *args: Any, **kwargs: Any) -> nnx.Module:
@@ -63,6 +63,15 @@ def _made(kind: Callable[..., nnx.Module], dtype: Any, *args: Any, **kwargs: Any
 
 def _open_configs(module: Any) -> Iterator[tuple[str, Any]]:
     return ((name, value) for name, value in list(vars(module).items()) if _is_open_config(value))
+
+
+def _opened(config: Any, dtype: Any) -> Any:
+    return dataclasses.replace(config, dtype=_written_as(config.dtype, dtype))
+
+
+def _written_as(value: Any, dtype: Any) -> Any:
+    """Returns a dtype as a model writes its own: by its name where that is a str, which `getattr(jnp, ...)` takes."""
+    return np.dtype(dtype).name if isinstance(value, str) else dtype
 
 
 def _is_open_config(value: Any) -> bool:
