@@ -110,6 +110,7 @@ class Blueprint:
       adapters: Path of each matrix that has one to its low-rank adapter; see `adapters.py`.
       base: The model without these.
       rules: Rules of Flax's that were in force where the model was made, as (name, axes of the author's mesh) each.
+      assigned: A bound model, after a call, to the parameters that it assigned, by path; None where it assigns none.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Blueprint:
     adapters: Mapping[str, Any] = field(default_factory=dict)
     base: "Blueprint | None" = None
     rules: tuple[tuple[str, Any], ...] = ()
+    assigned: Callable[[Any], Mapping[str, jax.Array]] | None = None
 
     @property
     def constants(self) -> frozenset[str]:

@@ -24,7 +24,7 @@ from jaxpar.sharding.calls.compute_dtype import compute_nnx
 from jaxpar.sharding.flat_names import fitted, flat_dims
 from jaxpar.sharding.names import OVERWRITE, Blueprint, Compute, Leaf, Tree, Use, nest, path_of, pick
 from jaxpar.sharding.nnx.attributes import check_made, check_shapes, with_arrays
-from jaxpar.sharding.nnx.hooks import assigned, hook, is_used, used
+from jaxpar.sharding.nnx.hooks import ASSIGNING, assigned, hook, is_used, used
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,6 +93,13 @@ class _Parts:
                 raise assigned("/".join(path))
         return nest({path: _array(path, flat[path]) for path in sorted(known)})
 
+    def assigned(self, model: nnx.Module) -> dict[str, Any]:
+        """Returns the parameters of layers that Flax's own layers assign, as a call left them."""
+        layers = [path for path, module in nnx.iter_modules(model) if isinstance(module, ASSIGNING)]
+        flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        within = lambda path: any(path[: len(layer) + 1] == (*layer, "layer_instance") for layer in layers)  # noqa: E731
+        return {"/".join(_words(path)): _array(path, variable) for path, variable in flat if within(path)}
+
 
 def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
     """Returns what jaxpar needs to know of the module that `factory(rngs)` builds.
@@ -143,6 +150,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         others=others,
         rules=tuple(author_rules()),
         overwritten=_overwritten(rest),
+        assigned=parts.assigned if any(isinstance(module, ASSIGNING) for _, module in modules) else None,
     )
 
 

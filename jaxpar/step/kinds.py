@@ -51,6 +51,14 @@ def check_offload(layout: Layout, *, offload: bool) -> None:
 
 
 def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: frozenset[str]) -> Gradients:
+    if layout.blueprint.assigned is not None and (layout.parallel.exchange.apart or layout.sizes["pipe"] > 1):
+        raise refuse(
+            f"{layout.blueprint.name} with layers that assign parameters (nnx.WeightNorm, nnx.SpectralNorm), in a "
+            "pipeline or in replicas that step apart",
+            rule="such a layer leaves in a parameter what it computes, and the optimizer updates that: in one program "
+            "of all layers and examples",
+            fix="pipe=1 and no exchange; or those of Linen, which assign nothing: nn.WeightNorm(nn.Dense(...))",
+        )
     if layout.parallel.exchange.apart:
         check_offload(layout, offload=numerics.offload)
         one, together = of_one(layout), layout.parallel.exchange.averages_predictions

@@ -6,6 +6,7 @@
 The specs of the layout say where each piece lives. `pipelined` does the same for layers spread over stages.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +22,10 @@ from jaxpar.models.settings.computing import by_model
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.beside import beside
 from jaxpar.pipeline.jaxprs.dataflow import Traced
+from jaxpar.pipeline.jaxprs.narrow import Narrow
 from jaxpar.pipeline.jaxprs.promoted import in_bfloat16
 from jaxpar.pipeline.jaxprs.summed.once import summed_once
-from jaxpar.sharding.names import Compute, Tree
+from jaxpar.sharding.names import Compute, Tree, by_path, nest
 from jaxpar.step.block_inputs import offloading
 from jaxpar.step.checks.given_state import as_made
 from jaxpar.step.gradients import Gradients, constrained, one_update
@@ -112,7 +114,33 @@ class Whole(Gradients):
     ) -> tuple[State, dict[str, jax.Array]]:
         """Makes one update, by the gradients of the whole batch."""
         made = self.gradients(state.params, state.model_state, batch)
+        if (assigned := self.layout.blueprint.assigned) is not None:
+            state = dataclasses.replace(
+                state, params=self._params_after_call(assigned, state.params, state.model_state, batch)
+            )
         return one_update(self.layout, optimizer, state, made, on_device)
+
+    def _params_after_call(self, assigned: Callable, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Tree:
+        """Returns the parameters as a call of the model leaves them, where it assigns some: as in one piece, as stored.
+
+        Of this forward pass nothing is computed but what is assigned.
+        """
+        blueprint, flat = self.layout.blueprint, by_path(params)
+
+        def run(*args: Any) -> dict[str, jax.Array]:
+            params, model_state, batch = args
+            model = blueprint.bind(params, model_state, partial(self.layout.use, dtype=None), Compute(train=True))
+            self.loss(model, batch)
+            written = assigned(model)
+            return {path: value.astype(flat[path].dtype) for path, value in written.items() if path not in self.frozen}
+
+        args = (params, model_state, dict(batch))
+        traced = Traced(run, *args)
+        jaxpr = traced.flat.jaxpr
+        values = dict(zip(jaxpr.invars, jax.tree.leaves(args), strict=True))
+        written = jax.tree.unflatten(traced.outputs, Narrow(jaxpr, jaxpr.outvars)(traced.flat.consts, values))
+        tree = nest({tuple(path.split("/")): value for path, value in {**flat, **written}.items()})
+        return constrained(self.layout, tree, self.layout.stored)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Sums:
         """Returns the sums of a batch: one forward pass, without dropout."""

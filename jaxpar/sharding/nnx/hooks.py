@@ -1,7 +1,7 @@
 """The methods of an NNX model that a step replaces while it is traced.
 
 Variable.get_value   of a variable with `at_use`: that, of its whole value, before anything else is done with it
-Variable.set_value   of such a parameter: refused
+Variable.set_value   of such a parameter: refused, but in a layer of ASSIGNING
 model.__call__       what the loss gets is in float32: see `returned`
 norm.__call__        without the axes that nothing binds: see `norm_axes`
 """
@@ -21,6 +21,11 @@ from jaxpar.models.returned import returned
 from jaxpar.sharding.calls.methods import bound, replace_method, replaced_methods
 from jaxpar.sharding.calls.norm_axes import names_axes, over_bound_axes, without_axes
 
+# Flax's own layers that assign parameters of the layer in them where they are called, and leave them so: what the
+# optimizer updates is then what they assigned
+ASSIGNING = (nnx.WeightNorm, nnx.SpectralNorm)
+
+_assigning: ContextVar[bool] = ContextVar("assigning", default=False)
 _hooked: ContextVar[bool] = ContextVar("hooked", default=False)
 _models: weakref.WeakSet[type] = weakref.WeakSet()  # classes of the models that losses call
 
@@ -59,6 +64,8 @@ def hook(model: nnx.Module) -> None:
         if names_axes(module):
             module.axis_name = without_axes(module, lambda name: name in manual)
             replace_method(type(module), "__call__", _call_of_norm)
+        if isinstance(module, ASSIGNING):
+            replace_method(type(module), "__call__", _call_of_assigning)
 
 
 def used(variable: nnx.Variable, value: Any, at_use: Callable) -> nnx.Variable:
@@ -105,7 +112,7 @@ def _set_value(before: Callable) -> Callable:
     @wraps(before)
     def set_value(self: nnx.Variable, value: Any, **index: Any) -> None:
         at_use = self._var_metadata.get("at_use")
-        if at_use is not None and isinstance(self, nnx.Param):
+        if at_use is not None and isinstance(self, nnx.Param) and not _assigning.get():
             raise assigned(at_use.args[0])
         before(self, value, **index)
 
@@ -144,6 +151,18 @@ def _is_model(module: nnx.Module) -> bool:
     paths = [("/".join(map(str, path)), variable) for path, variable in flat if isinstance(variable, nnx.Variable)]
     places = [(path, variable.get_metadata("at_use").args[0]) for path, variable in paths if is_used(variable)]
     return not places or any(path == place for path, place in places)
+
+
+def _call_of_assigning(before: Callable) -> Callable:
+    @wraps(before)
+    def __call__(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        token = _assigning.set(True)
+        try:
+            return bound(before, self)(*args, **kwargs)
+        finally:
+            _assigning.reset(token)
+
+    return __call__
 
 
 def _call_of_norm(before: Callable) -> Callable:

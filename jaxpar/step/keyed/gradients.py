@@ -45,7 +45,11 @@ def handed(layout: Layout, loss: Callable) -> tuple[Layout, Drawing]:
         return {"model": plain.collect(bound.model), "key": jax.random.fold_in(bound.key, AFTER)}
 
     overwritten = frozenset(f"model/{path}" for path in plain.overwritten)
-    blueprint = dataclasses.replace(plain, init=init, bind=bind, collect=collect, overwritten=overwritten)
+    of_plain = plain.assigned
+    assigned = None if of_plain is None else lambda bound: of_plain(bound.model)
+    blueprint = dataclasses.replace(
+        plain, init=init, bind=bind, collect=collect, overwritten=overwritten, assigned=assigned
+    )
     return dataclasses.replace(layout, blueprint=blueprint), Drawing(loss)
 
 
