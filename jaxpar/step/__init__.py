@@ -1,5 +1,6 @@
 """One training step: state, gradients, precision and the update, as one compiled program.
 
+    batch/       a global batch on the devices of a layout
     gradients    the protocol of gradients, and the update that follows from them
     kinds        which kind of gradients a layout has
     whole        gradients of a step whose layers are all on every device

@@ -37,6 +37,7 @@ from jaxpar.sharding.reading.called import zeros
 from jaxpar.sharding.tracing import uncollected
 from jaxpar.step import state as states
 from jaxpar.step.apart.parts import norm_of_parts, parts_of
+from jaxpar.step.batch.shard_batch import BatchPlacement, check_dict
 from jaxpar.step.checks import precision as check
 from jaxpar.step.checks.dims import check_dims
 from jaxpar.step.checks.eight_bits import check_eight_bits
@@ -51,7 +52,6 @@ from jaxpar.step.losses import Sums
 from jaxpar.step.measures.beside import beside, check_measures
 from jaxpar.step.numerics import Numerics
 from jaxpar.step.parameters.frozen import frozen
-from jaxpar.step.shard_batch import BatchPlacement, check_dict
 from jaxpar.step.state import State
 
 Batch = Mapping[str, Any]

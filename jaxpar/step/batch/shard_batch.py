@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from jaxpar.errors import refuse
 from jaxpar.parallel.layout import Layout
-from jaxpar.step.checks.lists_in_a_batch import check_lists
+from jaxpar.step.batch.lists_in_a_batch import check_lists
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
