@@ -4,6 +4,7 @@ Of parameters the place is compared with what jaxpar would choose by itself, whi
 the constraint is looked for in the lowered step.
 """
 
+import re
 import warnings
 from functools import partial
 
@@ -263,6 +264,18 @@ def test_a_stack_of_nnx_has_its_specs_behind_the_dim_of_layers(name):
         assert stored(stack(init), path="kernel") == P(None, "tensor")
 
 
+def test_a_stack_of_a_vmap_of_jax_has_its_specs_too():
+    def make(rngs):
+        made = jax.vmap(lambda rngs: nnx.Param(jnp.zeros(SHAPE, out_sharding=P("tensor", None)) + 1.0))
+        return made(rngs.fork(split=2) if not hasattr(rngs, "split") else rngs.split(2))
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs):
+            self.w, self.v = make(rngs), param(out_sharding=("tensor", None))(rngs)
+
+    assert stored(Stack) == P(None, "tensor")
+
+
 @pytest.mark.parametrize("way", ["scan", "vmap", "scan_with_axes", "explicit"])
 def test_a_stack_of_linen_has_its_specs_behind_the_dim_of_layers(way):
     init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("mlp", "embed"))
@@ -418,6 +431,20 @@ def test_an_activation_is_split_as_its_author_says(way, flax):
         factory = jp.nnx(factory, X)
     text = lowered(factory, BOTH)
     assert '[{"data", "fsdp"}, {"tensor"}]' in text
+
+
+@pytest.mark.parametrize(
+    ("spec", "lowered_spec"),
+    [
+        (P(), "[{}, {}]"),
+        (P("data"), '[{"data", "fsdp"}, {}]'),
+        (P(None, "model"), '[{}, {"tensor"}]'),
+        (P(P.UNCONSTRAINED, "model"), '[{?}, {"tensor"}]'),
+    ],
+)
+def test_a_dim_without_an_axis_in_a_spec_alone_is_whole(spec, lowered_spec):
+    text = lowered(partial(Activations, say=lambda x: jax.lax.with_sharding_constraint(x, spec)), BOTH)
+    assert f"sharding_constraint %{{}} <@mesh, {lowered_spec}>" in re.sub(r"%\w+", "%{}", text)
 
 
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])

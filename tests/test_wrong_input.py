@@ -876,7 +876,7 @@ VALUES = {
     ),
     "a loss of four arguments": (lambda: step(loss=careless.of_four), "missing", "labels int32[16]"),
     "dropout without a key": (lambda: step(model=careless.Dropped), "no `rngs`", "Dropped"),
-    "a spec with an axis that is none": (lambda: step(model=careless.WrongSpec), "'dta'", "not found"),
+    "a spec with an axis that is none": (lambda: step(model=careless.WrongSpec), "'dta'", "is no axis of the mesh"),
     "state that grows": (lambda: step(model=careless.KeepsItsInputs), "last of [16, 64]", "made as [64]"),
     "a mean over an axis of pmap": (lambda: step(model=careless.Averaging), "batch", "careless.py"),
     "an array of numpy in a model": (lambda: step(model=careless.InNumpy), "numpy.ndarray", "careless.py"),

@@ -130,9 +130,10 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
         return abstract
     graph, params, rest = nnx.split(abstract, nnx.Param, ...)
     flat = _flat_dims(abstract)
-    written = value_specs(init, jax.random.key(0)) if noted else ()
-    paths = [path_of(keys) for keys, _ in jax.tree_util.tree_leaves_with_path((_values(params), _values(rest)))]
-    specs = dict(zip(paths, written, strict=True)) if written else {}
+    specs: dict[str, Spec | None] = {}
+    if noted:
+        arrays = jax.tree_util.tree_leaves_with_path((_values(params), _values(rest)))
+        specs = dict(zip((path_of(keys) for keys, _ in arrays), value_specs(init, jax.random.key(0)), strict=True))
     leaves, others = (
         _leaves(of, name, flat, {path[2:]: spec for path, spec in specs.items() if path.startswith(f"{i}/")})
         for i, of in enumerate((params, rest))

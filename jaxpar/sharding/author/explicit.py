@@ -20,9 +20,10 @@ reads names of dims, and XLA places the rest.
 JAX has no public hook for this. All of its functions read an `out_sharding` by one function of its own, and hand it to
 a primitive; while a model is traced, these are replaced here, and nowhere else.
 
-A model may also keep the mesh that its author made it with, or name axes of it in a bare PartitionSpec. What it splits
-there is split on the step's mesh; a dim that is whole there is free, for that mesh may be one device alone. jaxpar's
-own code constrains to axes of the step's mesh with a NamedSharding on that mesh, which is taken as it is.
+A model may also keep the mesh that its author made it with. What it splits there is split on the step's mesh; a dim
+that is whole there is free, for that mesh may be one device alone. A spec without a mesh is about one like the step's:
+its axes are read likewise, but a dim without an axis is whole. jaxpar's own code constrains to axes of the step's mesh
+with a NamedSharding on that mesh, which is taken as it is.
 """
 
 import sys
@@ -87,7 +88,7 @@ def outside_of_meshes() -> Iterator[None]:
 
 
 def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
-    """Returns a spec on the axes of a step's mesh for one that a model wrote on its own; a dim without is free.
+    """Returns a spec on the axes of a step's mesh for one that a model wrote on its own.
 
     The author's axis of examples may be several of a layout: it stands for all of these but those that the spec has
     elsewhere.
@@ -106,7 +107,7 @@ def translated(spec: PartitionSpec, sizes: Any) -> PartitionSpec:
         wanted = dict.fromkeys(axis for name in axis_names_of(entry) for axis in _axes(name, spec, sizes, written))
         kept = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in taken)
         taken.update(kept)
-        dims.append(kept or PartitionSpec.UNCONSTRAINED)
+        dims.append(kept or (entry if entry is PartitionSpec.UNCONSTRAINED else None))
     return PartitionSpec(*dims)
 
 
@@ -178,8 +179,8 @@ def _splits(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(tuple(axis for axis in axis_names_of(entry) if sizes[axis] > 1) for entry in sharding.spec))
 
 
-def _constrained(x: Any, sharding: NamedSharding) -> Any:
-    """Returns arrays split as a model said, in the dims that the axes divide."""
+def _constrained(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any:
+    """Returns arrays split as a model said, in the dims that the axes divide; `whole` makes dims without axes whole."""
     if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(x)):
         return x  # a Python number, among the arguments of `auto_axes`
     if _is_authors(sharding):
@@ -187,11 +188,11 @@ def _constrained(x: Any, sharding: NamedSharding) -> Any:
     sizes = sharding.mesh.shape
 
     def one(x):
-        dims = [entry if entry != () else None for entry in sharding.spec][: x.ndim]
-        fitting = [_fits(size, entry, sizes) for size, entry in zip(x.shape, dims, strict=False)]
+        entries = (*sharding.spec, *(None,) * (x.ndim - len(sharding.spec)))
+        dims = [PartitionSpec.UNCONSTRAINED if entry is None and not whole else entry for entry in entries]
+        fitting = [_fits(size, entry, sizes) for size, entry in zip(x.shape, dims, strict=True)]
         spec = [entry if fits else PartitionSpec.UNCONSTRAINED for entry, fits in zip(dims, fitting, strict=True)]
-        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(spec))
-        return constrain_to(x, PartitionSpec(*spec, *free)) if any(fitting) else x
+        return constrain_to(x, PartitionSpec(*spec)) if any(fitting) else x
 
     return jax.tree.map(one, x)
 
@@ -203,7 +204,7 @@ def _whole_where_free(sharding: NamedSharding) -> NamedSharding:
 
 
 def _fits(size: int, entry: Any, sizes: Any) -> bool:
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+    if entry is PartitionSpec.UNCONSTRAINED:
         return False
     ways = 1
     for axis in _tuple(entry):
@@ -329,7 +330,8 @@ def _placed(bind: Callable) -> Callable:
     def run(x, *, sharding, **params):
         if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple == get_abstract_mesh().shape_tuple:
             return bind(x, sharding=sharding, **params)
-        return _constrained(x, _on_mesh_of_step(sharding))
+        on = _on_mesh_of_step(sharding)
+        return _constrained(x, on, whole=_is_authors(sharding) and {*on.mesh.axis_types} != {AxisType.Manual})
 
     return run
 

@@ -101,6 +101,10 @@ def _equation(eqn: JaxprEqn, given: list[Spec | None]) -> list[Spec | None]:
     if name == "transpose" and given[0] is not None:
         order, shift = params["permutation"], len(params["permutation"]) - len(given[0])
         return [tuple(given[0][dim - shift] for dim in order[shift:])] if min(order[shift:]) >= shift else [None]
+    if name == "broadcast_in_dim" and given[0] is not None:  # one member for all, where a `vmap` made no difference
+        rank, out = len(_shape(eqn.invars[0])), _shape(eqn.outvars[0])
+        stacked = params["broadcast_dimensions"] == (*range(len(out) - rank, len(out)),)
+        return [given[0] if stacked and out[len(out) - rank :] == _shape(eqn.invars[0]) else None]
     if name in _ELEMENTWISE:
         shape = _shape(eqn.outvars[0])
         alike = (spec for spec, var in zip(given, eqn.invars, strict=True) if spec and _shape(var) == shape)
