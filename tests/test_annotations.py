@@ -340,6 +340,26 @@ def test_what_the_mesh_does_not_have_is_refused_with_the_way_out(model, fix):
         assert stored(model, jp.Parallel(data=2, tensor=4, rules={"x": "tensor"})) == ROWS
 
 
+def test_a_model_whose_author_left_all_dims_whole_is_told_how_to_name_them():
+    model = param(out_sharding=(None, None), eager_sharding=False)
+    with pytest.raises(JaxparError, match=r"paths=\{'w': \(None, 'mlp'\)\}"):
+        jp.compose(model, SPLIT)
+    assert stored(model, jp.Parallel(data=2, tensor=4, paths={"w": (None, "mlp")})) == COLUMNS
+
+
+def test_a_pattern_meant_as_a_glob_is_told_as_an_expression():
+    with pytest.raises(JaxparError, match=r"'layers/\.\*/kernel': a pattern is a regular expression"):
+        jp.compose(Layers, jp.Parallel(data=2, tensor=4, paths={"layers/*/kernel": (None, "mlp")}))
+
+
+class Layers(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
 def test_a_name_without_a_rule_is_noted():
     class Two(nnx.Module):
         def __init__(self, rngs):

@@ -30,6 +30,8 @@ from jaxpar.sharding.rules import SMALL, Axes, own_dims
 from jaxpar.sharding.shard_bytes import shard_bytes, shard_shape
 from jaxpar.units import show_bytes, show_count
 
+MEMBERS = (None, "head_dim")  # names that may be read for the dim of an ensemble's members
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
@@ -275,7 +277,7 @@ class Layout:
             place = self.placements[path := path_of(keys)]
             vector = value.ndim == (2 if place.names[:1] == ("layers",) else 1)
             # a leading dim beside those of its own may be that of a stack, which the model slices
-            stack = place.is_split([0]) and own_dims(path, place.leaf) < value.ndim
+            stack = place.is_split([0]) and own_dims(path, place.leaf) < value.ndim and place.names[0] in MEMBERS
             small = place.leaf.bytes < SMALL and (vector or stack)
             if not small or place.stored == place.used or path in as_stored:
                 return value

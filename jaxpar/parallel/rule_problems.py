@@ -68,12 +68,23 @@ def rule_problems(parallel: Parallel, blueprint: Blueprint) -> list[Problem]:
                 Problem(
                     f"path rule {pattern!r} matches no parameter of {blueprint.name}",
                     "every rule matches the end of at least one path",
-                    nearest(pattern, blueprint.leaves)
-                    if len(blueprint.leaves) < 20
-                    else "see `jaxpar check --explain`",
+                    _as_expression(pattern, leaves)
+                    or (
+                        nearest(pattern, blueprint.leaves)
+                        if len(blueprint.leaves) < 20
+                        else "the end of a path that layout.explain(), or `jaxpar check --explain`, lists"
+                    ),
                 )
             )
     return problems
+
+
+def _as_expression(pattern: str, paths: Iterable[str]) -> str:
+    """Returns a pattern that was meant as a glob as a regular expression that matches a path; "" where none does."""
+    expression = re.sub(r"(?<![.)\]])[*]", ".*", pattern)
+    if expression == pattern or not any(re.search(rf"(^|/)(?:{expression})$", path) for path in paths):
+        return ""
+    return f"{expression!r}: a pattern is a regular expression"
 
 
 def check_rules(parallel: Parallel, blueprint: Blueprint, met: set[str]) -> None:

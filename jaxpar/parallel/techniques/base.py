@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpar.errors import Problem
+from jaxpar.mesh.axes import AXES
 from jaxpar.mesh.preset import Option
 from jaxpar.parallel.declare import Axes, Parallel
 from jaxpar.parallel.layout import Layout
@@ -71,9 +72,7 @@ def splits_nothing(layout: Layout, axis: str, dims: str) -> list[Problem]:
         return []
     known = {*layout.names, *layout.sizes, None}
     unruled = {name: axis for place in layout.placements.values() for name in place.names if name not in known}
-    rules = (
-        f"rules that name dims of this model, as rules={unruled}" if unruled else "rules that name dims of this model"
-    )
+    rules = f"rules that name dims of this model, as rules={unruled}" if unruled else _as_paths(layout, axis)
     return [
         Problem(
             f"{axis}={layout.sizes[axis]} does nothing: it splits no parameter of {layout.blueprint.name}",
@@ -81,6 +80,17 @@ def splits_nothing(layout: Layout, axis: str, dims: str) -> list[Problem]:
             f"{axis}=1 and a larger data, or {rules}",
         )
     ]
+
+
+def _as_paths(layout: Layout, axis: str) -> str:
+    """Returns the way out for a model whose author left dims without names, which no rule can be for."""
+    names, size = AXES[axis].splits, layout.sizes[axis]
+    shapes = {path: place.leaf.shape for path, place in layout.placements.items() if not any(place.names)}
+    path = next((path for path, shape in shapes.items() if len(shape) > 1 and shape[-1] % size == 0), None)
+    if not names or path is None:
+        return "rules that name dims of this model"
+    dims = (*(None,) * (len(shapes[path]) - 1), "mlp" if "mlp" in names else names[0])
+    return f"names for dims that the model leaves without, as paths={{{path!r}: {dims}}}"
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
