@@ -47,7 +47,7 @@ class Twice(Net):
 
 
 CONV = partial(nnx.Conv, kernel_size=(3, 3))
-UNSCALED = partial(nnx.WeightNorm, use_scale=False, feature_axes=(0, 1))
+UNSCALED = partial(nnx.WeightNorm, use_scale=False, feature_axes=(0,))
 MODELS = {
     "weight": partial(Net, around=nnx.WeightNorm, inner=nnx.Linear),
     "spectral": partial(Net, around=nnx.SpectralNorm, inner=nnx.Linear),
@@ -111,9 +111,12 @@ GRID = [(kind, layout) for kind in MODELS for layout in LAYOUTS if not (layout =
 OFTEN = [(kind, "2x2x2") for kind in ("weight", "spectral", "twice")] + [("weight of a convolution", "accumulate")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in GRID]
-)
+def mark_of(kind, layout):
+    rare = pytest.mark.slow if layout in ("zero 3", "accumulate") else pytest.mark.full
+    return [] if (kind, layout) in OFTEN else [rare]
+
+
+@pytest.mark.parametrize(("kind", "layout"), [pytest.param(*case, marks=mark_of(*case)) for case in GRID])
 def test_a_layer_that_assigns_trains_as_in_a_loop_of_nnx(kind, layout):
     losses, state = trained(kind, layout)
     want, flat = plain(kind)

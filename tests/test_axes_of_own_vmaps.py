@@ -23,6 +23,7 @@ LAYOUTS = {
 }
 SGD = optax.sgd(0.1)
 BATCH = {"x": np.random.default_rng(0).normal(size=[16, 2, 4]).astype(np.float32)}
+MARKS = {"2x2x2": [], "zero 3": [pytest.mark.slow], "accumulate": [pytest.mark.slow]}
 
 
 def squares(model, batch):
@@ -114,9 +115,7 @@ def trained(model, layout, loss=squares, steps=2):
 
 
 @pytest.mark.parametrize("kind", LINEN)
-@pytest.mark.parametrize(
-    "layout", ["2x2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n != "2x2x2")]
-)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.full])) for name in LAYOUTS])
 def test_a_linen_norm_is_over_the_axes_that_the_model_binds(kind, layout):
     model, alone = LINEN[kind]
     start, losses, state = trained(jp.linen(model, BATCH["x"][:1]), layout)

@@ -25,6 +25,7 @@ LAYOUTS = {
     "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
     "accumulate": ({"data": 2, "fsdp": 4}, {"accumulate": 2}),
 }
+MARKS = {"2x2x2": [], "zero 3": [pytest.mark.slow], "accumulate": [pytest.mark.slow]}
 
 
 class Statistics(NamedTuple):
@@ -188,9 +189,7 @@ OFTEN = ("tuple", "boxes", "mixed", "counted", "large")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(n, marks=[pytest.mark.slow] * (n not in OFTEN)) for n in MODELS])
-@pytest.mark.parametrize(
-    "layout", ["2x2x2", *(pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS if n != "2x2x2")]
-)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=MARKS.get(name, [pytest.mark.full])) for name in LAYOUTS])
 def test_state_lasts_in_any_container(kind, layout):
     start, losses, state = trained(MODELS[kind], layout)
     assert jax.tree.leaves(start.model_state["collections"])
