@@ -169,3 +169,10 @@ def test_what_would_be_lost_is_refused(model, sizes, message):
 def lowered(layout):
     step = jp.train_step(layout, squares, CHAIN)
     return step.lower(step.abstract(), BATCHES[0])
+
+
+@pytest.mark.skipif(SCALES_ARE_TRAINED, reason="this Flax keeps the scales of nnx.WeightNorm in parameters")
+def test_scales_that_an_older_flax_keeps_outside_of_variables_are_refused():
+    layout = jp.compose(MODELS["alone"], jp.Parallel(data=8))
+    with pytest.raises(JaxparError, match=r"does not show on shapes alone[\s\S]*use_scale=False"):
+        jp.init_state(layout, CHAIN)

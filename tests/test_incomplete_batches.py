@@ -165,8 +165,8 @@ def test_one_example_alone_is_compared_in_batches_of_two_sizes():
     found, said, _, _ = evaluated(clip, (1,))
     assert found == {}
     assert said == [
-        "the loss does not add up over examples, so no copies are subtracted: the last 1 held-out examples of n1 "
-        "are not evaluated, as the mesh divides multiples of 8"
+        "the loss does not add up over examples, so no copies are subtracted: the last of the held-out examples of n1 "
+        "is not evaluated, as the mesh divides multiples of 8"
     ]
 
 

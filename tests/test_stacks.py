@@ -216,6 +216,12 @@ def test_the_largest_list_of_equal_layers_is_found():
     assert not longest_list(FIRST, 3)
 
 
+@pytest.mark.parametrize("names", ["blocks/{}", "blocks_{}", "blocks.{}", "block{}", "layer_{}/unit"])
+def test_a_list_is_found_by_any_word_that_ends_with_a_number(names):
+    found = {f"{names.format(i)}/w": Leaf((8, 8), jnp.float32, None) for i in range(4)}
+    assert longest_list(found, 2) == {f"{names.format('*')}/w": tuple(found)}
+
+
 class Looped(Listed):
     def __call__(self, tokens):
         def layers(x):

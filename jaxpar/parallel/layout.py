@@ -182,7 +182,18 @@ class Layout:
 
     def other_specs(self, state: Tree) -> Tree:
         """Returns a spec for every array of the model's state that is no parameter."""
-        return jax.tree_util.tree_map_with_path(lambda keys, _: self.others[path_of(keys)].stored, state)
+
+        def spec(keys, _) -> PartitionSpec:
+            if (path := path_of(keys)) not in self.others:
+                raise refuse(
+                    f"{self.blueprint.name} has the array {path}, which Flax does not show on shapes alone",
+                    rule="a model keeps arrays in variables, or in attributes that Flax knows to be data",
+                    fix="nnx.Variable around it, or nnx.data(...); of a layer of Flax's own a newer Flax: "
+                    "nnx.WeightNorm with scales needs more than 0.12.8, and use_scale=False does not",
+                )
+            return self.others[path].stored
+
+        return jax.tree_util.tree_map_with_path(spec, state)
 
     def owner(self, keys) -> str | None:
         """Returns the path of the parameter that an array belongs to: the one that ends its own path.

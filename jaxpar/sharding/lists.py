@@ -4,8 +4,8 @@
     blocks/1/attn/kernel   [64, 64]      equal neighbours: a list of layers, whose stack is called
     blocks/2/attn/kernel   [64, 64]      blocks/*/attn/kernel [3, 64, 64]
 
-`h_0`, `h_1`, ... of Linen likewise: `h_*`. A pipeline runs a list as a stack; each parameter keeps its own name, so
-that a checkpoint knows nothing of it.
+`h_0`, `h_1`, ... of Linen likewise: `h_*`; and any other word that ends with a number, `block1` or `blocks.0`. A
+pipeline runs a list as a stack; each parameter keeps its own name, so that a checkpoint knows nothing of it.
 """
 
 import re
@@ -39,7 +39,7 @@ def _numbered(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]
     """Returns what begins with a path and a number: path to number to parameter of the stack to parameter."""
     found: dict[str, dict[int, dict[str, str]]] = {}
     for path in leaves:
-        for number in re.finditer(r"(?<![^/_])\d+(?=/)", path):
+        for number in re.finditer(r"(?<!\d)\d+(?=/)", path):
             start, rest = path[: number.start()], path[number.end() :]
             found.setdefault(start, {}).setdefault(int(number[0]), {})[f"{start}*{rest}"] = path
     return found

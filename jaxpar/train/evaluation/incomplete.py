@@ -170,6 +170,7 @@ def _said(name: str, count: int, fit: int, ways: int) -> str:
     of = f"held-out examples of {name}" if name else "held-out examples"
     why = "the loss does not add up over examples, so no copies are subtracted"
     if not fit:
-        return f"{why}: the last {count} {of} are not evaluated, as the mesh divides multiples of {ways}"
+        last = f"last of the {of} is" if count == 1 else f"last {count} {of} are"
+        return f"{why}: the {last} not evaluated, as the mesh divides multiples of {ways}"
     left = f"; {count - fit} of {count} are left out, as the mesh divides multiples of {ways}" if fit < count else ""
     return f"{why}: the last {of} are a batch of {fit}{left}"
