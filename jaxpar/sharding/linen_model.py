@@ -16,7 +16,7 @@ from flax import nnx
 from jaxpar.errors import refuse, users_code
 from jaxpar.models.remat import is_policy
 from jaxpar.models.returned import returned
-from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, understood
+from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
 from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
 from jaxpar.sharding.calls.compute_dtype import compute_linen
 from jaxpar.sharding.calls.norm_axes import over_bound_axes
@@ -161,7 +161,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
     @partial(jax.jit, inline=True)
     def made(key: jax.Array) -> dict[str, Any]:
         model = Initializer(module, key)
-        with understood():
+        with sharding_translation():
             call(model)
         flat.update(model.flat)
         sown.update(model.sown)
@@ -172,7 +172,7 @@ def blueprint(module: nn.Module, call: Callable[[Any], Any], *, name: str) -> Bl
         rule="a Linen module can be called with its example of inputs",
         fix=f"jp.linen({type(module).__name__}(...), what its __call__ takes)",
     ):
-        with outside_of_meshes():
+        with no_mesh():
             with noting_specs() as noted:
                 boxed = jax.eval_shape(made, jax.random.key(0))
         if not boxed:

@@ -18,7 +18,7 @@ from flax.core import spmd
 
 from jaxpar.errors import refuse, users_code
 from jaxpar.models.remat import is_policy
-from jaxpar.sharding.author.explicit import author_rules, outside_of_meshes, understood
+from jaxpar.sharding.author.explicit import author_rules, no_mesh, sharding_translation
 from jaxpar.sharding.author.value_specs import Spec, noting_specs, value_specs
 from jaxpar.sharding.calls.compute_dtype import compute_nnx
 from jaxpar.sharding.flat_names import fitted, flat_dims
@@ -115,7 +115,7 @@ def blueprint(factory: Callable[..., Any], *, name: str) -> Blueprint:
     """
 
     def build(key) -> Any:
-        with nnx.use_eager_sharding(False), understood():  # names stay metadata; jaxpar resolves them
+        with nnx.use_eager_sharding(False), sharding_translation():  # names stay metadata; jaxpar resolves them
             return with_arrays(_call(factory, nnx.Rngs(key), name))
 
     # inline, so that a program which runs it is as if there were no jit: that is here to be traced once
@@ -183,7 +183,7 @@ def _abstract(build: Callable[[jax.Array], Any], name: str) -> nnx.Module | Blue
         )
 
     rule = "a model can be made from `rngs`, on shapes alone"
-    with users_code(name, rule=rule, fix="the line of the model that this names"), outside_of_meshes():
+    with users_code(name, rule=rule, fix="the line of the model that this names"), no_mesh():
         abstract = nnx.eval_shape(checked)
     if known:
         return known[0]
@@ -321,7 +321,7 @@ def names_in(path: str, metadata: Mapping[str, Any]) -> tuple | None:
 
 
 def axes_in(names: Sequence, metadata: Mapping[str, Any]) -> tuple | None:
-    """Returns what the author's own rules for an NNX variable give the names of its dims; None without rules."""
+    """Returns the mesh axes of an NNX variable's dims by the author's rules for it; None without rules."""
     rules = metadata.get("sharding_rules")
     return tuple(spmd.from_sharding_rules(tuple(names), rules)) if rules else None
 

@@ -15,7 +15,7 @@ from jaxpar.mesh.chips import find_chip
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.pages.who_holds import cards
 from jaxpar.plan.machine.hardware import HARDWARE
-from jaxpar.sharding.author.explicit import understood
+from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Compute, path_of
 from jaxpar.sharding.nnx.hooks import hooked
 from jaxpar.sharding.shard_bytes import shard_shape
@@ -153,7 +153,7 @@ def model_flop(step: Inspectable, batch: Mapping[str, Any]) -> float:
 
     shapes = {name: jax.ShapeDtypeStruct(value.shape, value.dtype) for name, value in batch.items()}
     key = jax.random.key(0)
-    with jax.set_mesh(step.layout.on), understood(), hooked():  # a model may name mesh axes itself
+    with jax.set_mesh(step.layout.on), sharding_translation(), hooked():  # a model may name mesh axes itself
         return 3.0 * models * forward_flop(forward, key, shapes)
 
 

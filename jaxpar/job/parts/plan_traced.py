@@ -26,7 +26,7 @@ from jaxpar.plan.model.tracing import trace
 from jaxpar.plan.techniques.base import divisors
 from jaxpar.plan.techniques.table import TECHNIQUES
 from jaxpar.plan.traced import Traced
-from jaxpar.sharding.author.explicit import understood
+from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, nest
 from jaxpar.sharding.nnx.hooks import hooked
 from jaxpar.sharding.rules import name_stacks
@@ -129,7 +129,7 @@ def trace_model(
         }
 
     with (
-        understood(),
+        sharding_translation(),
         hooked(),
         accepting(known(2)[1]),
     ):  # a model may name shardings itself: outside of a step they say nothing

@@ -15,7 +15,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Compose, Traced
 from jaxpar.parallel.techniques.open_choice import Choose
 from jaxpar.parallel.techniques.table import TECHNIQUES
-from jaxpar.sharding.author.explicit import understood
+from jaxpar.sharding.author.explicit import sharding_translation
 from jaxpar.sharding.author.rules_in_force import check_rules_in_force
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.nnx.hooks import hooked
@@ -106,7 +106,7 @@ def traced(layout: Layout, used: Used, choose: Choose, *, keeps: bool = False) -
     """
     check_rules_in_force(layout.blueprint)
     names, found = activation_names(layout.names, layout.sizes), islands(layout, Traced(choose=choose, keeps=keeps))
-    with names as named, implemented(found) as called, understood(), hooked(), split_convolutions():
+    with names as named, implemented(found) as called, sharding_translation(), hooked(), split_convolutions():
         yield
     used.names |= meant(named)
     used.forms |= {each for each in called if " " in each}

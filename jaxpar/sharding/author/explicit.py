@@ -48,7 +48,7 @@ from jaxpar.sharding.author.manual_mesh import axis_names_of, manual_mesh
 from jaxpar.sharding.author.value_specs import is_noting, note_spec
 
 # what the modules of JAX and of Flax import from each other
-_NAMES = (
+_FUNCTIONS = (
     "canonicalize_sharding",
     "_get_new_mesh",
     "_with_sharding_constraint",
@@ -58,28 +58,29 @@ _NAMES = (
     "shard_value",
     "_remap_sharding_metadata",
 )
-_SAID = ("out_sharding", "sharding", "dst_sharding")  # what primitives call it
+_SHARDING_PARAMETERS = ("out_sharding", "sharding", "dst_sharding")  # what primitives call it
 _NOWHERE = "nowhere"  # an axis of the mesh that stands for the author's where there is none
-_installed: list[ExitStack] = []  # one, while a model is traced: it takes back what is replaced
+_translations: list[ExitStack] = []  # one, while a model is traced: it takes back what is replaced
 
 
 @contextmanager
-def understood() -> Iterator[None]:
-    """Takes what a model says of sharding as constraints, while the context lasts: a model is traced in it."""
-    if _installed:
+def sharding_translation() -> Iterator[None]:
+    """Turns the shardings that a model names into constraints, while the context lasts: a model is traced in it."""
+    if _translations:
         yield
         return
-    constraints, puts = _bound(_held("sharding_constraint_p"), _placed), _bound([device_put_p], _put)
+    constraints = _replaced_binds(_pjit_primitive("sharding_constraint_p"), _bind_of_constraint)
+    puts = _replaced_binds([device_put_p], _bind_of_device_put)
     with _replaced(_functions()), constraints, puts, _open_boxes(), ExitStack() as primitives:
-        _installed.append(primitives)
+        _translations.append(primitives)
         try:
             yield
         finally:
-            _installed.clear()
+            _translations.clear()
 
 
 @contextmanager
-def outside_of_meshes() -> Iterator[None]:
+def no_mesh() -> Iterator[None]:
     """Forgets the mesh that a caller has set, while a model is made for one of a layout's own."""
     # where there is none, nothing is set: to jax 0.10.2 that would be another context, in which all is traced again
     none = get_abstract_mesh().empty
@@ -134,20 +135,21 @@ def _tuple(axes: Any) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def _said(sharding: Any) -> NamedSharding | None:
-    """Returns what a model said as a sharding on the mesh of the step, or on the author's outside of one."""
+def _step_sharding(sharding: Any) -> NamedSharding | None:
+    """Returns a sharding of the model's on the mesh of the step, or on the author's outside of a step."""
     if sharding is None or (
-        isinstance(sharding, NamedSharding) and (sharding.mesh == get_abstract_mesh() or _is_authors(sharding))
+        isinstance(sharding, NamedSharding) and (sharding.mesh == get_abstract_mesh() or _has_author_mesh(sharding))
     ):
         return sharding
-    for primitives in _installed:  # a model that says nothing is traced by JAX's own
-        primitives.enter_context(_bound([each for each in _primitives() if "bind" not in vars(each)], _computed))
+    bare = [each for each in _primitives() if "bind" not in vars(each)]
+    for primitives in _translations:  # a model without shardings is traced by JAX's own
+        primitives.enter_context(_replaced_binds(bare, _bind_of_computation))
     return _on_mesh_of_step(sharding)
 
 
 def _on_mesh_of_step(sharding: NamedSharding | PartitionSpec) -> NamedSharding:
-    """Returns what a sharding says of the author's mesh, as one on the mesh of the step; as written outside of one."""
-    mesh, spec = get_abstract_mesh(), _splits(sharding)
+    """Returns a sharding on the author's mesh as one on the mesh of the step; as written outside of a step."""
+    mesh, spec = get_abstract_mesh(), _written_spec(sharding)
     if mesh.empty or not step_rules.get():
         return _as_written(spec)
     if {*mesh.axis_types} == {AxisType.Manual}:  # each device has its part in hand, and XLA splits nothing
@@ -165,15 +167,15 @@ def _as_written(spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(AbstractMesh((1,) * len(axes), axes, axis_types=(AxisType.Auto,) * len(axes)), spec)
 
 
-def _is_authors(sharding: NamedSharding) -> bool:
+def _has_author_mesh(sharding: NamedSharding) -> bool:
     return _NOWHERE in sharding.mesh.axis_names
 
 
-def _splits(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
+def _written_spec(sharding: NamedSharding | PartitionSpec) -> PartitionSpec:
     """Returns the axes that split dims: on the author's mesh, an axis of one device splits nothing."""
     if isinstance(sharding, PartitionSpec):
         return sharding
-    if _is_authors(sharding):
+    if _has_author_mesh(sharding):
         return sharding.spec
     sizes = sharding.mesh.shape
     return PartitionSpec(*(tuple(axis for axis in axis_names_of(entry) if sizes[axis] > 1) for entry in sharding.spec))
@@ -183,7 +185,7 @@ def _constrained(x: Any, sharding: NamedSharding, *, whole: bool = False) -> Any
     """Returns arrays split as a model said, in the dims that the axes divide; `whole` makes dims without axes whole."""
     if not all(hasattr(leaf, "ndim") for leaf in jax.tree.leaves(x)):
         return x  # a Python number, among the arguments of `auto_axes`
-    if _is_authors(sharding):
+    if _has_author_mesh(sharding):
         return note_spec(x, sharding.spec)
     sizes = sharding.mesh.shape
 
@@ -214,7 +216,7 @@ def _fits(size: int, entry: Any, sizes: Any) -> bool:
 
 def _functions() -> dict[str, Callable]:
     def canonicalize_sharding(sharding: Any, name: str, check_mesh_consistency: bool = True) -> Any:
-        return _said(sharding)
+        return _step_sharding(sharding)
 
     def _get_new_mesh(axes: Any, axis_type: Any, name: str, shardings: Any = None, **others: Any) -> Any:
         if name != "auto_axes":
@@ -251,7 +253,7 @@ def _functions() -> dict[str, Callable]:
             return _as_written(x)
         if isinstance(x, PartitionSpec) and api_name == "jit":
             on = _on_mesh_of_step(x)
-            return create(mesh, None, name, api_name) if _is_authors(on) else _whole_where_free(on)
+            return create(mesh, None, name, api_name) if _has_author_mesh(on) else _whole_where_free(on)
         return create(mesh, x, name, api_name)
 
     def _shmap_checks(mesh: Any, axis_names: Any, in_specs: Any, out_specs: Any, *args: Any) -> Any:
@@ -289,10 +291,10 @@ def author_rules() -> tuple[tuple[str, Any], ...]:
 
 def _primitives() -> list:
     found = [vars(lax)[name] for name in ("dot_general_p", "reshape_p", "broadcast_in_dim_p", "iota_p", "reduce_sum_p")]
-    return [*found, *_held("reshard_p")]
+    return [*found, *_pjit_primitive("reshard_p")]
 
 
-def _held(primitive: str) -> list:
+def _pjit_primitive(primitive: str) -> list:
     """Returns a primitive of `jit`, in a list that is empty where this JAX has no such."""
     return [held for held in [vars(sys.modules["jax._src.pjit"]).get(primitive)] if held is not None]
 
@@ -301,7 +303,7 @@ def _held(primitive: str) -> list:
 def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
     of = ("jax._src.", "jax.sharding", "flax.linen.spmd", "flax.core.spmd", "flax.nnx.variablelib")
     modules = [module for name, module in list(sys.modules.items()) if name.startswith(of)]
-    before = [(module, name, vars(module)[name]) for module in modules for name in _NAMES if name in vars(module)]
+    before = [(module, name, vars(module)[name]) for module in modules for name in _FUNCTIONS if name in vars(module)]
     for module, name, _ in before:
         setattr(module, name, functions[name])
     try:
@@ -311,11 +313,11 @@ def _replaced(functions: dict[str, Callable]) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def _computed(bind: Callable) -> Callable:
+def _bind_of_computation(bind: Callable) -> Callable:
     """Returns `bind` of a primitive that computes, whose result is then constrained as the model said."""
 
     def run(*args, **params):
-        said = next((name for name in _SAID if isinstance(params.get(name), NamedSharding)), None)
+        said = next((name for name in _SHARDING_PARAMETERS if isinstance(params.get(name), NamedSharding)), None)
         if said is None or any(kind == AxisType.Explicit for kind in params[said].mesh.axis_types):
             return bind(*args, **params)
         out = args[0] if said == "dst_sharding" else bind(*args, **{**params, said: None})
@@ -324,19 +326,19 @@ def _computed(bind: Callable) -> Callable:
     return run
 
 
-def _placed(bind: Callable) -> Callable:
+def _bind_of_constraint(bind: Callable) -> Callable:
     """Returns `bind` of `with_sharding_constraint`, on the mesh of the step where the model has one of its own."""
 
     def run(x, *, sharding, **params):
         if not isinstance(sharding, NamedSharding) or sharding.mesh.shape_tuple == get_abstract_mesh().shape_tuple:
             return bind(x, sharding=sharding, **params)
         on = _on_mesh_of_step(sharding)
-        return _constrained(x, on, whole=_is_authors(sharding) and {*on.mesh.axis_types} != {AxisType.Manual})
+        return _constrained(x, on, whole=_has_author_mesh(sharding) and {*on.mesh.axis_types} != {AxisType.Manual})
 
     return run
 
 
-def _put(bind: Callable) -> Callable:
+def _bind_of_device_put(bind: Callable) -> Callable:
     """Returns `bind` of `jax.device_put`, which constrains or notes what goes to a mesh of the author's."""
 
     def run(*args, **params):
@@ -375,7 +377,7 @@ def _open_boxes() -> Iterator[None]:
 
 
 @contextmanager
-def _bound(primitives: Sequence[Any], how: Callable[[Callable], Callable]) -> Iterator[None]:
+def _replaced_binds(primitives: Sequence[Any], how: Callable[[Callable], Callable]) -> Iterator[None]:
     for primitive in primitives:
         primitive.bind = how(primitive.bind)
     try:

@@ -152,7 +152,7 @@ def _names(path: str, box: Any) -> tuple | None:
 
 
 def _axes(names: Sequence, box: Any, rules: Sequence) -> tuple | None:
-    """Returns what the author's rules, of the box or in force around, give the names of dims; None without rules.
+    """Returns the mesh axes of dims by the author's rules, of the box or in force around; None without rules.
 
     Names of `nn.with_partitioning` are axes of a mesh already, and no rules apply to them.
     """

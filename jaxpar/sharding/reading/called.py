@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxpar.sharding.author.explicit import outside_of_meshes, understood
+from jaxpar.sharding.author.explicit import no_mesh, sharding_translation
 from jaxpar.sharding.names import Blueprint, Compute, Program, Tree, path_of
 from jaxpar.sharding.nnx.hooks import hooked
 
@@ -24,7 +24,7 @@ def traced(init: Callable, bind: Callable, call: Callable[[Any], Any]) -> Progra
     def program(values: Tree, state: Tree) -> None:
         call(bind(values, state, lambda _, value: value, Compute()))
 
-    with understood(), hooked(), outside_of_meshes():
+    with sharding_translation(), hooked(), no_mesh():
         values, state = jax.eval_shape(init, jax.random.key(0))
         paths = tuple(path_of(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(values)[0])
         return jax.make_jaxpr(program)(values, state), paths

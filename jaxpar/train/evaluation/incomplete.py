@@ -1,4 +1,4 @@
-"""Held-out examples that are fewer than a batch, in an evaluation that counts each example once.
+"""HeldOut-out examples that are fewer than a batch, in an evaluation that counts each example once.
 
     F  the examples, filled up to a batch with copies of one      A  some rows of F, and rows of C in place of others
     C  a batch of nothing but that one                            B  the others, and rows of C in place of the first
@@ -23,11 +23,12 @@ from jaxpar.data.spec import Weighted
 from jaxpar.parallel.layout import Layout
 
 Totals = dict[str, tuple[float, float]]
+Sums = Callable[[Mapping[str, Any]], Totals]
 Evaluate = Callable[[Mapping[str, Any]], Mapping[str, tuple[Any, Any]]]
 SAME = 1e-4  # of the largest of four sums: float32 sums of equal numbers in another order differ by far less
 
 
-class Held(Protocol):
+class HeldOut(Protocol):
     """The held-out batches of one set, as `Feed` has them."""
 
     layout: Layout
@@ -51,17 +52,17 @@ class Incomplete:
       adds_up: Whether sums and counts add up over examples, as far as is known.
       checked: Indices of the batches that were checked.
       counts: Of each entry of the loss the counts of full batches, two at most: a mean counts 1 in all of them.
-      said: Sizes of batches of which the run was told.
+      noted_sizes: Sizes of batches of which the run was told.
     """
 
     name: str = ""
     adds_up: bool = True
     checked: set[int] = field(default_factory=set)
     counts: dict[str, set[float]] = field(default_factory=dict)
-    said: set[int] = field(default_factory=set)
+    noted_sizes: set[int] = field(default_factory=set)
 
     def totals(
-        self, feed: Held, index: int, evaluate: Evaluate, *, first: bool, draws: bool, say: Callable[[str], None]
+        self, feed: HeldOut, index: int, evaluate: Evaluate, *, first: bool, draws: bool, say: Callable[[str], None]
     ) -> tuple[Totals, bool] | None:
         """Returns the sums and counts of the index-th examples, and whether they were an incomplete batch.
 
@@ -100,15 +101,13 @@ class Incomplete:
                     seen.add(number)
         return summed([(each.weight, part) for each, part in zip(batches, found, strict=True)]), bool(count)
 
-    def _smaller(
-        self, feed: Held, index: int, count: int, sums: Callable[[Mapping[str, Any]], Totals], say: Callable
-    ) -> Totals:
+    def _smaller(self, feed: HeldOut, index: int, count: int, sums: Sums, say: Callable) -> Totals:
         """Returns the sums and counts of examples in a batch of their own size."""
         ways = feed.layout.replicas * feed.layout.microbatches
         fit = count // ways * ways
-        if count not in self.said:
-            self.said.add(count)
-            say(_said(self.name, count, fit, ways))
+        if count not in self.noted_sizes:
+            self.noted_sizes.add(count)
+            say(_message(self.name, count, fit, ways))
         if not fit:
             return {}
         found = sums(feed.rearranged(index, np.arange(fit)))
@@ -127,7 +126,7 @@ def summed(parts: list[tuple[float, Totals]]) -> Totals:
     return made
 
 
-def _adds_up(feed: Held, index: int, count: int, sums: Callable[[Mapping[str, Any]], Totals], *, draws: bool) -> bool:
+def _adds_up(feed: HeldOut, index: int, count: int, sums: Sums, *, draws: bool) -> bool:
     """Returns whether sums and counts add up over examples.
 
     Args:
@@ -151,7 +150,7 @@ def _adds_up(feed: Held, index: int, count: int, sums: Callable[[Mapping[str, An
     return all(_same((filled[n][i], copies[n][i]), (a[n][i], b[n][i])) for n in filled for i in (0, 1))
 
 
-def _is_proportional(feed: Held, index: int, sums: Callable[[Mapping[str, Any]], Totals]) -> bool:
+def _is_proportional(feed: HeldOut, index: int, sums: Sums) -> bool:
     """Returns whether another number of copies of one example has the same mean: of another program."""
     ways = feed.layout.replicas * feed.layout.microbatches
     size, other = (
@@ -165,7 +164,7 @@ def _same(some: tuple[float, ...], others: tuple[float, ...]) -> bool:
     return math.isfinite(largest) and abs(sum(some) - sum(others)) <= SAME * largest
 
 
-def _said(name: str, count: int, fit: int, ways: int) -> str:
+def _message(name: str, count: int, fit: int, ways: int) -> str:
     """Returns in words how examples of a loss that does not add up are evaluated."""
     of = f"held-out examples of {name}" if name else "held-out examples"
     why = "the loss does not add up over examples, so no copies are subtracted"
