@@ -259,6 +259,25 @@ class Twofold(Stacked):
         return super().layers(super().layers(x))
 
 
+class Hybrid(nnx.Module):
+    """Two kinds of layers in turns, of which one has parameters that look like a stack."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.List([(Wide if i % 2 else nnx.Linear)(16, 16, rngs=rngs) for i in range(4)])
+
+    def __call__(self, tokens):
+        return jp.pipelined(self.blocks, nnx.one_hot(tokens, 16))
+
+
+class Wide(nnx.Module):
+    def __init__(self, inputs, outputs, *, rngs):
+        self.w = nnx.Param(jnp.ones((2, inputs, outputs)))
+        self.b = nnx.Param(jnp.ones((2, 1, outputs)))
+
+    def __call__(self, x):
+        return x + jnp.sum(jnp.tanh(jnp.einsum("btd,sde->sbte", x, self.w[...]) + self.b[...][:, None]), axis=0)
+
+
 class StackInTurn(Stacked):
     def __call__(self, tokens):
         return self.lm_head(jp.pipelined([Block(DIM, 2 * DIM, nnx.Rngs(0))], self.wte(tokens)))
@@ -274,6 +293,7 @@ class StackInTurn(Stacked):
         (Encoded, "and its largest stack of layers is decoder"),
         (Twofold, "the layers of Twofold go through a stack, and then through one again"),
         (StackInTurn, "gives jp.pipelined 1 layers, and its largest is a stack"),
+        (Hybrid, "in turns as one module for each turn, which has one of each kind; or pipe=1"),
     ],
 )
 def test_layers_that_are_not_the_largest_that_are_equal_are_refused(model, words):

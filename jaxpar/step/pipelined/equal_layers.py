@@ -73,7 +73,13 @@ def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None 
     got = f"{given} layers" if given else "a function"
     largest = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
     fix = "x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)"
-    if traced is not None and (others := _read_paths(layout, traced)) and not _of_the_list(layout, traced):
+    if given > 1 and not count:  # of a list whose layers have other parameters, or other names, no list was found
+        fix = (
+            "layers with parameters of equal names and shapes, in modules whose names end with numbers: blocks_0, "
+            "blocks_1, ...; kinds of layers with different parameters in turns as one module for each turn, which has "
+            "one of each kind; or pipe=1"
+        )
+    elif traced is not None and (others := _read_paths(layout, traced)) and not _of_the_list(layout, traced):
         stack = layers_of(layout) if count else f"the stack of {next(iter(layout.stacked), 'most parameters')}"
         fix = f"{fix} around {stack}; the layers given, which read {others[0]}, before or after it, or pipe=1"
     return refuse(
