@@ -11,7 +11,7 @@ from jaxpar.data.held_out import weighted
 from jaxpar.data.spec import Batch, Rows, Weighted, some
 from jaxpar.data.validate import CorruptBatch
 from jaxpar.errors import JaxparError, refuse, users_code
-from jaxpar.step.batch.lists_in_a_batch import check_lists
+from jaxpar.step.batch.shard_batch import check_lists
 
 A_BATCH = "a batch is a dict of arrays"
 PAIR = "{'inputs': x, 'labels': y}"

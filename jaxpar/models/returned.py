@@ -4,9 +4,10 @@ A loss is a sum over many tokens, and 16 bits count 3001 of them as 3008. A loss
 sums, asks for what was computed: cast before, the gradient of all logits would be there in float32 and in 16 bits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import jax
@@ -28,6 +29,22 @@ def as_computed() -> Iterator[None]:
         yield
     finally:
         _as_computed.reset(token)
+
+
+def call_in_float32(call: Callable, of_loss: Callable[[Any], bool]) -> Callable:
+    """Returns a `__call__` of a class of modules that gives `returned` to a loss.
+
+    Args:
+      call: The method, as the class has it.
+      of_loss: Whether a module is the model that a loss calls.
+    """
+
+    @wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = call.__get__(self, type(self))(*args, **kwargs)
+        return returned(out) if of_loss(self) else out
+
+    return __call__
 
 
 def goes_with_call(kind: type, *members: str) -> bool:

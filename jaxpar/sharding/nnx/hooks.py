@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
 from flax import nnx
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.models.returned import returned
+from jaxpar.models.returned import call_in_float32
 from jaxpar.sharding.calls.methods import bound, replace_method, replaced_methods
 from jaxpar.sharding.calls.norm_axes import names_axes, over_bound_axes, without_axes
 
@@ -134,15 +134,6 @@ def _get_attribute(before: Callable) -> Callable:
     return __getattr__
 
 
-def _call_of_model(before: Callable) -> Callable:
-    @wraps(before)
-    def __call__(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        out = bound(before, self)(*args, **kwargs)
-        return returned(out) if _is_model(self) else out
-
-    return __call__
-
-
 def _is_model(module: nnx.Module) -> bool:
     """Returns whether a module is the model of a loss, or a copy of it, and not a module of its class inside of it."""
     if type(module) not in _models:
@@ -151,6 +142,9 @@ def _is_model(module: nnx.Module) -> bool:
     paths = [("/".join(map(str, path)), variable) for path, variable in flat if isinstance(variable, nnx.Variable)]
     places = [(path, variable.get_metadata("at_use").args[0]) for path, variable in paths if is_used(variable)]
     return not places or any(path == place for path, place in places)
+
+
+_call_of_model = partial(call_in_float32, of_loss=_is_model)
 
 
 def _call_of_assigning(before: Callable) -> Callable:
