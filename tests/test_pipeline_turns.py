@@ -86,6 +86,77 @@ class OtherTower(Towers):
         return jp.pipelined([lambda x, layer=layer: layer(x)[:, :DIM] for layer in self.vision], x)
 
 
+def stack_of_wide_layers(rngs):
+    return nnx.vmap(lambda rngs: nnx.Linear(DIM, 2 * DIM, rngs=rngs))(rngs.fork(split=8))
+
+
+class ListBesideStack(Towers):
+    """A list in the pipeline, a larger stack before it."""
+
+    def __init__(self, rngs):
+        self.text = nnx.List([Layer(0, rngs) for _ in range(4)])
+        self.vision = stack_of_wide_layers(rngs)
+
+    def __call__(self, x):
+        return jp.pipelined(self.text, self.seen(x))
+
+    def seen(self, x):
+        scan = nnx.scan(lambda x, layer: layer(x)[:, :DIM], in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return scan(x, self.vision)
+
+
+class TwoStacks(ListBesideStack):
+    """A stack in the pipeline, a larger one before it."""
+
+    def __init__(self, rngs):
+        self.text = nnx.vmap(lambda rngs: nnx.Linear(DIM, DIM, rngs=rngs))(rngs.fork(split=4))
+        self.vision = stack_of_wide_layers(rngs)
+
+    def __call__(self, x):
+        scan = nnx.scan(lambda x, layer: nnx.tanh(layer(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return jp.pipelined(lambda x: scan(x, self.text), self.seen(x))
+
+
+class Gated(nnx.Module):
+    """A layer with other parameters than `Layer`."""
+
+    def __init__(self, rngs):
+        self.u, self.gate = nnx.Linear(DIM, 2 * DIM, rngs=rngs), nnx.Param(jnp.ones(2 * DIM))
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.u(x) * self.gate)[:, :DIM]
+
+
+class Hybrid(nnx.Module):
+    """Two gated layers and one of another kind in turns, twice, and two gated layers after the last turn."""
+
+    def __init__(self, rngs):
+        self.h = nnx.List([Layer(0, rngs) if i % 3 == 2 else Gated(rngs) for i in range(14)])
+
+    def __call__(self, x):
+        turns = zip(self.h[0:12:3], self.h[1:12:3], self.h[2:12:3], strict=True)
+        x = jp.pipelined([lambda x, a=a, b=b, c=c: c(b(a(x))) for a, b, c in turns], x)
+        return self.h[13](self.h[12](x))
+
+
+class SingleHybrid(Hybrid):
+    """Each of the layers is given by itself."""
+
+    def __call__(self, x):
+        return jp.pipelined(self.h[:12], x)
+
+
+class Random(nnx.Module):
+    """One kind draws random numbers, the other does not."""
+
+    def __init__(self, rngs):
+        self.h = nnx.List([Gated(rngs) if i % 2 else Layer(0, rngs, 0.2) for i in range(8)])
+
+    def __call__(self, x):
+        pairs = zip(self.h[::2], self.h[1::2], strict=True)
+        return jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in pairs], x)
+
+
 class LinenLayer(nn.Module):
     local: bool
     rate: float = 0.0
@@ -103,6 +174,27 @@ class LinenTurns(nn.Module):
     def __call__(self, x):
         h = [LinenLayer(i % 2 == 0, self.rate, name=f"h_{i}") for i in range(4)]
         return jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in zip(h[::2], h[1::2], strict=True)], x)
+
+
+class LinenTowers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for i in range(8):
+            x = nn.Dense(2 * DIM, name=f"vision_{i}")(x)[:, :DIM]
+        return jp.pipelined([LinenLayer(True, name=f"text_{i}") for i in range(4)], x)
+
+
+class LinenHybrid(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = [LinenGated(name=f"h_{i}") if i % 2 else LinenLayer(True, name=f"h_{i}") for i in range(8)]
+        return jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in zip(h[::2], h[1::2], strict=True)], x)
+
+
+class LinenGated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x * nn.sigmoid(nn.Dense(DIM, name="gate")(x))
 
 
 def loss(model, batch):
@@ -137,8 +229,15 @@ CASES = {
     "dropout of linen": (linen(LinenTurns(0.2)), {}, {}),
     "interleaved": (Turns, {}, {"schedule": "interleaved_phased"}),
     "gathered per tick": (Turns, {"fsdp": 2, "zero": 3}, {"gather": "tick"}),
+    "the smaller of two lists": (Towers, {"data": 2}, {"stack": "text"}),
+    "the smaller of two lists of linen": (linen(LinenTowers()), {}, {"stack": "text_"}),
+    "a list beside a larger stack": (ListBesideStack, {"fsdp": 2, "zero": 3}, {"stack": "text"}),
+    "kinds with other parameters": (Hybrid, {"data": 2}, {}),
+    "kinds with other parameters in linen": (linen(LinenHybrid()), {"fsdp": 2, "zero": 3}, {}),
+    "kinds of which one has dropout": (Random, {}, {"schedule": "interleaved_phased"}),
+    "the smaller of two stacks": (TwoStacks, {"data": 2}, {"stack": "text"}),
 }
-OFTEN = ["pairs", "numbers of turns", "linen"]
+OFTEN = ["pairs", "numbers of turns", "linen", "the smaller of two lists", "kinds with other parameters"]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in OFTEN)) for case in CASES])
@@ -175,9 +274,11 @@ PAIRS = "jp.pipelined([lambda x, a=a, b=b: b(a(x)) for a, b in zip(layers[0::2],
             "gives jp.pipelined 4 callables of 2 layers each, for 8 parts",
         ),
         (Turns, {"pipe": 2, "pipeline": jp.Pipeline(layers=(6, 2))}, "2 layers each, for layers=(6, 2)"),
-        (Towers, {"pipe": 2}, "around vision/0 ... vision/7; the layers given, which read text/0/u/bias, before or"),
-        (lambda rngs: Towers(rngs, 6), {"pipe": 2}, "vision/7; the layers given, which read text/0/u/bias, before or"),
-        (lambda rngs: Towers(rngs, 8), {"pipe": 2}, "which read text/0/u/bias, before or after it, or pipe=1"),
+        (Towers, {"pipe": 2}, 'fix:  jp.Pipeline(stack="text") for the layers given, which read text/0/u/bias'),
+        (lambda rngs: Towers(rngs, 6), {"pipe": 2}, 'jp.Pipeline(stack="text") for the layers given'),
+        (lambda rngs: Towers(rngs, 8), {"pipe": 2}, "which read text/0/u/bias; or pipe=1"),
+        (Towers, {"pipe": 2, "pipeline": jp.Pipeline(stack="vision")}, "its chosen list of equal layers is vision/0"),
+        (SingleHybrid, {"pipe": 2}, "layers of 3 kinds in turns as one callable for each turn: jp.pipelined([lambda x"),
     ],
 )
 def test_layers_that_are_not_equal_turns_are_refused(model, parallel, words):

@@ -293,7 +293,7 @@ class StackInTurn(Stacked):
         (Encoded, "and its largest stack of layers is decoder"),
         (Twofold, "the layers of Twofold go through a stack, and then through one again"),
         (StackInTurn, "gives jp.pipelined 1 layers, and its largest is a stack"),
-        (Hybrid, "in turns as one module for each turn, which has one of each kind; or pipe=1"),
+        (Hybrid, "layers of 2 kinds in turns as one callable for each turn: jp.pipelined([lambda x, a=a, b=b: b(a(x))"),
     ],
 )
 def test_layers_that_are_not_the_largest_that_are_equal_are_refused(model, words):

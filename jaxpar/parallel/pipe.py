@@ -42,6 +42,8 @@ class Pipeline(Keywords):
       chunks: Parts of the model on each stage, where a schedule interleaves; 0 means the fewest that it takes.
       layers: Layers of each stage, if not all stages have as many: (16, 16, 16, 15). Every tick takes as long as the
         fullest stage, and every stage holds as many layers as that one while the table runs.
+      stack: Where the paths of the layers' parameters begin, "text/blocks", of a model with several stacks or lists
+        whose dims have no names; "": those with most bytes.
       keep: What a forward keeps for its backward: inputs (each stage's input, computed again from there) or
         residuals (what the backward reads, chosen by train.remat; elementwise ops it computes again).
       gather: When `zero=3` gathers a layer over `fsdp`. step: once per step, and its gradient is reduced once; a stage
@@ -64,6 +66,7 @@ class Pipeline(Keywords):
     microbatches: int = 0
     chunks: int = 0
     layers: tuple[int, ...] = ()
+    stack: str = ""
     keep: Literal["inputs", "residuals"] = "inputs"
     gather: Literal["step", "tick"] = "step"
     head: Literal["auto", "last", "spread"] = "auto"
@@ -124,6 +127,8 @@ class Pipeline(Keywords):
                     f"{stages} numbers, or layers=() for as many on each",
                 )
             )
+        if not isinstance(self.stack, str):
+            found.append(Problem(f"stack={self.stack!r:.60}", "stack is the start of a path", 'stack="text/blocks"'))
         for key, known in (
             ("keep", ("inputs", "residuals")),
             ("gather", ("step", "tick")),

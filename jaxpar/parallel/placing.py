@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpar.errors import Problem
+from jaxpar.errors import Problem, nearest
 from jaxpar.mesh.axes import batch_axes
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
@@ -51,7 +51,9 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
     parts = sum(parallel.pipeline.layers) or parallel.pipe
     beside = {path: base for path in blueprint.leaves if (base := base_of(blueprint, path)) is not None}
     own = {path: leaves[path] for path in blueprint.leaves if path not in beside}
-    stack, lists = unnamed_layers(own, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
+    prefix = parallel.pipeline.stack
+    candidates = {path: leaf for path, leaf in own.items() if path.startswith(prefix)}
+    stack, lists = unnamed_layers(candidates, parts, parallel.paths) if parallel.pipe > 1 else (frozenset(), {})
     reads = read(blueprint, use=any(size > 1 for axis, size in parallel.sizes.items() if axis not in NO_MATRIX))
     find = partial(resolve, sizes=parallel.sizes, names=names, paths=parallel.paths, rules=parallel.rules)
     layers = Layers(stack, lists, names["layers"])
@@ -71,6 +73,8 @@ def placed(parallel: Parallel, blueprint: Blueprint, mesh: Any) -> tuple[Layout,
         notes=tuple(_names_without_rule(blueprint, parallel, names, unknown)),
     )
     problems = [problem for *_, wrong in (*trained.values(), *held.values()) for problem in wrong]
+    if prefix and not stack and not lists:
+        problems.append(_no_layers_at(prefix, own, parts))
     if lists and beside:
         problems.append(_beside_a_list(blueprint))
     problems += _in_eight_bits(layout)
@@ -100,6 +104,21 @@ def _told(blueprint: Blueprint, path: str, place: Placement) -> Placement:
     if path not in blueprint.adapters or blueprint.adapters[path].wide is None:
         return place
     return replace(place, why=f"{place.why}; frozen, in 8 bits")
+
+
+def _no_layers_at(prefix: str, leaves: Mapping[str, Leaf], parts: int) -> Problem:
+    """Returns that no layers were found where `Pipeline.stack` says that they are."""
+    if not any(path.startswith(prefix) for path in leaves):
+        return Problem(
+            f"pipeline.stack = {prefix!r}, where no parameter's path begins",
+            "stack is the start of the paths of the layers that the pipeline runs",
+            nearest(prefix, {"/".join(path.split("/")[: prefix.count("/") + 1]) for path in leaves}),
+        )
+    return Problem(
+        f"pipeline.stack = {prefix!r}, where no stack or list of layers begins that {parts} parts divide",
+        "layers without names are a stack, whose parameters have one more dim, or a list of equal layers",
+        f"another stack, a number of layers that {parts} divides, or pipe = 1",
+    )
 
 
 def _beside_a_list(blueprint: Blueprint) -> Problem:

@@ -6,10 +6,18 @@
 
 `h_0`, `h_1`, ... of Linen likewise: `h_*`; and any other word that ends with a number, `block1` or `blocks.0`. A
 pipeline runs a list as a stack; each parameter keeps its own name, so that a checkpoint knows nothing of it.
+
+Layers of several kinds with different parameters, again and again in the same order, are a list whose elements are
+groups of neighbours, one layer of each kind: of recurrent, recurrent, attention, recurrent, ...
+
+    blocks/0/rnn/kernel, blocks/3/rnn/kernel, ...      blocks/*/rnn/kernel
+    blocks/1/rnn/kernel, blocks/4/rnn/kernel, ...      blocks/*+1/rnn/kernel
+    blocks/2/attn/kernel, blocks/5/attn/kernel, ...    blocks/*+2/attn/kernel
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from jaxpar.sharding.names import Leaf
 
@@ -21,13 +29,13 @@ def longest_list(leaves: Mapping[str, Leaf], parts: int) -> Lists:
 
     Args:
       leaves: All parameters of a model, by path.
-      parts: Divides the number of layers.
+      parts: Divides the number of layers; of layers of several kinds that of groups.
     """
-    found = (run for layers in _numbered(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
-    best = max(found, key=lambda run: size_of(leaves, (path for layer in run for path in layer.values())), default=[])
+    lists = (run for layers in _numbered(leaves).values() for run in _runs(layers, leaves) if len(run) % parts == 0)
+    best = max(lists, key=lambda run: size_of(leaves, (path for group in run for path in group.values())), default=[])
     if not best:
         return {}
-    return {stack: tuple(layer[stack] for layer in best) for stack in best[0]}
+    return {stack: tuple(group[stack] for group in best) for stack in best[0]}
 
 
 def size_of(leaves: Mapping[str, Leaf], paths: Iterable[str]) -> int:
@@ -35,25 +43,68 @@ def size_of(leaves: Mapping[str, Leaf], paths: Iterable[str]) -> int:
     return sum(leaves[path].bytes for path in paths)
 
 
+def modules_of(lists: Lists) -> list[tuple[str, ...]]:
+    """Returns the paths of the layers: of each kind, in the order of a group, those of all groups.
+
+    >>> modules_of({"h_*/w": ("h_0/w", "h_2/w"), "h_*+1/u": ("h_1/u", "h_3/u"), "h_*+1/v": ("h_1/v", "h_3/v")})
+    [('h_0', 'h_2'), ('h_1', 'h_3')]
+    """
+    kinds = {}
+    for stack, members in lists.items():
+        start = stack.index("*")
+        place = re.match(r"\+(\d+)/", stack[start + 1 :])
+        numbers = [re.match(r"\d+", member[start:]) for member in members]
+        ends = [start + number.end() for number in numbers if number]
+        kinds[int(place[1]) if place else 0] = tuple(m[:end] for m, end in zip(members, ends, strict=True))
+    return [kinds[place] for place in sorted(kinds)]
+
+
 def _numbered(leaves: Mapping[str, Leaf]) -> dict[str, dict[int, dict[str, str]]]:
-    """Returns what begins with a path and a number: path to number to parameter of the stack to parameter."""
-    found: dict[str, dict[int, dict[str, str]]] = {}
+    """Returns what begins with a path and a number: path to number to the rest of the path to parameter."""
+    layers: dict[str, dict[int, dict[str, str]]] = {}
     for path in leaves:
         for number in re.finditer(r"(?<!\d)\d+(?=/)", path):
             start, rest = path[: number.start()], path[number.end() :]
-            found.setdefault(start, {}).setdefault(int(number[0]), {})[f"{start}*{rest}"] = path
-    return found
+            layers.setdefault(start, {}).setdefault(int(number[0]), {})[rest] = path
+    return {
+        start: {n: {f"{start}*{rest}": path for rest, path in each.items()} for n, each in by_number.items()}
+        for start, by_number in layers.items()
+    }
 
 
 def _runs(layers: dict[int, dict[str, str]], leaves: Mapping[str, Leaf]) -> list[list[dict[str, str]]]:
-    """Returns neighbours that have the same parameters, two at least."""
-    runs: list[list[dict[str, str]]] = []
-    before: tuple[int, dict] = (-2, {})
-    for number in sorted(layers):
-        kind = {stack: leaves[path] for stack, path in layers[number].items()}
-        if (number - 1, kind) == before:
-            runs[-1].append(layers[number])
-        else:
-            runs.append([layers[number]])
-        before = number, kind
-    return [run for run in runs if len(run) > 1]
+    """Returns groups of neighbours that have the same parameters, two groups at least; smaller groups come first."""
+    kinds = {number: {stack: leaves[path] for stack, path in layers[number].items()} for number in layers}
+    runs = []
+    for period in range(1, len(layers) // 2 + 1):
+        for start, length in _periodic(kinds, period):
+            numbers = range(start, start + length - length % period)
+            groups = [numbers[i : i + period] for i in range(0, len(numbers), period)]
+            runs.append([_merged([layers[number] for number in group]) for group in groups])
+    return runs
+
+
+def _periodic(kinds: Mapping[int, Any], period: int) -> list[tuple[int, int]]:
+    """Returns first number and count of the longest neighbours of which each is as the one `period` before it."""
+    found, numbers = [], sorted(kinds)
+    while numbers:
+        start, length = numbers[0], 1
+        while (number := start + length) in kinds and (length < period or kinds[number] == kinds[number - period]):
+            length += 1
+        group = [kinds[start + i] for i in range(min(period, length))]
+        shorter = any(period % part == 0 and group == group[:part] * (period // part) for part in range(1, period))
+        whole = length >= 2 * period and not shorter
+        if whole:
+            found.append((start, length))
+        passed = start + (length - length % period if whole else 1)
+        numbers = [number for number in numbers if number >= passed]
+    return found
+
+
+def _merged(layers: list[dict[str, str]]) -> dict[str, str]:
+    """Returns the parameters of a group of layers: of its second layer as `h_*+1/w`."""
+    return {
+        stack if place == 0 else stack.replace("*", f"*+{place}", 1): path
+        for place, layer in enumerate(layers)
+        for stack, path in layer.items()
+    }

@@ -6,7 +6,7 @@ equations, numbers in these, and which parameter is read where. How random keys 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.models.stack import InTurn, reached
 from jaxpar.parallel.layout import Layout
 from jaxpar.pipeline.jaxprs.dataflow import Traced, is_key, variables
+from jaxpar.sharding.lists import modules_of
 from jaxpar.sharding.names import Tree, path_of, pick
 from jaxpar.step.pipelined.layer_keys import makes_keys
 
@@ -71,22 +72,32 @@ def check_equal(layout: Layout, run: Callable, params: Tree, model_state: Tree, 
 def _other_layers(layout: Layout, given: int, count: int, traced: Traced | None = None) -> JaxparError:
     """Returns the refusal of a call of `jp.pipelined` with layers that are not the list of a layout, or its stack."""
     got = f"{given} layers" if given else "a function"
-    largest = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
+    layers = f"list of equal layers is {layers_of(layout)}, {count} of them" if count else "is a stack"
     fix = "x = jp.pipelined(self.blocks, x)" if count else "x = jp.pipelined(lambda x: scan(x, self.blocks), x)"
     if given > 1 and not count:  # of a list whose layers have other parameters, or other names, no list was found
         fix = (
             "layers with parameters of equal names and shapes, in modules whose names end with numbers: blocks_0, "
-            "blocks_1, ...; kinds of layers with different parameters in turns as one module for each turn, which has "
-            "one of each kind; or pipe=1"
+            f"blocks_1, ...; of layers of several kinds one callable for each turn, {_by_turns(2)}; or pipe=1"
         )
     elif traced is not None and (others := _read_paths(layout, traced)) and not _of_the_list(layout, traced):
-        stack = layers_of(layout) if count else f"the stack of {next(iter(layout.stacked), 'most parameters')}"
-        fix = f"{fix} around {stack}; the layers given, which read {others[0]}, before or after it, or pipe=1"
+        prefix = _common_start(others)
+        fix = f'jp.Pipeline(stack="{prefix}") for the layers given, which read {others[0]}; or pipe=1'
+    elif count and given == count * (kinds := len(modules_of(layout.lists))) and kinds > 1:
+        fix = f"layers of {kinds} kinds in turns as one callable for each turn: {_by_turns(kinds)}"
+    chosen = "chosen" if layout.parallel.pipeline.stack else "largest"
     return refuse(
-        f"{layout.blueprint.name} gives jp.pipelined {got}, and its largest {largest}",
-        rule="a pipeline runs the largest stack or list of equal layers: a stack by a function, a list one by one",
+        f"{layout.blueprint.name} gives jp.pipelined {got}, and its {chosen} {layers}",
+        rule="a pipeline runs the largest stack or list of equal layers, or the one that jp.Pipeline(stack=) names: a "
+        "stack by a function, a list one by one",
         fix=fix,
     )
+
+
+def _common_start(paths: list[str]) -> str:
+    """Returns the characters that all paths begin with: `text_h_` of `text_h_0/w` and `text_h_1/w`."""
+    first, last = min(paths), max(paths)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[:length].rstrip("/")
 
 
 def _read_paths(layout: Layout, traced: Traced) -> list[str]:
@@ -139,9 +150,8 @@ def _by_turns(kinds: int) -> str:
 
 def layers_of(layout: Layout) -> str:
     """Returns the layers of a list for a message: `blocks/0 ... blocks/7`."""
-    stack, members = next(iter(layout.lists.items()))
-    rest = len(stack) - stack.index("*") - 1
-    return f"{members[0][:-rest]} ... {members[-1][:-rest]}"
+    kinds = modules_of(layout.lists)
+    return f"{kinds[0][0]} ... {kinds[-1][-1]}"
 
 
 @dataclass(frozen=True)
@@ -202,11 +212,10 @@ def _own(path: str, members: range, layout: Layout) -> str:
 
     Of several layers that one callable runs, the second's as `0/blocks/*+1/w`.
     """
-    stack, layers = next(iter(layout.lists.items()))
-    start, rest = stack.index("*"), len(stack) - stack.index("*") - 1
+    start, kinds = next(iter(layout.lists)).index("*"), modules_of(layout.lists)
     which, _, own = path.partition("/")
-    for place, layer in enumerate(members):
-        mine = layers[layer][:-rest] + "/"
+    for place, (group, modules) in enumerate(product(members, kinds)):
+        mine = modules[group] + "/"
         if own.startswith(mine):
             return f"{which}/{mine[:start]}*{f'+{place}' if place else ''}/{own[len(mine) :]}"
     return path

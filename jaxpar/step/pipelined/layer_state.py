@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.parallel.layout import Layout
+from jaxpar.sharding.lists import modules_of
 from jaxpar.sharding.names import Tree, path_of
 
 Own = Sequence[tuple[int, ...]]  # leaves of the model's state: one of a stack, or one of each layer of a list
@@ -57,11 +58,12 @@ def given(model_state: Tree, which: Own, values: Sequence[jax.Array]) -> Tree:
 
 
 def _of_list(layout: Layout, paths: dict[str, int]) -> Own:
-    stack, members = next(iter(layout.lists.items()))
-    rest = len(stack) - stack.index("*") - 1
-    layers = [path[:-rest] + "/" for path in members]
-    own = [path[len(layers[0]) :] for path in paths if path.startswith(layers[0])]
-    return [tuple(paths[layer + path] for layer in layers) for path in own]
+    return [
+        tuple(paths[module + path.removeprefix(modules[0])] for module in modules)
+        for modules in modules_of(layout.lists)
+        for path in paths
+        if path.startswith(modules[0] + "/")
+    ]
 
 
 def _modules(path: str) -> list[str]:
