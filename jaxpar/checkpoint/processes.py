@@ -33,6 +33,21 @@ def from_first(value: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
+def meet(name: str, seconds: float) -> bool:
+    """Returns whether all processes call this with the same name within a time, such as after an error of each.
+
+    It goes through JAX's coordinator, so that a process that never calls it does not keep this one for ever.
+    """
+    if not several():
+        return True
+    coordinator: Any = distributed.global_state.client
+    try:
+        coordinator.wait_at_barrier(name, int(1000 * seconds))
+    except jax.errors.JaxRuntimeError:  # the time is over, or another process is gone
+        return False
+    return True
+
+
 def gathered(lines: list[str]) -> list[str]:
     """Returns the lines of all processes, without repetition, on all of them; they wait for each other here."""
     if not several():

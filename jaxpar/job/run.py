@@ -163,7 +163,8 @@ def _train(
         if first:  # one writer
             changes.keep(folder, job)
             write_json(folder / "run.json", record(built))
-        log = Log(folder, job.metrics, start=at, writes=first, loggers=resolve_loggers(job) if first else ())
+        loggers = resolve_loggers(job) if first else ()
+        log = Log(folder, job.metrics, start=at, writes=first, loggers=loggers, say=progress.say)
         batch = job.train.global_batch
         rate, phases = job.optimizer.said_at(batch), job.train.growth.said(batch)
         about = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _unmeasured(built)])]

@@ -5,7 +5,7 @@ run folder, metrics, `Noise` (of gradients and updates), and the watchdog by whi
 `doors/` is what Python has of it: `jp.fit`, `jp.save`, `jp.restore`; `live/` the line on a terminal that says what is
 waited for. `on_clock` trains as a table of updates says: gradients that are late, simulated.
 
-To add a reaction to bad numbers: a value of `Faults.on_bad_step`, and its place in `loop.py` or `roll_back.py`. To add
-a metric sink: a writer beside those in `metrics.py`. To add a fault that is detected: a judgement in
-`watchdog/judge.py`, and the fault planted in `bench/faults/planted.py`.
+To add a reaction to bad numbers: a value of `Faults.on_bad_step`, and its place in `loop.py` or in
+`recovery/roll_back.py`. To add a metric sink: a writer beside those in `metrics.py`. To add a fault that is detected: a
+judgement in `watchdog/judge.py`, and the fault planted in `bench/faults/planted.py`.
 """

@@ -67,6 +67,17 @@ class Best:
                 since += 1
         return since, best
 
+    def is_among(self, count: int, rows: Sequence[Row], step: int) -> bool:
+        """Returns whether the evaluation of a step is one of the best so many; of equal ones the earlier is better.
+
+        Args:
+          count: How many are the best.
+          rows: Those with an evaluation, oldest first.
+          step: The step of one of them.
+        """
+        scores = [(self.order(score), row["step"]) for row in rows if (score := row.get(self.metric)) is not None]
+        return any(each == step for _, each in sorted(scores)[:count])
+
     def over(self, rows: Sequence[Row]) -> str:
         """Returns why a run ends after these evaluations; "" where it goes on."""
         since, best = self.waited(rows)

@@ -27,13 +27,14 @@ from jaxpar.leaving import wishes_to_stop
 from jaxpar.step.keyed.loss import key_of
 from jaxpar.step.measures.functions import derived, evaluated
 from jaxpar.step.state import State
-from jaxpar.train.before_save import check_before_save
 from jaxpar.train.evaluation.incomplete import Totals, summed
 from jaxpar.train.faults import learns_nothing
 from jaxpar.train.feed import Feed, Reader
 from jaxpar.train.metrics import is_evaluated
 from jaxpar.train.noise import SMALL
-from jaxpar.train.roll_back import roll_back
+from jaxpar.train.recovery.before_save import check_before_save
+from jaxpar.train.recovery.rescue import can_save, saves_before_errors, say_saved
+from jaxpar.train.recovery.roll_back import roll_back
 from jaxpar.train.run import Outcome, Run
 
 IN_FLIGHT = 2
@@ -87,40 +88,56 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") 
             job.log.write(row)
         return row
 
-    for index in range(start, job.steps):
-        done = index + 1
-        _at(job, done, "reading the batch", first=index == start)
-        batch, waited = reader.batch(index, flying[-1][1] if flying else None)
-        _at(job, done, "training", first=index == start)
-        step, measured = job.step_at(index), {}
-        if job.noise.is_due(done):
-            batch = step.put(batch)
-            measured = {SMALL: step.part_norm(state, batch)}
-        state, metrics = step(state, batch, limit=job.watch.limit(done))
-        metrics = metrics | measured
-        flying.append((done, metrics, waited))
-        stopped = job.watchdog.stopping(stop.name, done)
-        last = done == job.steps or stopped is not None
-        evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))
-        if stopped and job.progress:
-            job.progress.say(f"{stopped}: saving step {done}" if job.store else f"{stopped}: step {done} is the last")
-        while len(flying) > (0 if last or evaluating or owed or due.is_asked(done) else IN_FLIGHT - 1):
+    def rescue() -> None:
+        nonlocal row
+        while flying:
             row = land()
-            if job.progress and (flying or not evaluating):
-                job.progress.step(row)
-        owed = due.is_due(done) or owed
-        saving = last or (owed and not job.watch.is_skipping)  # while steps are skipped, the state may be why
-        if saving:
-            owed = False
-            _save(job, state, done, row, last=last)
-        if evaluating:
-            stopped = _evaluate(job, state, feed, row, stop)
-            clock = time.perf_counter()
-        over = bool(evaluating and not last and not stopped and _is_over(job))
-        if over and not saving:
-            _save(job, state, done, row, last=True)
-        if last or over:
-            break
+        if can_save(job, state, start):
+            step = int(state.step)
+            say_saved(job, step, partial(_save, job, state, step, row, last=True))
+
+    with saves_before_errors(rescue):
+        for index in range(start, job.steps):
+            done = index + 1
+            _at(job, done, "reading the batch", first=index == start)
+            batch, waited = reader.batch(index, flying[-1][1] if flying else None)
+            _at(job, done, "training", first=index == start)
+            step, measured = job.step_at(index), {}
+            if job.noise.is_due(done):
+                batch = step.put(batch)
+                measured = {SMALL: step.part_norm(state, batch)}
+            state, metrics = step(state, batch, limit=job.watch.limit(done))
+            metrics = metrics | measured
+            flying.append((done, metrics, waited))
+            stopped = job.watchdog.stopping(stop.name, done)
+            last = done == job.steps or stopped is not None
+            evaluating = not stopped and (last or (job.eval_every and done % job.eval_every == 0))
+            if stopped and job.progress:
+                job.progress.say(
+                    f"{stopped}: saving step {done}" if job.store else f"{stopped}: step {done} is the last"
+                )
+            while len(flying) > (0 if last or evaluating or owed or due.is_asked(done) else IN_FLIGHT - 1):
+                row = land()
+                if job.progress and (flying or not evaluating):
+                    job.progress.step(row)
+            owed = due.is_due(done) or owed
+            saving = last or (owed and not job.watch.is_skipping)  # while steps are skipped, the state may be why
+            if saving:
+                owed = False
+                _save(job, state, done, row, last=last)
+            if evaluating:
+                stopped = _evaluate(job, state, feed, row, stop)
+                clock = time.perf_counter()
+            # an evaluation that a signal broke off is made when the run goes on from this very step
+            ends = last or bool(stopped) or (bool(evaluating) and _is_over(job))
+            if ends or (evaluating and _is_best(job, done)):
+                if not saving:
+                    due.saved(done)
+                    _save(job, state, done, row, last=ends)
+                elif ends and job.store:
+                    job.store.finish()
+            if ends:
+                break
     return Outcome(state=state, last=row, stopped_by=stopped)
 
 
@@ -137,6 +154,14 @@ def _is_over(job: Run) -> bool:
     if said and job.progress:
         job.progress.say(said)
     return bool(said)
+
+
+def _is_best(job: Run, step: int) -> bool:
+    """Returns whether the evaluation of a step is one of the best so far, whose checkpoints are kept."""
+    count = job.checkpoints.keep_best
+    if not count or job.store is None or job.log is None or job.watch.is_skipping:
+        return False
+    return job.best.is_among(count, job.log.evaluated, step)
 
 
 def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool) -> None:

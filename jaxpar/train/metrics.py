@@ -4,12 +4,13 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import check_ranges, reading, refuse, users_code
+from jaxpar.errors import JaxparError, check_ranges, reading, refuse, users_code
 from jaxpar.files import FULL, write_text
 
 RECENT = 1024  # rows of an earlier run that are remembered
@@ -40,6 +41,10 @@ class Metrics:
         check_ranges(self, "metrics", {"show_every": (1, 2**31 - 1), "noise_every": (0, 2**31 - 1)})
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
 class Log:
     """Writes `RUN/metrics.jsonl`; a resumed run removes the rows after its checkpoint.
 
@@ -48,7 +53,9 @@ class Log:
       spec: The `[metrics]` table.
       start: The step the run starts from; later lines of an earlier run are dropped.
       writes: Whether this process is the one that writes.
-      loggers: Objects with `log(step, values)`, which are given what is written.
+      loggers: Objects with `log(step, values)`, which are given what is written. One that raises is said, and training
+        goes on: a server that is away is no reason to lose a run.
+      say: Takes a line for the user: the first failure of a logger, and how many there were.
 
     Attributes:
       recent: The last rows of the earlier run.
@@ -57,8 +64,18 @@ class Log:
       evaluated: The rows of all evaluations.
     """
 
-    def __init__(self, folder: Path, spec: Metrics, *, start: int, writes: bool = True, loggers: Sequence[Any] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        spec: Metrics,
+        *,
+        start: int,
+        writes: bool = True,
+        loggers: Sequence[Any] = (),
+        say: Callable[[str], None] = _warn,
+    ):
         self.path, self._spec, self._writes, self._loggers = folder / "metrics.jsonl", spec, writes, loggers
+        self._say, self._failures = say, [0] * len(loggers)
         self._open(start)
 
     def rewind(self, step: int) -> None:
@@ -126,9 +143,11 @@ class Log:
     def close(self) -> None:
         """Flushes and closes the files, and the loggers; warns of rows that a full disk kept from the files."""
         self._shut()
-        for each in self._loggers:
+        for i, each in enumerate(self._loggers):
             if hasattr(each, "close"):
-                each.close()
+                self._call(i, "close()", each.close)
+            if self._failures[i] > 1:
+                self._say(f"{type(each).__name__} raised {self._failures[i]} times")
 
     def _shut(self) -> None:
         if self._file is None:
@@ -159,17 +178,27 @@ class Log:
 
     def _draw(self, row: Mapping[str, Any]) -> None:
         step = self._row["step"]
-        for each in self._loggers:
-            with users_code(
-                f"{type(each).__name__}.log({step}, ...)",
-                rule="a logger takes each row: log(step, values)",
-                fix="the line of the logger that this names, or metrics.loggers without it",
-            ):
-                each.log(step, {key: value for key, value in row.items() if key != "step" and value is not None})
+        values = {key: value for key, value in row.items() if key != "step" and value is not None}
+        for i, each in enumerate(self._loggers):
+            self._call(i, f"log({step}, ...)", partial(each.log, step, dict(values)))
         if self._board is not None:
             for key, value in row.items():
                 if key != "step" and value is not None:
                     self._board.add_scalar(key, value, self._row["step"])
+
+    def _call(self, logger: int, what: str, call: Callable[[], Any]) -> None:
+        """Calls a method of a logger; says its first failure."""
+        try:
+            with users_code(
+                f"{type(self._loggers[logger]).__name__}.{what}",
+                rule="a logger takes each row: log(step, values)",
+                fix="the line of the logger that this names",
+            ):
+                call()
+        except JaxparError as error:
+            self._failures[logger] += 1
+            if self._failures[logger] == 1:
+                self._say(f"{error.problems[0].got}; training goes on, {self.path} has all rows")
 
     def _lines(self) -> list[str]:
         """Returns the whole lines that are there; a line cut off by a crash is none."""

@@ -100,7 +100,7 @@ def fit(
         check_evaluated(source, held, batch, eval_every, saved, judged)
         store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
         state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
-        log = _log(folder, at, loggers, step=step, source=source)
+        log = _log(folder, at, loggers, step=step, source=source, say=progress.say)
         made = Run(
             step=step, source=source, steps=steps, global_batch=batch, eval_every=eval_every, sets=held,
             checkpoints=saved, store=store, log=log, progress=progress, best=judged,
@@ -132,12 +132,14 @@ def _store(
     return store, progress
 
 
-def _log(folder: Path | None, at: int, loggers: Sequence[Any], *, step: Step, source: Source) -> Log | None:
+def _log(
+    folder: Path | None, at: int, loggers: Sequence[Any], *, step: Step, source: Source, say: Callable[[str], None]
+) -> Log | None:
     """Returns where rows go, beside the facts of the run."""
     if not folder:
         return None
     first = is_first()
-    log = Log(folder, Metrics(), start=at, writes=first, loggers=loggers if first else ())
+    log = Log(folder, Metrics(), start=at, writes=first, loggers=loggers if first else (), say=say)
     if first:
         write_json(folder / "run.json", facts(step, source))
     return log
