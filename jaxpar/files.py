@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,31 @@ from jaxpar.errors import refuse
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def check_local(path: str | Path, name: str) -> None:
+    """Refuses the address of an object store: as a path of the file system `gs://bucket/x` is a local folder `gs:`.
+
+    Args:
+      path: Of a file or folder.
+      name: What it is called for the user, such as run.dir.
+
+    Raises:
+      JaxparError: If it has a scheme.
+    """
+    if address := re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/", str(path)):  # one slash: `Path` has dropped the other
+        raise refuse(
+            f"{name} = {str(path)!r:.200}",
+            rule=f"jaxpar reads and writes folders of the file system, and no {address[1]}://",
+            fix="a bucket that is mounted (gcsfuse, mountpoint-s3, s3fs, blobfuse2), and its folder: /mnt/bucket/x",
+        )
+
+
 def make_folder(folder: Path) -> None:
     """Makes a folder of a run.
 
     Raises:
-      JaxparError: If it cannot be made.
+      JaxparError: If it cannot be made, or is the address of an object store.
     """
+    check_local(folder, "run folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

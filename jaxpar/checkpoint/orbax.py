@@ -11,6 +11,7 @@ import jax
 
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.errors import refuse
+from jaxpar.files import check_local
 
 # what Orbax and TensorStore raise where a file is missing, cut off or another
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
@@ -48,6 +49,7 @@ def save(folder: Path, tree: Any) -> None:
     """
     from orbax.checkpoint import v1 as ocp
 
+    check_local(folder, "--to")
     if folder.exists():
         rule = "--to is a folder that does not exist yet"
         raise refuse(f"--to {folder} is there already", rule=rule, fix=f"--to {folder}-2")

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpar.checkpoint import listing, manifest
 from jaxpar.errors import JaxparError, plain, refuse
+from jaxpar.files import check_local
 from jaxpar.units import show_bytes
 
 
@@ -66,6 +67,7 @@ def export(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     Raises:
       JaxparError: If it is damaged, or the target is there already or cannot be written.
     """
+    check_local(to, "--to")
     path = listing.find(where, step)
     if listing.is_older(path):
         raise listing.refuse_older(path)

@@ -24,6 +24,7 @@ from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
+from jaxpar.files import check_local
 from jaxpar.models.blocks.eight_bits import rounded
 from jaxpar.optim.patterns import begins, meant, nearest_path
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
@@ -81,6 +82,7 @@ def start(
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
+    check_local(spec.start_from, "checkpoint.start_from")
     path = listing.find(Path(spec.start_from)).resolve()
     found = reading.listed(path)
     saved, here = found.arrays, paths.described(state)

@@ -12,6 +12,7 @@ from jaxpar.data.packed import Packed
 from jaxpar.data.spec import Batch, Data
 from jaxpar.data.tokenizers import marks
 from jaxpar.errors import refuse
+from jaxpar.files import check_local
 
 
 class Tokens(Examples):
@@ -87,8 +88,9 @@ def text_files(spec: Data) -> list[Path]:
     Raises:
       JaxparError: If a path names no file.
     """
-    found: list[Path] = []
+    found: dict[Path, tuple[str, Path]] = {}  # by absolute path: the entry that names it, and as it names it
     for text in [spec.path] if isinstance(spec.path, str) else spec.path:
+        check_local(text, "data.path")
         try:
             path = Path(text).expanduser()
             anchor = Path(path.anchor or ".")
@@ -112,5 +114,12 @@ def text_files(spec: Data) -> list[Path]:
                 rule="a path is a file, a folder or a glob",
                 fix="check it from where you start jaxpar",
             )
-        found += some
-    return sorted(set(found))
+        for file in some:
+            if before := found.get(file.absolute()):
+                raise refuse(
+                    f"data.path names {file.name} twice: by {before[0]!r} and by {text!r}",
+                    rule="each file is read once: to be named twice gives it no more weight",
+                    fix=f"{before[0]!r} once, and data.weights, which has a share of the examples for each entry",
+                )
+        found |= {file.absolute(): (text, file) for file in some}
+    return sorted(file for _, file in found.values())

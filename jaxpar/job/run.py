@@ -29,7 +29,7 @@ from jaxpar.checkpoint import Store, start_from
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, reading, refuse
-from jaxpar.files import make_folder, write_json
+from jaxpar.files import check_local, make_folder, write_json
 from jaxpar.job import meeting, pretrained, sweep
 from jaxpar.job.build import Built, build
 from jaxpar.job.file import changes
@@ -74,6 +74,7 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
     Raises:
       JaxparError: With the problems of the job, its data, its run folder or its loss.
     """
+    check_local(job.run.dir, "run.dir")
     folder = Path(job.run.dir)
     watchdog = _meet(job, folder)
     try:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import JaxparError, Problem, differences, refuse
+from jaxpar.files import check_local
 from jaxpar.models.huggingface.config import config_of
 from jaxpar.models.huggingface.folder import special_ids, take_along
 from jaxpar.models.huggingface.load import few
@@ -63,6 +64,7 @@ def export(
         for name, group in groups.items()
         for layer in (range(settings.layers) if group[0].stacked else range(1))
     ]
+    check_local(folder, "folder")
     folder = Path(folder).expanduser()
     rule = "a model is exported into a folder that holds none"
     try:
