@@ -214,7 +214,7 @@ def test_a_way_that_is_not_there_or_does_nothing_is_refused(given, said):
 
 @pytest.mark.usefixtures("with_ring")
 def test_a_way_that_the_model_never_takes_is_refused():
-    said = r"how=\{'context': 'ring'\}, but Plain never calls jp.attention.*\n.*\n.*a bias or capped .*=\"gather\""
+    said = r"how=\{'context': 'ring'\}, but Plain never calls jp.attention.*\n.*\n.*softcap=50.* a bias .*=\"gather\""
     with pytest.raises(JaxparError, match=said):
         lowered(lambda rngs: Plain(rngs), how={"context": "ring"}, **CONTEXT_2)
 

@@ -5,8 +5,8 @@
 
 As with `jp.constrain`, the model knows no mesh, and outside of a step an island is a plain function. An implementation
 has the island's own arguments, as arrays of global shape that are cut as the model named their dims: it may constrain
-them whole, or enter `jax.shard_map` over the axes that cut them. Masks besides `causal` it is given only where the
-model has them.
+them whole, or enter `jax.shard_map` over the axes that cut them. Masks besides `causal`, and a softcap, it is given
+only where the model has them.
 
 To add an island: a function here that checks what it is given and calls what runs under its name. To add an
 implementation: a row of the table `how` of a technique (`jaxpar.parallel.techniques`). A model's or a user's own needs
@@ -27,12 +27,13 @@ import jax.numpy as jnp
 from jaxpar.errors import refuse
 from jaxpar.models.blocks.attention import blockwise
 from jaxpar.models.blocks.chosen import LONG, fits_cudnn, head_fits, in_blocks, wants_cudnn
-from jaxpar.models.blocks.masks import check_masks
+from jaxpar.models.blocks.masks import check_masks, check_softcap
 from jaxpar.models.blocks.pairs import BLOCK
 from jaxpar.models.blocks.rule import Rule
+from jaxpar.models.blocks.whole_scores import attend
 from jaxpar.models.own_backward import attended
 
-Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal, window, segments) -> bshk
+Attention = Callable[..., jax.Array]  # (q_bshk, k_btgk, v_btgk, *, causal, window, segments, softcap) -> bshk
 BY_BLOCKS = f"attention runs in blocks of at most {BLOCK} keys and keeps no scores: rows of more than {LONG} keys"
 # the names of dims of what attention is given, for models that name them and implementations that ask how they are cut
 QUERIES = ("batch", "seq", "heads", "head_dim")
@@ -53,6 +54,7 @@ def attention(
     causal: bool = False,
     window: int | None = None,
     segments: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Returns softmax(q k / sqrt(head_dim)) v, as the step that is traced runs it.
 
@@ -68,22 +70,25 @@ def attention(
       causal: Whether query i sees only the keys 0..i; there are as many of both then.
       window: Whether query i sees only keys less than so many tokens away: i - window + 1 to i where causal.
       segments: Numbers of the documents in a row: a query sees only keys of its own. Shape [batch, seq], ascending.
+      softcap: Scores x become softcap * tanh(x / softcap) before the mask, as in Gemma 2. A Python number above 0, the
+        same for all heads. cuDNN's kernel has none: plain JAX runs such attention.
 
     Returns:
       Shape and dtype of `q`.
 
     Raises:
-      JaxparError: If the shapes or dtypes do not belong together; if what runs it here takes no window or segments.
+      JaxparError: If the shapes or dtypes do not belong together; if what runs it here takes no window, segments or
+        softcap.
     """
     _check(q, k, v, causal)
     check_masks(q, k, window, segments)
-    given = {"window": window, "segments": segments}
+    given = {"window": window, "segments": segments, "softcap": check_softcap(softcap)}
     masks = {name: value for name, value in given.items() if value is not None}
     run = _run("attention", on_one_device)
     if taken := set(masks) - _keywords(run):
         raise refuse(
             f"jp.attention({', '.join(sorted(taken))}=...), run by {getattr(run, '__name__', run)!s:.60}",
-            rule="an implementation of the island takes the masks that the model gives it",
+            rule="an implementation of the island takes the masks and the softcap that the model gives it",
             fix="a parameter of each of those names in it, or attention without them",
         )
     return run(q, k, v, causal=causal, **masks)
@@ -110,16 +115,22 @@ def on_one_device(
     causal: bool,
     window: int | None = None,
     segments: jax.Array | None = None,
+    softcap: float | None = None,
     blocks: bool = True,
 ) -> jax.Array:
     """Returns attention over whole sequences, under any mask, and block by block over long ones if `blocks`."""
-    fused = fits_cudnn(q_bshk, causal=causal, window=window, segments=segments)
-    stands_in = _kernel.get() is not None and q_bshk.dtype != jnp.float32 and window is None and segments is None
+    plain = window is None and segments is None and softcap is None
+    fused = softcap is None and fits_cudnn(q_bshk, causal=causal, window=window, segments=segments)
+    stands_in = _kernel.get() is not None and q_bshk.dtype != jnp.float32 and plain
     if blocks and in_blocks(k_btgk, fused=fused or stands_in):
         note(BY_BLOCKS)
-        return blockwise(q_bshk, k_btgk, v_btgk, rule=Rule(causal, window), segments_bs=segments)
-    if window is None and segments is None:
+        return blockwise(q_bshk, k_btgk, v_btgk, rule=Rule(causal, window, softcap), segments_bs=segments)
+    if plain:
         return whole(q_bshk, k_btgk, v_btgk, causal=causal)
+    if softcap is not None:
+        if wants_cudnn(q_bshk):
+            note("attention runs as XLA's matmuls: cuDNN's kernel has no softcap")
+        return attend(q_bshk, k_btgk, v_btgk, rule=Rule(causal, window, softcap), segments_bs=segments)
     reach = None if window is None else (window - 1, 0 if causal else window - 1)
     mask = None if segments is None else (segments[:, :, None] == segments[:, None, :])[:, None]
     kernel = "cudnn" if fused else None
@@ -168,7 +179,7 @@ def note(form: str) -> None:
 def _keywords(run: Callable) -> set[str]:
     """Returns the names of what a function takes; those of masks too where it takes any."""
     parameters = inspect.signature(run).parameters.values()
-    more = {"window", "segments"} if any(each.kind is each.VAR_KEYWORD for each in parameters) else set()
+    more = {"window", "segments", "softcap"} if any(each.kind is each.VAR_KEYWORD for each in parameters) else set()
     return {each.name for each in parameters} | more
 
 

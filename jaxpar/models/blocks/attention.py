@@ -41,7 +41,7 @@ def blockwise(
       q_bshk: Queries. Shape [batch, queries, heads, head_dim].
       k_btgk: Keys. Shape [batch, keys, kv_heads, head_dim].
       v_btgk: Values. Shape of `k`.
-      rule: Causal, a window, or neither.
+      rule: Causal or not, a window, and a softcap.
       segments_bs: Segment of every token, where there are as many keys as queries. Shape [batch, queries].
       block: Tokens of a block at most; None is as `most` has it.
 

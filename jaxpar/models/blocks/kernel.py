@@ -119,7 +119,8 @@ def meet_back(
         scores, seen = _scores(queries, keys, i, j, rule)
         shares = jnp.where(seen, jnp.exp(scores - _at(end.logsumexp, i)[..., None]), 0)
         slopes = jnp.einsum("bgrqk,bgck->bgrqc", grad, v, preferred_element_type=scores.dtype)
-        slopes = (shares * (slopes - _at(end.delta, i)[..., None]) * scale).astype(low)
+        slopes = rule.uncapped(shares * (slopes - _at(end.delta, i)[..., None]), scores)
+        slopes = (slopes * scale).astype(low)
         more_q = jnp.einsum("bgrqc,bgck->bgrqk", slopes, k, preferred_element_type=of_q.dtype)
         more_k = jnp.einsum("bgrqc,bgrqk->bgck", slopes, q, preferred_element_type=of_kv.dtype)
         more_v = jnp.einsum("bgrqc,bgrqk->bgck", shares.astype(low), grad, preferred_element_type=of_kv.dtype)
@@ -132,6 +133,7 @@ def _scores(queries: Queries, keys: Keys, i: jax.Array, j: jax.Array, rule: Rule
     """Returns the scores of a pair [b, g, r, q, c], lowest where a key is not seen, and which are seen."""
     q, k = _at(queries.q, i), _at(keys.kv, j)[0]
     scores = jnp.einsum("bgrqk,bgck->bgrqc", q, k, preferred_element_type=wide(q)) / math.sqrt(q.shape[-1])
+    scores = rule.capped(scores)
     of_q, of_k = (None if x is None else _at(x, at) for x, at in ((queries.segments, i), (keys.segments, j)))
     seen = rule.seen(_at(queries.at, i), _at(keys.at, j), of_q, of_k)
     return jnp.where(seen, scores, -0.5 * jnp.finfo(scores.dtype).max), seen

@@ -1,5 +1,6 @@
-"""Checks which keys a query may be told to see: a window, and the segments of a row's tokens."""
+"""Checks which keys a query may be told to see, a window and the segments of tokens, and the cap of its scores."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,3 +50,20 @@ def check_masks(q: Any, k: Any, window: Any, segments: Any) -> None:
             rule="segments ascend along a row: the tokens of a document stand together",
             fix="number the documents of a row 0, 1, 2, ... in their order",
         )
+
+
+def check_softcap(softcap: Any) -> float | None:
+    """Returns the cap of scores, checked.
+
+    Raises:
+      JaxparError: If it is no finite number above 0 that is known while tracing.
+    """
+    if softcap is None:
+        return None
+    if not isinstance(softcap, int | float | np.floating) or isinstance(softcap, bool) or not 0 < softcap < math.inf:
+        raise refuse(
+            f"jp.attention(softcap={softcap!r:.60})",
+            rule="a softcap is a Python number above 0: a score x becomes softcap * tanh(x / softcap)",
+            fix="softcap=50.0, or softcap=None for scores as they are",
+        )
+    return float(softcap)

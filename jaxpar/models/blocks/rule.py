@@ -1,4 +1,4 @@
-"""Which keys a query sees, as a function of positions and segments alone."""
+"""From scores to shares: how large a score can be, and which keys a query sees by positions and segments alone."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,33 @@ NOWHERE = -1  # the position of what only fills up a block: no query sees it
 
 @dataclass(frozen=True)
 class Rule:
-    """Which keys a query sees.
+    """Which keys a query sees, and how large its scores can be.
 
     Attributes:
       causal: The query at position i sees no key after i.
       window: It sees only keys less than `window` positions away: i - window + 1 to i where causal. None is no bound.
+      softcap: A score x becomes softcap * tanh(x / softcap) before the mask (arXiv:2408.00118). None is no cap.
     """
 
     causal: bool = False
     window: int | None = None
+    softcap: float | None = None
+
+    def capped(self, scores: jax.Array) -> jax.Array:
+        """Returns scores between -softcap and softcap."""
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+    def uncapped(self, gradient: jax.Array, scores: jax.Array) -> jax.Array:
+        """Returns the gradient of scores, from that of capped scores.
+
+        Args:
+          gradient: Of the loss by capped scores; zero where a key is not seen.
+          scores: Capped scores, or the lowest number where a key is not seen.
+        """
+        if self.softcap is None:
+            return gradient
+        tanh = jnp.clip(scores / self.softcap, -1, 1)
+        return gradient * (1 - jnp.square(tanh))
 
     def seen(
         self,

@@ -16,6 +16,7 @@ def why_no_part(
     causal: bool,
     window: int | None,
     segments: bool,
+    softcap: bool = False,
     ring: int,
     capability: float = HOPPER,
 ) -> str | None:
@@ -27,6 +28,7 @@ def why_no_part(
       causal: Whether the mask is causal.
       window: In tokens; None is no bound.
       segments: Whether documents share a row and do not see each other.
+      softcap: Whether scores are capped.
       ring: Groups of the ring, between which keys rotate.
       capability: Compute capability of the GPUs.
     """
@@ -34,6 +36,8 @@ def why_no_part(
         return f"it computes in 16 bits, not in {dtype}"
     if segments:
         return "it is given no segments of packed documents"
+    if softcap:
+        return "it caps no scores"
     if window is not None and not (causal and ring == 1):
         return "a window is causal and within the tokens of one device for it"
     return None if head_fits(head_dim, capability) else f"it has no heads of {head_dim}"

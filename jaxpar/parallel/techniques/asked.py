@@ -134,8 +134,8 @@ def check(layout: Layout, used: Used, lowered: Any) -> None:
 
 # what a model may need of an island that it does not have, with the way that runs such a model
 _LIMITS = {
-    "context": "; attention with a bias or capped scores (T5, Gemma 2), which jp.attention does not have, runs as it "
-    'is written with context_by="gather"',
+    "context": "; jp.attention(..., softcap=50.0) caps scores (Gemma 2); attention with a bias (T5, ALiBi), which it "
+    'does not have, runs as it is written with context_by="gather"',
 }
 
 

@@ -73,6 +73,7 @@ def in_16_bits(
     causal: bool,
     window: int | None = None,
     segments: jax.Array | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Returns attention whose scores are float32 and whose matmuls all run in the dtype of `q`, backward too.
 
@@ -83,8 +84,9 @@ def in_16_bits(
     groups = k_btgk.shape[2]
     q_bgrsk = jnp.moveaxis(q_bshk.reshape(b, s, groups, heads // groups, head_dim), 1, 3)
     k_bgtk, v_bgtk = jnp.moveaxis(k_btgk, 1, 2), jnp.moveaxis(v_btgk, 1, 2)
-    scores = _scores(q_bgrsk, k_bgtk) / math.sqrt(head_dim)
-    shares = _shares(Rule(causal, window), jnp.dtype(q_bshk.dtype), spec_of(_SCORES), scores, segments)
+    rule = Rule(causal, window, softcap)
+    scores = rule.capped(_scores(q_bgrsk, k_bgtk) / math.sqrt(head_dim))
+    shares = _shares(rule, jnp.dtype(q_bshk.dtype), spec_of(_SCORES), scores, segments)
     y_bgrsk = _after(jnp.einsum("bgrst,bgtk->bgrsk", shares, v_bgtk), shares)
     return jnp.moveaxis(y_bgrsk, 3, 1).reshape(q_bshk.shape)
 

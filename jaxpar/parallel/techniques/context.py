@@ -42,9 +42,9 @@ def auto(
         Call(
             rows=max(1, q.shape[0] // layout.replicas), seq=k.shape[1], heads=q.shape[2], kv_heads=k.shape[2],
             head_dim=q.shape[3], causal=bool(masks["causal"]), window=masked.get("window"),
-            segments="segments" in masked, dtype=str(q.dtype), context=layout.sizes["context"],
-            tensor=math.prod(layout.sizes.get(axis, 1) for axis in cut), held=layout.held,
-            layers=layout.depth if step.keeps else 1, chip=layout.chip, kernel=kernel,
+            segments="segments" in masked, softcap="softcap" in masked, dtype=str(q.dtype),
+            context=layout.sizes["context"], tensor=math.prod(layout.sizes.get(axis, 1) for axis in cut),
+            held=layout.held, layers=layout.depth if step.keeps else 1, chip=layout.chip, kernel=kernel,
         )
     )  # fmt: skip
     note(choice.why)

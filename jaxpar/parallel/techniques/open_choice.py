@@ -24,6 +24,7 @@ class Call:
       causal: Whether the mask is causal.
       window: As in `jaxpar.attention`.
       segments: Whether documents share a row and do not see each other.
+      softcap: Whether scores are capped, which cuDNN's kernel does not do.
       dtype: Of queries.
       context: Devices that share a row.
       tensor: Devices that share the heads.
@@ -41,6 +42,7 @@ class Call:
     causal: bool
     window: int | None = None
     segments: bool = False
+    softcap: bool = False
     dtype: str = "bfloat16"
     context: int
     tensor: int = 1

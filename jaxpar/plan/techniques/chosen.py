@@ -66,7 +66,8 @@ def _in_blocks(call: Call, shape: Shape, far: list[Candidate], hardware: Hardwar
     for each in far:
         why = "as asked" if call.kernel == "plain" else "these devices are no GPUs" if other else why_no_part(
             dtype=call.dtype, head_dim=call.head_dim, causal=call.causal, window=call.window, segments=call.segments,
-            ring=int(exchanged.groups(each)), capability=gpu.capability[0] + gpu.capability[1] / 10 if gpu else HOPPER,
+            softcap=call.softcap, ring=int(exchanged.groups(each)),
+            capability=gpu.capability[0] + gpu.capability[1] / 10 if gpu else HOPPER,
         )  # fmt: skip
         uneven = "heads of keys are not cut as those of queries are"
         found[each] = why or ("" if exchanged.by_kernel(shape, each, JAXPAR_FUSED) else uneven)

@@ -68,8 +68,9 @@ class Exchange:
 
 
 def exchange(
-    q, k, v, *, causal: bool, window: int | None = None, segments=None, ulysses: int = 1, kernel: str = "auto"
-) -> jax.Array:
+    q, k, v, *, causal: bool, window: int | None = None, segments=None, softcap: float | None = None,
+    ulysses: int = 1, kernel: str = "auto",
+) -> jax.Array:  # fmt: skip
     """Returns attention of q, k and v whose sequences the context axis cuts, as `jp.attention` is given them.
 
     Args:
@@ -79,6 +80,7 @@ def exchange(
       causal: As in `jp.attention`, as are window and segments.
       window: In tokens.
       segments: Shape [batch, seq].
+      softcap: As in `jp.attention`.
       ulysses: Devices that exchange heads, of those of the axis; the rest rotate. 0 is all of them.
       kernel: What runs a device's part: "cudnn", "plain" JAX, or "auto"; see `choice.py`.
 
@@ -98,7 +100,7 @@ def exchange(
     chunks = (2 if causal and ways.ring > 1 else 1) * ways.ring
     at_most = most(q.shape[1] // ways.ring, q.shape[3])
     blocks = [Blocks.of(x.shape[1] // chunks, n) for x, n in zip((q, k), at_most, strict=True)]
-    walks = Walks(Rule(causal, window), ways.ring, *blocks)
+    walks = Walks(Rule(causal, window, softcap), ways.ring, *blocks)
     fused, cut = choose(q, k, rule=walks.rule, segments=segments, ways=ways, asked=kernel)
     own = ways.tensor if cut.heads else 1  # each device has its own heads then: none are left for XLA to cut
     ways = replace(ways, tensor=ways.tensor // own)

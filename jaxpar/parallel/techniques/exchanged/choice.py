@@ -1,6 +1,6 @@
 """Which runs a device's part of attention, and how the call is cut for it: cuDNN's kernel, or blocks of plain JAX.
 
-    cuDNN's kernel    on GPUs, in 16 bits: heads that fit, no segments, a window only where one group has all tokens
+    cuDNN's kernel    on GPUs, in 16 bits: heads that fit, no segments or softcap, a window only in one group
     plain JAX         else, and always on simulated devices; on GPUs that are not there, unless the kernel is asked for
 
 For GPUs that are not there XLA compiles the kernel's calls as they are, without cuDNN: the memory that it works in, its
@@ -66,7 +66,7 @@ def choose(
     Args:
       q: Queries. Shape [batch, seq, heads, head_dim].
       k: Keys.
-      rule: Which keys a query sees.
+      rule: Which keys a query sees, and how large its scores can be.
       segments: Shape [batch, seq], or None.
       ways: The devices.
       asked: One of `KERNELS`.
@@ -92,7 +92,7 @@ def choose(
         raise refuse(
             f"context_kernel='cudnn' for q {q.dtype}{list(q.shape)} by {name(ways)}: {why}",
             rule="cuDNN's kernel runs parts of attention on GPUs in 16 bits, heads of a multiple of 8 up to 256 (128 "
-            "before Hopper), without segments, and with a window only by ulysses",
+            "before Hopper), without segments or a softcap, and with a window only by ulysses",
             fix="context_kernel='auto', which runs blocks of plain JAX there and says so",
         )
     _say(ways, why)
@@ -103,7 +103,7 @@ def _refusal(q: jax.Array, rule: Rule, segments: jax.Array | None, ways: Ways) -
     """Returns why cuDNN's kernel cannot run such a call anywhere."""
     return why_no_part(
         dtype=str(q.dtype), head_dim=q.shape[-1], causal=rule.causal, window=rule.window,
-        segments=segments is not None, ring=ways.ring, capability=capability(),
+        segments=segments is not None, softcap=rule.softcap is not None, ring=ways.ring, capability=capability(),
     )  # fmt: skip
 
 
