@@ -171,7 +171,9 @@ def reading(
 def nearest(word: str, known: Iterable[str], *, otherwise: str = "") -> str:
     """Returns how a misspelt `word` was probably meant: "did you mean 'x'?"; else `otherwise`, or the known words."""
     choices = sorted(known)
-    close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.6)
+    # in small letters, so that adamW is nearer to adamw than to adam; of names that differ in case alone, the first
+    names = {choice.lower(): choice for choice in reversed(choices)}
+    close = [names[each] for each in difflib.get_close_matches(str(word).lower(), names, n=1, cutoff=0.6)]
     return f"did you mean {close[0]!r}?" if close else otherwise or f"one of: {', '.join(choices)}"
 
 
