@@ -138,7 +138,6 @@ REFUSED = {  # environment: what each problem begins with
     "no host": (OWN | {"JAXPAR_COORDINATOR": ":1"}, ["the coordinator ':1'"]),
     "torch without its rank": (without(TORCHRUN, "RANK"), ["no RANK"]),
     "torch without an address": (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), ["no MASTER_ADDR", "no MASTER_PORT"]),
-    "an address of torch alone": ({"MASTER_ADDR": "a"}, ["no WORLD_SIZE", "no RANK", "no MASTER_PORT"]),
     "torch, rank of another world": (TORCHRUN | {"RANK": "7"}, ["process 7 of 4 (says torchrun)"]),
     "slurm, a bad list": (SLURM | {"SLURM_STEP_NODELIST": "node[3-1]"}, ["the node list 'node[3-1]': [3-1] is no"]),
     "slurm, no list": (without(SLURM, "SLURM_STEP_NODELIST"), ["no SLURM_STEP_NODELIST"]),

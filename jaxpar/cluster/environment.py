@@ -73,9 +73,11 @@ def detect(environment: Mapping[str, str]) -> Cluster | None:
     found = [name for name, launcher in LAUNCHERS.items() if launcher.started(environment)]
     said: Said = {}
     problems: list[Problem] = []
+    # one whose variables are complete before one of which some are set, as a script exports RANK for another launcher
+    asked = [name for name in found if LAUNCHERS[name].is_complete(environment)] or found
     # one launcher at most, and none where JAXPAR_* give everything or say that this process is alone: values of two
     # launchers, such as a rank of torchrun and a size of SLURM, do not belong together
-    heard = found[:1] if len(own) < len(OWN) and own.get("processes") != "1" else []
+    heard = asked[:1] if len(own) < len(OWN) and own.get("processes") != "1" else []
     for name in heard:
         said, problems = LAUNCHERS[name].read(environment, own)
     for what in ("processes", "process"):

@@ -13,6 +13,8 @@ from jaxpar.errors import JaxparError, Problem
 
 Environment = Mapping[str, str]
 Said = dict[str, Any]
+OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST")  # any one shows that `srun` started the process
 WAY_OUT = "JAXPAR_COORDINATOR=HOST:PORT, JAXPAR_PROCESSES=4 and JAXPAR_PROCESS=0..3; JAXPAR_PROCESSES=1 to train alone"
 # The port follows from the number of the job, so that all processes compute the same one and two jobs on a host differ.
 # These are the last ports, above those that Linux gives out by itself (32768-60999)
@@ -24,16 +26,22 @@ class Launcher:
     """A launcher: the variables by which it is recognised, and the function that reads them.
 
     Attributes:
-      marks: Variables, of which any one shows that this launcher started the process.
+      marks: Variables, of which any one shows that this launcher may have started the process.
       reader: (environment, JAXPAR_* that are set, problems to add to) to the values that it sets.
+      complete: Groups of variables: one of each group is set wherever it did start the process.
     """
 
     marks: tuple[str, ...]
     reader: Callable[[Environment, Mapping[str, str], list[Problem]], Said]
+    complete: tuple[tuple[str, ...], ...] = ()
 
     def started(self, environment: Environment) -> bool:
         """Returns whether one of the launcher's variables is set."""
         return any(environment.get(mark) for mark in self.marks)
+
+    def is_complete(self, environment: Environment) -> bool:
+        """Returns whether all variables are set by which it is told from a leftover in a script or an image."""
+        return self.started(environment) and all(any(map(environment.get, group)) for group in self.complete)
 
     def read(self, environment: Environment, own: Mapping[str, str]) -> tuple[Said, list[Problem]]:
         """Returns the values that the launcher sets, and the problems with its variables."""
@@ -47,7 +55,8 @@ def number(environment: Environment, name: str, rule: str, problems: list[Proble
     text = environment.get(name, "")
     if re.fullmatch(r"\d{1,9}", text, re.ASCII) and int(text) >= low:
         return int(text)
-    problems.append(Problem(f"{name}={text!r:.40}" if text else f"no {name}", rule, f"{name}={low}, or {WAY_OUT}"))
+    # no number to copy: the same one in all processes would make each of them process 0
+    problems.append(Problem(f"{name}={text!r:.40}" if text else f"no {name}", rule, WAY_OUT))
     return None
 
 
@@ -56,6 +65,22 @@ def _world(environment: Environment, names: tuple[str, str], who: str, problems:
     processes = number(environment, names[0], f"{who} sets it: how many processes there are", problems, low=1)
     process = number(environment, names[1], f"{who} sets it: which process this is, from 0", problems)
     return {"processes": processes, "process": process}
+
+
+def _check_ranks(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> None:
+    """Adds a problem where RANK, set by a script, is another number than that of srun's task.
+
+    Under a torchrun that srun started they may differ: it numbers its own processes, and sets TORCHELASTIC_RUN_ID.
+    """
+    rank, task, world = (environment.get(name, "") for name in ("RANK", "SLURM_PROCID", "WORLD_SIZE"))
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "")
+    same = not world or (world == tasks and not environment.get("TORCHELASTIC_RUN_ID"))
+    if "process" not in own and same and rank and task and any(map(environment.get, STEP)) and rank != task:
+        got, rule = (
+            f"RANK={rank:.20} in task {task:.20} of srun",
+            "srun's tasks are the processes: SLURM_PROCID is RANK",
+        )
+        problems.append(Problem(got, rule, "unset RANK, before srun in the batch script"))
 
 
 def _optional(environment: Environment, name: str) -> int | None:
@@ -75,6 +100,7 @@ def _one_each(environment: Environment, local: int | None, several: bool) -> tup
 def _torchrun(environment: Environment, own: Mapping[str, str], problems: list[Problem]) -> Said:
     """Reads torchrun's variables; where torchrun uses MASTER_PORT for its own store, process 0 takes the next port."""
     said = _world(environment, ("WORLD_SIZE", "RANK"), "torchrun", problems)
+    _check_ranks(environment, own, problems)
     local, beside = _optional(environment, "LOCAL_RANK"), _optional(environment, "LOCAL_WORLD_SIZE")
     said |= {"local": local, "devices": _one_each(environment, local, beside is None or beside > 1)}
     if "coordinator" in own or said["processes"] == 1:
@@ -95,7 +121,7 @@ def _open_mpi(environment: Environment, own: Mapping[str, str], problems: list[P
 
     Open MPI 4 names that host in `OMPI_MCA_orte_hnp_uri`, 5 in the name of its namespace, `prterun-HOST-PID@1`.
     """
-    said = _world(environment, ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), "mpirun", problems)
+    said = _world(environment, OMPI, "mpirun", problems)
     local = _optional(environment, "OMPI_COMM_WORLD_LOCAL_RANK")
     beside = _optional(environment, "OMPI_COMM_WORLD_LOCAL_SIZE")
     said |= {"local": local, "devices": _one_each(environment, local, beside is None or beside > 1)}
@@ -134,6 +160,7 @@ def _slurm(environment: Environment, own: Mapping[str, str], problems: list[Prob
         return {}
     count = "SLURM_STEP_NUM_TASKS" if environment.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     said = _world(environment, (count, "SLURM_PROCID"), "srun", problems)
+    _check_ranks(environment, own, problems)
     local, total = _optional(environment, "SLURM_LOCALID"), said["processes"] or 1
     machines = _optional(environment, "SLURM_STEP_NUM_NODES") or _optional(environment, "SLURM_NNODES")
     said |= {"local": local, "devices": _one_each(environment, local, total > (machines or 1))}
@@ -181,8 +208,9 @@ def _kubernetes(environment: Environment, own: Mapping[str, str], problems: list
 
 
 LAUNCHERS = {
-    "torchrun": Launcher(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), _torchrun),
-    "Open MPI": Launcher(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), _open_mpi),
-    "SLURM": Launcher(("SLURM_JOB_ID",), _slurm),
+    # MASTER_ADDR and MASTER_PORT are no marks: batch scripts and container images export them for any launcher
+    "torchrun": Launcher(("RANK", "WORLD_SIZE"), _torchrun, (("RANK",), ("WORLD_SIZE",))),
+    "Open MPI": Launcher((*OMPI,), _open_mpi, tuple((name,) for name in OMPI)),
+    "SLURM": Launcher(("SLURM_JOB_ID",), _slurm, (STEP,)),
     "Kubernetes": Launcher(("JOB_COMPLETION_INDEX",), _kubernetes),
 }  # the innermost first: mpirun or torchrun may run inside a step of SLURM, and all of them in a pod
