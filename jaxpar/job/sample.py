@@ -172,7 +172,7 @@ def read_prompts(file: Path) -> list[str]:
     """
     rule, fix = "a file of prompts has one a line, or in .jsonl tables with `prompt`", '{"prompt": "Once upon"}'
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # str.splitlines cuts at U+2028 too, inside of a prompt
     except (OSError, ValueError) as error:
         raise refuse(f"{file}: {getattr(error, 'strerror', None) or 'no utf-8'}", rule=rule, fix=fix) from error
     if file.suffix != ".jsonl":
