@@ -33,9 +33,11 @@ class Optimizer:
       arguments: Its further arguments, as optax has them: { eps = 1e-6 }. weight_decay, beta1 and beta2 are of the
         eight that are named first; others have all of theirs here.
       learning_rate: The highest.
-      warmup: Steps over which the learning rate rises from 0 to the highest.
+      warmup: Steps over which the learning rate rises from 0 to the highest, as in optax: the first of them has rate 0
+        and moves no parameter, and the step after them is the first with the highest.
       decay: How it falls after that: constant, cosine or linear.
-      final: Share of the highest learning rate at the last step.
+      final: Share of the highest learning rate that the decay has reached after the last step, as in optax; the last
+        step itself has the rate before: with linear decay, (1 - final) / (steps - warmup) of the highest more.
       drops: [[step, factor], ...]: after so many steps the rate is divided by the factor, besides its decay. What
         train.grow does to the temperature of updates, more slowly.
       weight_decay: Of matrices; vectors (biases, norms) are not decayed, nor those of layers that are stacked.
