@@ -20,7 +20,10 @@ from typing import Any
 
 LOST = 75  # status of a process that ended because of another: worth another attempt (EX_TEMPFAIL)
 FEW = 20  # problems of one kind that are listed one by one
-STOPPED = {name: 128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGTERM")}  # and saved; as shells count
+# saved and stopped by a signal; as shells count
+STOPPED = {
+    name: 128 + signal.Signals[name] for name in ("SIGHUP", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGXCPU")
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxpar.errors import LOST, STOPPED, JaxparError, refuse
 from jaxpar.launch.lifeline import VARIABLE, lifeline
-from jaxpar.leaving import wishes_to_stop
+from jaxpar.leaving import stop_signals
 
 _NOISE = "[Gloo] Rank "  # Gloo prints a line for every connection, on every process
 _CONSEQUENCES = (-signal.SIGABRT, LOST, 0)
@@ -212,7 +212,7 @@ def supervise(launch: Launch, *, progress: Callable[[], int], say: Callable[[str
       `status` of the verb, `attempts`: for each, the processes as they ended.
     """
     stop = Stop()
-    before = {number: signal.signal(number, stop) for number in wishes_to_stop()}
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
     attempts: list[list[Ended]] = []
     left, reached, before_last = launch.restarts, progress(), -1
     try:

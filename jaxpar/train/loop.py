@@ -13,8 +13,6 @@ import collections
 import math
 import signal
 import time
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,6 @@ import jax
 from jaxpar.checkpoint import processes
 from jaxpar.checkpoint.due import Due
 from jaxpar.errors import JaxparError
-from jaxpar.leaving import wishes_to_stop
 from jaxpar.step.keyed.loss import key_of
 from jaxpar.step.measures.functions import derived, evaluated
 from jaxpar.step.state import State
@@ -35,6 +32,7 @@ from jaxpar.train.noise import SMALL
 from jaxpar.train.recovery.before_save import check_before_save
 from jaxpar.train.recovery.rescue import can_save, saves_before_errors, say_saved
 from jaxpar.train.recovery.roll_back import roll_back
+from jaxpar.train.recovery.stop import Stop
 from jaxpar.train.run import Outcome, Run
 
 IN_FLIGHT = 2
@@ -51,8 +49,8 @@ def run(job: Run, state: State) -> Outcome:
         job.source, job.step.layout, job.global_batch, good=job.good, skipped=job.skipped, faults=job.watch.faults,
         growth=job.growth, say=job.progress.say if job.progress else print,
     )  # fmt: skip
-    stop = _Stop()
-    with _signals(stop):
+    stop = Stop(feed.say)
+    with stop.listening():
         begun = int(state.step)
         ended = begun >= job.steps
         if ended or (job.eval_every and begun and begun % job.eval_every == 0):
@@ -68,7 +66,7 @@ def run(job: Run, state: State) -> Outcome:
                 state = roll_back(job, error, start)
 
 
-def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") -> Outcome:
+def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: Stop) -> Outcome:
     """Trains until the end, or to a step that is bad."""
     start = int(state.step)
     flying: collections.deque = collections.deque()
@@ -103,6 +101,12 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") 
             batch, waited = reader.batch(index, flying[-1][1] if flying else None)
             _at(job, done, "training", first=index == start)
             step, measured = job.step_at(index), {}
+            if step is not job.step_at(max(index - 1, start)):  # the batch has grown: this step compiles
+                while flying:
+                    row = land()
+                if not job.watch.is_skipping:
+                    due.saved(index)
+                    _save(job, state, index, row, last=False)  # is written meanwhile
             if job.noise.is_due(done):
                 batch = step.put(batch)
                 measured = {SMALL: step.part_norm(state, batch)}
@@ -126,7 +130,8 @@ def _stretch(job: Run, state: State, feed: Feed, reader: Reader, stop: "_Stop") 
                 owed = False
                 _save(job, state, done, row, last=last)
             if evaluating:
-                stopped = _evaluate(job, state, feed, row, stop)
+                with stop.saving(partial(_save, job, state, done, row, last=True)):
+                    stopped = _evaluate(job, state, feed, row, stop)
                 clock = time.perf_counter()
             # an evaluation that a signal broke off is made when the run goes on from this very step
             ends = last or bool(stopped) or (bool(evaluating) and _is_over(job))
@@ -174,7 +179,7 @@ def _save(job: Run, state: State, step: int, row: dict[str, Any], *, last: bool)
             job.store.finish()
 
 
-def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_Stop") -> str | None:
+def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: Stop) -> str | None:
     """Adds the scores of the held-out examples to a row, and to the checkpoint of its step where there is one.
 
     Returns the signal that broke it off, or None.
@@ -194,7 +199,7 @@ def _evaluate(job: Run, state: State, feed: Feed, row: dict[str, Any], stop: "_S
     return stop.name if found is None else None
 
 
-def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: "_Stop") -> str | None:
+def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: Stop) -> str | None:
     """Evaluates the step that a run goes on from, if it was saved and the run was stopped or broke before its score."""
     step, store = int(state.step), job.store
     if store is None or not processes.from_first(step in store.steps() and not is_evaluated(store.scores(step))):
@@ -207,7 +212,7 @@ def _score_what_was_saved(job: Run, state: State, feed: Feed, stop: "_Stop") -> 
     return by
 
 
-def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) -> dict[str, float] | None:
+def evaluate(job: Run, state: State, feed: Feed, stop: Stop | None = None) -> dict[str, float] | None:
     """Returns `eval_loss` and its kin over the held-out examples, and `eval_wiki_loss` and its kin of the set `wiki`.
 
     A signal breaks it off, and nothing is returned: that of process 0, as all must leave after the same batch.
@@ -223,7 +228,7 @@ def evaluate(job: Run, state: State, feed: Feed, stop: "_Stop | None" = None) ->
     return found
 
 
-def _means(job: Run, state: State, feed: Feed, stop: "_Stop | None") -> dict[str, float] | None:
+def _means(job: Run, state: State, feed: Feed, stop: Stop | None) -> dict[str, float] | None:
     """Returns what the loss and measures say of one set: weighted sums over all batches, divided once."""
     totals: Totals = {}
     index, first = 0, True
@@ -268,34 +273,3 @@ def _row(job: Run, step: int, values: dict[str, float], seconds: float) -> dict[
 def _scores(job: Run, row: dict[str, Any]) -> dict[str, float]:
     keys = dict.fromkeys(("loss", "eval_loss", *(f"eval_{name}_loss" for name in job.sets), job.best.metric))
     return {key: row[key] for key in keys if math.isfinite(row.get(key, math.nan))}
-
-
-@dataclass
-class _Stop:
-    name: str | None = None
-
-    @property
-    def number(self) -> int:
-        return signal.Signals[self.name] if self.name else 0
-
-
-@contextmanager
-def _signals(stop: _Stop):
-    """Turns signals into a wish to stop after this step; a second Ctrl-C stops at once, without a save."""
-
-    def wish(number, _frame):
-        if stop.name is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return  # a cluster may say it twice: what is being saved is saved
-        stop.name = signal.Signals(number).name
-
-    try:
-        before = {number: signal.signal(number, wish) for number in wishes_to_stop()}
-    except ValueError:  # not the main thread (a notebook's worker): signals are not ours to take
-        before = {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

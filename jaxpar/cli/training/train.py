@@ -13,9 +13,9 @@ EXAMPLE = """\
   $ jaxpar train configs/quickstart.toml --from 100
   $ jaxpar train --print-defaults
 
-Ctrl-C, SIGTERM or a terminal that closes (SIGHUP) finish the step, save it, evaluate nothing and end with status 130,
-143 or 129 (128 and the signal's number); the same command goes on from there. A second Ctrl-C ends at once, without a
-save.
+Ctrl-C, SIGTERM, a terminal that closes (SIGHUP) or a queue's warning (SIGUSR1, SIGUSR2, SIGXCPU) finish the step, save
+it, evaluate nothing and end with status 130, 143, 129, 138, 140 or 152 (128 and the signal's number); the same command
+goes on from there. A second Ctrl-C ends at once, without a save.
 A reader that goes away (| head, a terminal under nohup) ends nothing: the output goes on in RUN/output.log.
 """
 
