@@ -111,7 +111,7 @@ def test_who_leaves_during_the_meeting_is_waited_for_again():
 
 
 def test_a_run_folder_that_is_not_shared_is_named_to_all(tmp_path):
-    from jaxpar.job.meeting import begin, look
+    from jaxpar.train.watchdog.meeting import begin, look
 
     folders = [tmp_path / str(i) for i in range(3)]
     folders[1] = folders[0]  # two hosts share one, the third has its own

@@ -61,7 +61,7 @@ def test_faulthandlers_signal_stays_its_own(tmp_path):
 
 
 def busy_then(check, number, seconds=3.0):
-    """Keeps the main thread in one call of C, as XLA does when it compiles, while a signal comes; then calls `check`."""
+    """Keeps the main thread in one call of C, as XLA does when it compiles, while a signal comes."""
 
     def work(index):
         if index or not hooked.Hooked.trained:

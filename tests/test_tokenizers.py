@@ -14,6 +14,7 @@ import jaxpar as jp
 from jaxpar.cli.main import main
 from jaxpar.data import corpus, journal
 from jaxpar.data.corpus import Corpus
+from jaxpar.data.documents.messages import conversation
 from jaxpar.data.documents.piece import START, Piece
 from jaxpar.data.tokenizers import encoders, marks
 from jaxpar.data.tokenizers.chat import chat
@@ -35,6 +36,10 @@ WORDS = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {kind: getattr(tokenizing, kind)(tmp_path_factory.mktemp("t") / kind) for kind in KINDS}
+
+
+def given(talk):
+    return conversation(talk, None, column="messages", where="row 1")
 
 
 def text(rng, most=40):
@@ -92,9 +97,9 @@ def test_answers_are_what_is_learned_whether_the_template_marks_them_or_not(fold
     by_marks = chat(saved(tokenizing.write(tmp_path, encoders.load(found), **found.config | {"chat_template": marked})))
     ours, encoder = chat(found), HuggingFace(found)
     conversations = talks(rng)
-    rendered = [ours.text(talk, "row 1") for talk in conversations]
+    rendered = [ours.text(given(talk), "row 1") for talk in conversations]
     for talk, (whole, answers) in zip(conversations, rendered, strict=True):
-        assert (whole, answers) == by_marks.text(talk, "row 1")
+        assert (whole, answers) == by_marks.text(given(talk), "row 1")
         said = [each["content"].strip() + "<|eot|>" for each in talk if each["role"] == "assistant"]
         assert [whole[begin:end] for begin, end in answers] == said
     made = encoder.encode([Piece(whole, 0, START, answers=answers, rendered=True) for whole, answers in rendered])
@@ -119,7 +124,7 @@ def test_tokens_and_templates_are_those_of_transformers(folders):
         if not found.template:
             continue
         for talk in talks(rng):
-            whole, answers = chat(found).text(talk, "row 1")
+            whole, answers = chat(found).text(given(talk), "row 1")
             (tokens,) = encoder.encode([Piece(whole, 0, START, answers=answers, rendered=True)])
             assert marks.ids(tokens).tolist() == theirs.apply_chat_template(talk)
 

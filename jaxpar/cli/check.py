@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if job is None:
         raise JaxparError(*problems)
 
+    from jaxpar.data.look import lengths
     from jaxpar.job.check import check, devices_of
     from jaxpar.job.inspect import work
     from jaxpar.job.parts.models import resolve_loss, resolve_model
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     auto = sorted(each for each in called if each.startswith("context by auto"))
     layout = reduce(Layout.noted, [*map(str, logits), *auto], layout)
     said_too = [layout.agreement, job.optimizer.said_at(job.train.global_batch)]
+    said_too.append(lengths(job.data))
     said_too.append(phases := job.train.growth.said(job.train.global_batch))
     print(f"ok: {layout.summary()}", *layout.notes, *filter(None, said_too), sep="\n")
     placed, others = ({path: layout.describe(path) for path in places} for places in (layout.placements, layout.others))

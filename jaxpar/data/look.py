@@ -1,11 +1,32 @@
 """What can be said about the text of a job before any of it is packed."""
 
+from importlib.util import find_spec
+from itertools import islice
+
+from jaxpar.data.rows.documents import longer_note
 from jaxpar.data.spec import OURS, Data
 from jaxpar.data.text import check_length, text_files
 from jaxpar.data.tokenizers.encode import corpus_of
-from jaxpar.data.tokenizers.encoders import end_of
+from jaxpar.data.tokenizers.encoders import HuggingFace, end_of
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import refuse
+
+ROWS = 1000  # of a file, whose lengths are looked at
+
+
+def lengths(spec: Data) -> str:
+    """Returns in words how many of the first conversations are longer than a row; "" where none is, or none are read.
+
+    Raises:
+      JaxparError: If a row is none, or a package is missing that reads it.
+    """
+    if not spec.messages or spec.documents == "mixed" or find_spec("tokenizers") is None:
+        return ""
+    corpus = corpus_of(spec, text_files(spec)[:1])
+    pieces = list(islice(corpus.pieces(), ROWS))
+    counts = [len(each) for each in HuggingFace(saved(spec.tokenizer), spec.end).encode(pieces)]
+    longer = sum(count > spec.seq for count in counts)
+    return longer_note(longer, len(counts), "conversations at the beginning", spec.seq) if longer else ""
 
 
 def look(spec: Data) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxpar.data.tokenizers.files import positions
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import JaxparError, Keywords, Problem, check_ranges, nearest, refuse
 
@@ -16,6 +17,7 @@ ROWS = ("jsonl", "parquet")
 TEXT = ("stdlib", "text", *ROWS)  # the sources whose examples are tokens
 OF_SETS = ("source", "path", "pattern", "column", "messages", "learn")  # what an evaluation set has of its own
 SET_NAME = "[a-z][a-z0-9]*"  # as metrics have it: eval_wiki_loss
+SEQ = 128  # tokens of an example of text, where nobody says how many
 OURS = ("bytes", "bpe")  # the tokenizers that are no path
 
 
@@ -43,7 +45,9 @@ class Data(Keywords):
       vocab: Tokens of a bpe.
       documents: mixed cuts rows of `seq` tokens out of all documents, one after the other; alone gives each document
         its own row, filled up; apart packs several into a row, which the model is told by `segments` and `positions`.
-      seq: Tokens per example.
+        auto is alone for conversations, and mixed for all else.
+      seq: Tokens per example. 0 is 128; for conversations what the model takes in whose folder the tokenizer is, 2,048
+        at most.
       held_out: Share of the examples kept for evaluation.
       ahead: Batches that a thread reads ahead, where reading is uneven; with 0 the next one is read while devices
         compute. Rows of metrics have input_wait_seconds, what a step waited for its batch at most.
@@ -62,8 +66,8 @@ class Data(Keywords):
     tokenizer: str = "bytes"
     end: str = ""
     vocab: int = 1024
-    documents: Literal["mixed", "alone", "apart"] = "mixed"
-    seq: int = 128
+    documents: Literal["auto", "mixed", "alone", "apart"] = "auto"
+    seq: int = 0
     held_out: float = 0.02
     shuffle: bool = True
     ahead: int = 0
@@ -110,6 +114,10 @@ class Data(Keywords):
         return replace(self, sets={}, weights=(), evaluation="", held_out=0.0, shuffle=False, **own)
 
     def __post_init__(self):
+        if self.documents == "auto":
+            object.__setattr__(self, "documents", "alone" if self.messages else "mixed")
+        if self.seq == 0 and self.seq is not False:
+            object.__setattr__(self, "seq", positions(self.tokenizer) if self.messages else SEQ)
         problems: list[Problem] = []
         try:
             check_ranges(

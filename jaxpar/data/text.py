@@ -25,6 +25,8 @@ class Tokens(Examples):
       seed: Of the order of windows.
     """
 
+    notes: tuple[str, ...] = ()  # for the user, about how documents became rows
+
     def __init__(self, file: Path, packed: Packed, spec: Data, seed: int):
         if not file.stat().st_size:
             raise refuse(f"{file} is empty", rule="packed tokens are as jaxpar wrote them", fix=f"rm {file}")

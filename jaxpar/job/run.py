@@ -30,7 +30,7 @@ from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, reading, refuse
 from jaxpar.files import check_local, make_folder, write_json
-from jaxpar.job import meeting, pretrained, sweep
+from jaxpar.job import pretrained, sweep
 from jaxpar.job.build import Built, build
 from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
@@ -57,6 +57,7 @@ from jaxpar.train.metrics import Log
 from jaxpar.train.noise import Noise
 from jaxpar.train.progress import Progress
 from jaxpar.train.skipped_batches import SkippedBatches
+from jaxpar.train.watchdog import meeting
 from jaxpar.train.watchdog.judge import SLOW
 from jaxpar.train.watchdog.thread import SingleProcess, WatchdogThread, forget
 
@@ -169,6 +170,7 @@ def _train(
         batch = job.train.global_batch
         rate, phases = job.optimizer.said_at(batch), job.train.growth.said(batch)
         about = [built.layout.summary(), *built.layout.notes, *filter(None, [rate, phases, _unmeasured(built)])]
+        about += getattr(built.source, "notes", ())
         about.append(f"{describe(devices)}, {folder}")
         progress.say("\n".join(about) + (f", on from step {at}" if at else ""))
         for change in changed:

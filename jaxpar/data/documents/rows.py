@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.data.corpus import Corpus
+from jaxpar.data.documents.messages import conversation, shown
 from jaxpar.data.documents.piece import START, Piece, Place
 from jaxpar.data.tokenizers.chat import Chat
 from jaxpar.errors import refuse
 
 LARGEST = 2**26  # bytes of a row
-Row = tuple[Any, int, Place, str]  # its value, bytes that it stands for, where the next begins, words for it
+TOOLS = "tools"  # the column of the tools that a conversation may call
+Row = tuple[Any, int, Place, str]  # its values by column, bytes that it stands for, where the next begins, words for it
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,30 @@ class Rows(Corpus):
         """
         for number in range(place.file, len(self.files)):
             at = place if number == place.file else Place(number)
-            for value, size, then, where in _reader(self.files[number])(self.files[number], self.column, at):
-                yield self._piece(value, size, then, where)
+            for row, size, then, where in _reader(self.files[number])(self.files[number], self.column, at):
+                yield self._piece(row, size, then, where)
 
-    def _piece(self, value: Any, size: int, then: Place, where: str) -> Piece:
+    def _piece(self, row: Mapping[str, Any], size: int, then: Place, where: str) -> Piece:
+        value = row[self.column]
         if self.chat is None:
             if not isinstance(value, str):
                 is_chat = isinstance(value, list) and all(isinstance(each, Mapping) for each in value)
                 raise refuse(
-                    f"{where}: {self.column} is {_shown(value)}",
+                    f"{where}: {self.column} is {shown(value)}",
                     rule="data.column names a column of text",
                     fix=f"data.messages = {self.column!r}" if is_chat else "another data.column, or without this row",
                 )
             return Piece(value, size, then)
-        _check_messages(value, self.column, where)
-        text, answers = self.chat.text(value, where)
+        given = conversation(value, row.get(TOOLS), column=self.column, where=where)
+        if not self.answers and any(
+            not on for on, each in zip(given.learned, given.messages, strict=True) if each["role"] == "assistant"
+        ):
+            raise refuse(
+                f"{where}: an answer of weight 0",
+                rule='data.learn = "all" learns every message',
+                fix='data.learn = "answers", or the file without weights',
+            )
+        text, answers = self.chat.text(given, where)
         return Piece(text, size, then, answers=answers if self.answers else None, rendered=True)
 
 
@@ -63,7 +74,7 @@ def _reader(file: Path) -> Callable[[Path, str, Place], Iterator[Row]]:
 
 
 def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
-    """Yields a column of the lines of a file of JSON; empty lines are passed over.
+    """Yields the lines of a file of JSON, which have a column; empty lines are passed over.
 
     Raises:
       JaxparError: If a line is no JSON object in utf-8, or has no such column.
@@ -88,14 +99,14 @@ def read_jsonl(file: Path, column: str, place: Place) -> Iterator[Row]:
                     fix=f"sed -n {number}p {file.name}, and mend or delete it",
                 ) from error
             if not isinstance(row, dict):
-                raise refuse(f"{where} is {_shown(row)}", rule="each line of JSONL is an object", fix='{"text": ...}')
+                raise refuse(f"{where} is {shown(row)}", rule="each line of JSONL is an object", fix='{"text": ...}')
             if column not in row:
                 raise _no_column(where, column, row)
-            yield row[column], len(line), Place(place.file, at, number), where
+            yield row, len(line), Place(place.file, at, number), where
 
 
 def read_parquet(file: Path, column: str, place: Place) -> Iterator[Row]:
-    """Yields a column of the rows of a file of Parquet, of one group of rows after the other.
+    """Yields the rows of a file of Parquet, a column and, where there are any, the tools, group of rows by group.
 
     Raises:
       JaxparError: If pyarrow is missing, the file is no Parquet, or has no such column.
@@ -113,19 +124,20 @@ def read_parquet(file: Path, column: str, place: Place) -> Iterator[Row]:
         with parquet.ParquetFile(file) as table:
             if column not in table.schema_arrow.names:
                 raise _no_column(str(file), column, table.schema_arrow.names)
+            columns = [column, *({TOOLS} & set(table.schema_arrow.names) - {column})]
             rows, size = table.metadata.num_rows, file.stat().st_size
             each, number = size / max(rows, 1), sum(table.metadata.row_group(i).num_rows for i in range(place.at))
             for group in range(place.at, table.num_row_groups):
-                for batch in table.iter_batches(256, row_groups=[group], columns=[column]):
+                for batch in table.iter_batches(256, row_groups=[group], columns=columns):
                     if number + len(batch) <= place.row:
                         number += len(batch)
                         continue
-                    for value in batch.column(0).to_pylist():
+                    for row in batch.to_pylist():
                         number += 1
                         if number > place.row:
                             then = Place(place.file, group, number)
                             yield (
-                                value,
+                                row,
                                 round(each * number) - round(each * (number - 1)),
                                 then,
                                 f"{file}, row {number}",
@@ -151,19 +163,3 @@ def _no_column(where: str, column: str, there: Any) -> Exception:
         rule="every row has the column that data.column or data.messages names",
         fix=f"its columns: {', '.join(map(str, there))}" if there else "another file",
     )
-
-
-def _check_messages(value: Any, column: str, where: str) -> None:
-    good = isinstance(value, list) and all(
-        isinstance(each, Mapping) and isinstance(each.get("role"), str) and "content" in each for each in value
-    )
-    if not good or not value:
-        raise refuse(
-            f"{where}: {column} is {_shown(value)}",
-            rule="messages are a list of at least one {role, content}",
-            fix=f"data.column = {column!r}" if isinstance(value, str) else 'data.messages = "messages"',
-        )
-
-
-def _shown(value: Any) -> str:
-    return f"{value!r:.60}" if value is not None else "null"

@@ -33,6 +33,12 @@ class Documents(Tokens):
     def _count(self) -> int:
         self.bounds = plan(self._documents(), len(self.tokens), self.spec.seq, apart=self.spec.documents == "apart")
         self.kept = self._learning()
+        starts = np.concatenate([[0], *self._documents()])
+        longer = int((np.diff(np.append(starts, len(self.tokens))) > self.spec.seq).sum())
+        what = "conversations" if self.spec.messages else "documents"
+        if longer:
+            note = longer_note(longer, len(starts), what, self.spec.seq)
+            self.notes = (note,)
         return len(self.kept)
 
     def where(self, step: int, size: int, row: int) -> str:
@@ -97,6 +103,14 @@ class Documents(Tokens):
             return marks.ids(tokens), marks.begins(tokens), ~marks.unlearned(tokens)
         first = np.concatenate([[False], tokens[:-1] == END])
         return tokens.astype(np.int32), first, np.ones(len(tokens), bool)
+
+
+def longer_note(longer: int, count: int, what: str, seq: int) -> str:
+    """Returns in words how many documents have more tokens than a row."""
+    return (
+        f"{longer:,} of {count:,} {what} are longer than data.seq = {seq}: each is cut into rows, of which all but the "
+        "first begin in its midst"
+    )
 
 
 def plan(ends: Iterator[np.ndarray], total: int, seq: int, *, apart: bool) -> np.ndarray:

@@ -10,11 +10,12 @@ assistant's message adds to the conversation before it and the prompt of an answ
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from jaxpar.data.documents.messages import Conversation
 from jaxpar.data.tokenizers.saved import Saved
 from jaxpar.errors import refuse, users_code
 
@@ -31,29 +32,44 @@ class Chat:
       marked: Whether the template marks what is learned.
     """
 
-    render: Callable[[Sequence[Mapping[str, Any]], bool], tuple[str, Answers]]
+    render: Callable[..., tuple[str, Answers]]
     marked: bool
 
-    def text(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[str, Answers]:
-        """Returns a conversation as text, and where its answers are.
+    def text(self, given: Conversation, where: str) -> tuple[str, Answers]:
+        """Returns a conversation as text, and where the answers are that are learned.
 
         Args:
-          messages: The conversation.
+          given: The conversation.
           where: Words for the row.
 
         Raises:
           JaxparError: If the template raises, or does not show where an answer begins.
         """
         with users_code(f"{where}: the chat template", rule="a template renders every conversation", fix="another row"):
-            whole, marked = self.render(messages, False)
-            return whole, marked if self.marked else tuple(self._answers(messages, whole, where))
+            whole, marked = self.render(given.messages, False, given.tools)
+            return whole, self._weighed(given, marked, where) if self.marked else tuple(
+                self._answers(given, whole, where)
+            )
 
-    def _answers(self, messages: Sequence[Mapping[str, Any]], whole: str, where: str):
-        for index, message in enumerate(messages):
-            if message.get("role") != "assistant":
+    def _weighed(self, given: Conversation, marked: Answers, where: str) -> Answers:
+        """Returns the blocks of `{% generation %}` without those of answers that are not learned."""
+        learned = [on for on, each in zip(given.learned, given.messages, strict=True) if each["role"] == "assistant"]
+        if all(learned):
+            return marked
+        if len(marked) != len(learned):
+            raise refuse(
+                f"{where}: {len(marked)} blocks of generation for {len(learned)} answers, some of weight 0",
+                rule="where answers have weights, the template marks each of them by a block of its own",
+                fix="{% generation %} and {% endgeneration %} around each answer in the template",
+            )
+        return tuple(block for block, on in zip(marked, learned, strict=True) if on)
+
+    def _answers(self, given: Conversation, whole: str, where: str):
+        for index, learned in enumerate(given.learned):
+            if not learned:
                 continue
-            before = self.render(messages[:index], True)[0] if index else ""
-            through = self.render(messages[: index + 1], False)[0]
+            before = self.render(given.messages[:index], True, given.tools)[0] if index else ""
+            through = self.render(given.messages[: index + 1], False, given.tools)[0]
             if not through.startswith(before) or not whole.startswith(through):
                 raise refuse(
                     f"{where}: message {index} changes how the template renders those before it",
@@ -101,10 +117,10 @@ def chat(saved: Saved) -> Chat:
     if more:
         special |= {"additional_special_tokens": [each if isinstance(each, str) else each["content"] for each in more]}
 
-    def render(messages: Sequence[Mapping[str, Any]], prompt: bool) -> tuple[str, Answers]:
+    def render(messages: Sequence[Any], prompt: bool, tools: Sequence[Any] | None = None) -> tuple[str, Answers]:
         blocks.clear()
         answers.clear()
-        names = dict(messages=messages, tools=None, documents=None, add_generation_prompt=prompt) | special
+        names = dict(messages=messages, tools=tools, documents=None, add_generation_prompt=prompt) | special
         blocks.extend(template.generate(names))  # one by one: the extension sees what is rendered before it
         return "".join(blocks), tuple(answers)
 

@@ -15,6 +15,22 @@ NAME, CONFIG, MAP, TEMPLATE = (
 )
 
 
+MOST = 2048  # tokens of a conversation, where nobody says how many: rows of 131,072 would fit nowhere
+
+
+def positions(tokenizer: str) -> int:
+    """Returns the tokens that the model of a tokenizer's folder takes: 2,048 at most, or where it does not say."""
+    folder = Path(tokenizer).expanduser()
+    for name, key in (("config.json", "max_position_embeddings"), (CONFIG, "model_max_length")):
+        try:
+            number = json.loads((folder / name).read_text(encoding="utf-8")).get(key)
+        except (OSError, ValueError, AttributeError):  # what is wrong with them is said where they are read
+            continue
+        if isinstance(number, int) and number > 0:
+            return min(number, MOST)
+    return MOST
+
+
 def read_ids(file: Path, config: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the ids of the added tokens, and of the vocabulary, of a tokenizer.json and its config.
 

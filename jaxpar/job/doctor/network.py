@@ -18,7 +18,7 @@ from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor.finding import Finding
 from jaxpar.job.doctor.machine import nearest_folder
-from jaxpar.job.meeting import FIX
+from jaxpar.train.watchdog.meeting import FIX
 from jaxpar.units import show_seconds
 
 HELLO = b"jaxpar doctor "
