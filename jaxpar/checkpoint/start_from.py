@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpar.buckets import opened
 from jaxpar.checkpoint import listing, paths, reading
 from jaxpar.checkpoint.differences import Difference, differences
 from jaxpar.checkpoint.manifest import Array
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
-from jaxpar.files import check_local
 from jaxpar.models.blocks.eight_bits import rounded
 from jaxpar.optim.patterns import begins, meant, nearest_path
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
@@ -82,8 +82,7 @@ def start(
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
-    check_local(spec.start_from, "checkpoint.start_from")
-    path = listing.find(Path(spec.start_from)).resolve()
+    path = listing.find(opened(spec.start_from)).resolve()
     found = reading.listed(path)
     saved, here = found.arrays, paths.described(state)
     mine, theirs = ({p: a for p, a in _takable(of).items() if p not in constants} for of in (here, saved))

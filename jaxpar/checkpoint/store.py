@@ -48,12 +48,14 @@ class Store:
       spec: How many are kept, and which.
       say: Takes a line for the user: a damaged checkpoint, a full disk. A warning by default.
       owned: Whether a run writes here: then damaged checkpoints are renamed, and remains of a killed run deleted.
+      committed: Called on the thread that writes, after each checkpoint, or None.
     """
 
     folder: Path
     spec: Checkpoints
     say: Callable[[str], None] = _warn
     owned: bool = True
+    committed: Callable[[], None] | None = None
     _pending: writing.Write | None = field(default=None, init=False)
     _unsaved: JaxparError | None = field(default=None, init=False)
 
@@ -82,6 +84,8 @@ class Store:
             self._full(step, needed)
         else:
             self._pending = writing.begin(self.folder, step, state, scores)
+            if self.committed:
+                self._pending = writing.after(self._pending, self.committed)
 
     def score(self, step: int, scores: dict[str, float]) -> None:
         """Adds scores to the MANIFEST of a checkpoint that is saved already, or is still being written.

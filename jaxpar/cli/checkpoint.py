@@ -60,31 +60,34 @@ def add(verbs) -> None:
 
 def ls(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per checkpoint."""
+    from jaxpar.buckets import opened
     from jaxpar.checkpoint import report
 
-    rows = report.ls(args.where)
+    rows = report.ls(opened(args.where))
     print(report.table(rows) if rows else f"no checkpoint in {args.where}")
     return rows, 0
 
 
 def show(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per array."""
+    from jaxpar.buckets import opened
     from jaxpar.checkpoint import report
 
-    made = report.show(args.where, args.step)
+    made = report.show(opened(args.where), args.step)
     print(made["path"], report.arrays_table(made["arrays"]), sep="\n")
     return made, 0
 
 
 def verify(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints the problems, file by file."""
+    from jaxpar.buckets import opened
     from jaxpar.checkpoint import report
 
     if args.adopt:
         from jaxpar.job.checkpoint import adopt
 
-        print(f"{adopt(args.where, args.step)}: a MANIFEST was made of what is there now")
-    rows = report.verify(args.where, args.step, all_of_them=args.all)
+        print(f"{adopt(opened(args.where), args.step)}: a MANIFEST was made of what is there now")
+    rows = report.verify(opened(args.where), args.step, all_of_them=args.all)
     for row in rows:
         print(f"{row['path']}: {'damaged' if row['wrong'] else 'good'}")
         for each in row["wrong"]:
@@ -94,9 +97,10 @@ def verify(args: argparse.Namespace) -> tuple[Any, int]:
 
 def diff(args: argparse.Namespace) -> tuple[Any, int]:
     """Prints a line per array that differs."""
+    from jaxpar.buckets import opened
     from jaxpar.job import checkpoint
 
-    found, values = checkpoint.diff(args.where, args.other, args.overrides)
+    found, values = checkpoint.diff(opened(args.where), args.other, args.overrides)
     for each in found:
         print(plain(each.describe(str(args.where), str(args.other))))
     for path, largest in values.items():
@@ -111,12 +115,14 @@ def export(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.units import show_bytes
 
     if args.format == "jaxpar":  # takes no jax
+        from jaxpar.buckets import opened
         from jaxpar.checkpoint import report
 
-        made = report.export(args.where, args.step, args.to)
+        made = report.export(opened(args.where), args.step, args.to)
     else:
+        from jaxpar.buckets import opened
         from jaxpar.job import checkpoint
 
-        made = checkpoint.export(args.where, args.step, args.to, form=args.format)
+        made = checkpoint.export(opened(args.where), args.step, args.to, form=args.format)
     print(f"{made['to']}: {show_bytes(made['bytes'])}, from {made['from']}")
     return made, 0

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxpar.buckets import fetched
 from jaxpar.data.examples import Examples
 from jaxpar.data.packed import Packed
 from jaxpar.data.spec import Batch, Data
 from jaxpar.data.tokenizers import marks
 from jaxpar.errors import refuse
-from jaxpar.files import check_local
 
 
 class Tokens(Examples):
@@ -92,9 +92,9 @@ def text_files(spec: Data) -> list[Path]:
     """
     found: dict[Path, tuple[str, Path]] = {}  # by absolute path: the entry that names it, and as it names it
     for text in [spec.path] if isinstance(spec.path, str) else spec.path:
-        check_local(text, "data.path")
+        copy = fetched(text)
         try:
-            path = Path(text).expanduser()
+            path = Path(copy).expanduser()
             anchor = Path(path.anchor or ".")
             if path.is_dir():
                 pattern = f"*.{spec.source}" if spec.has_rows and spec.pattern == "*" else spec.pattern

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from jaxpar.buckets import check_address
 from jaxpar.data import arrays
 from jaxpar.data.look import look
 from jaxpar.data.spec import check_path
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.base import Exchange
-from jaxpar.files import check_local
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.loggers import check_loggers
@@ -69,8 +69,8 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
             problems.extend(problem for problem in error.problems if problem not in problems)
             return None
 
-    attempt(check_local, job.run.dir, "run.dir")
-    attempt(check_local, job.checkpoint.start_from, "checkpoint.start_from")
+    attempt(check_address, job.run.dir, "run.dir")
+    attempt(check_address, job.checkpoint.start_from, "checkpoint.start_from")
     loss = attempt(resolve_loss, job)
     attempt(_check_data, job)
     attempt(_check_faults, job)

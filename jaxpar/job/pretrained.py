@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.buckets import local_folder
 from jaxpar.checkpoint import listing, reading
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.saved import saved
@@ -40,7 +41,7 @@ def begin(built: Built) -> tuple[State, str]:
         built.layout, built.optimizer, params, fresh=origin.fresh, seed=job.train.seed, offload=job.train.offload
     )  # fmt: skip
     if jax.process_index() == 0:  # the folder may be gone when the run is exported
-        source, to = Path(job.checkpoint.start_from).expanduser(), Path(job.run.dir) / KEPT
+        source, to = Path(job.checkpoint.start_from).expanduser(), local_folder(job.run.dir) / KEPT
         take_along(source, to, names=(CONFIG, *ALONG))
     return made, f"{origin}, a {found.kind} of Hugging Face's"
 

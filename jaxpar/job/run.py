@@ -25,11 +25,12 @@ import jax
 
 from jaxpar.bench.record import versions
 from jaxpar.bench.where import where
+from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Store, start_from
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, reading, refuse
-from jaxpar.files import check_local, make_folder, write_json
+from jaxpar.files import make_folder, write_json
 from jaxpar.job import pretrained, sweep
 from jaxpar.job.build import Built, build
 from jaxpar.job.file import changes
@@ -75,18 +76,29 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
     Raises:
       JaxparError: With the problems of the job, its data, its run folder or its loss.
     """
-    check_local(job.run.dir, "run.dir")
-    folder = Path(job.run.dir)
+
+    def say(text: str) -> None:
+        print(text, file=stream or sys.stdout, flush=True)
+
+    folder = local_folder(job.run.dir)
+    bucket = Bucket(job.run.dir, say) if is_address(job.run.dir) else None
     watchdog = _meet(job, folder)
     try:
+        if bucket and watchdog.count > 1:
+            raise refuse(
+                f"run.dir = {job.run.dir!r:.200} with {watchdog.count} processes",
+                rule="several processes write one folder, each its part, and find each other there",
+                fix="a bucket that is mounted on all hosts (gcsfuse, mountpoint-s3), and its folder",
+            )
         watchdog.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
-        store = Store(folder / "checkpoints", job.checkpoint)
-        _check_folder(job, folder, store)
+        store = Store(folder / "checkpoints", job.checkpoint, committed=bucket.push if bucket else None)
+        if bucket is None:
+            _check_folder(job, folder, store)
 
-        def say(text: str) -> None:
-            print(text, file=stream or sys.stdout, flush=True)
-
-        with Lock(folder, say) if watchdog.process == 0 else nullcontext():
+        with (
+            Lock(folder, say) if watchdog.process == 0 else nullcontext(),
+            bucket.following() if bucket else nullcontext(),
+        ):
             steps = _check_folder(job, folder, store)
             if at is not None:
                 steps = _go_back(store, steps, at, say if watchdog.process == 0 else None)
@@ -146,7 +158,7 @@ def _train(
     changed: list[changes.Change],
     stream,
 ) -> dict[str, Any]:
-    folder, first = Path(job.run.dir), watchdog.process == 0
+    folder, first = local_folder(job.run.dir), watchdog.process == 0
     if watchdog.count > 1:
         for step in built.steps:
             step.agree, step.compiling = watchdog.agree, watchdog.compiling
@@ -279,7 +291,7 @@ def peak(step: Step, devices: list[Any]) -> dict[str, Any]:
 
 def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: SingleProcess) -> loop.Run:
     job, train = built.job, built.job.train
-    skipped = SkippedBatches(Path(job.run.dir), fresh=not store.steps())
+    skipped = SkippedBatches(local_folder(job.run.dir), fresh=not store.steps())
     noise = Noise(job.metrics.noise_every, momentum=job.optimizer.momentum, examples=built.source.examples)
     noise.resume(log.measured)
     back = job.checkpoint.every * (job.checkpoint.keep_last + job.checkpoint.keep_best)  # how far a rollback may go

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.buckets import opened
 from jaxpar.checkpoint import Store
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokens import Text
@@ -150,7 +151,7 @@ def speaker(folder: str | Path, asked: Asked, *, allow_import: bool = False) -> 
     Raises:
       JaxparError: If the folder holds no trained model of text.
     """
-    folder = Path(folder)
+    folder = opened(folder)
     job = _of_text(folder, allow_import=allow_import)
     given = loads("", [*asked.overrides])
     if given.mesh.simulate:

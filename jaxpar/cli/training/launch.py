@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxpar.cli.options import add_allow_import, add_json, job_file
@@ -41,6 +40,7 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Starts the processes and waits for them."""
+    from jaxpar.buckets import local_folder
     from jaxpar.checkpoint import Checkpoints, Store
     from jaxpar.cli.output import outlast
     from jaxpar.job.file.parse import load
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.train.watchdog.thread import report
 
     allowed = args.allow_import
-    folder = Path(load(args.job, args.overrides, allow_import=allowed).run.dir)  # what is wrong is said once
+    folder = local_folder(load(args.job, args.overrides, allow_import=allowed).run.dir)  # what is wrong is said once
     outlast(folder)
     launch = Launch(
         command=[args.command, args.job, *args.overrides], options=["--allow-import"] * allowed,

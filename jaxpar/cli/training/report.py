@@ -31,14 +31,20 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the page and prints where it is."""
+    from jaxpar.buckets import Bucket, is_address, local_folder
     from jaxpar.files import write_text
     from jaxpar.job.report import page
     from jaxpar.job.report.read import read
 
     if args.html:
         check_file("--html", args.html, "report.html")
-    told = read(Path(args.folder))
+    bucket = Bucket(args.folder) if is_address(args.folder) else None
+    if bucket:
+        bucket.pull()
+    told = read(local_folder(args.folder))
     file = Path(args.html) if args.html else told.folder / "report.html"
     write_text(file, page.write(told))
+    if bucket:
+        bucket.finish()
     print(page.text(told), f"page: {file}", sep="\n")
     return {"page": str(file), "rows": len(told.rows), "events": [vars(each) for each in told.events]}, 0

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from jaxpar.cli.options import add_job, prefer_huge_pages, simulates
@@ -50,9 +49,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if simulates(args.job, args.overrides):
         prefer_huge_pages()
 
+    from jaxpar.buckets import local_folder
     from jaxpar.cli.output import outlast
     from jaxpar.job.run import train
 
-    outlast(Path(job.run.dir))
+    outlast(local_folder(job.run.dir))
     result = train(job, stream=sys.stdout)
     return result, STOPPED.get(result["stopped_by"], 0)

@@ -73,9 +73,10 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         )
     job = load(args.job, args.overrides, allow_import=args.allow_import)
 
+    from jaxpar.buckets import local_folder
     from jaxpar.cli.output import outlast
     from jaxpar.job.run import train
 
-    outlast(Path(job.run.dir))
+    outlast(local_folder(job.run.dir))
     result = train(job, at=args.at, stream=sys.stdout)
     return result, STOPPED.get(result["stopped_by"], 0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from jaxpar.buckets import local_folder
 from jaxpar.data import sources as data
 from jaxpar.data.spec import OURS, Source
 from jaxpar.data.streams.sets import EvaluationSet, open_set
@@ -21,7 +22,9 @@ def open_data(job: Job) -> Source:
         import_object(name, key, allowed=job.allow_import) if ":" in name else None
         for name, key in ((job.data.source, "data.source"), (job.data.evaluation, "data.evaluation"))
     )
-    return data.open_data(job.data, Path(job.run.dir or ".") / "data", seed=job.train.seed, named=named, held=held)
+    return data.open_data(
+        job.data, local_folder(job.run.dir or ".") / "data", seed=job.train.seed, named=named, held=held
+    )
 
 
 def with_own_tokenizer(job: Job, folder: Path) -> Job:
@@ -42,7 +45,7 @@ def open_sets(job: Job) -> dict[str, EvaluationSet]:
     Raises:
       JaxparError: If one cannot be read, or holds no example.
     """
-    folder, made = Path(job.run.dir or ".") / "data", {}
+    folder, made = local_folder(job.run.dir or ".") / "data", {}
     for name, table in job.data.sets.items():
         source, key = str(table.get("source", "")), f"data.sets.{name}.source"
         named = import_object(source, key, allowed=job.allow_import) if ":" in source else None

@@ -22,8 +22,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Checkpoints, Store
-from jaxpar.checkpoint.processes import is_first
+from jaxpar.checkpoint.processes import is_first, several
 from jaxpar.checkpoint.start_from import start
 from jaxpar.data.spec import Data, Source
 from jaxpar.data.streams.opening import open_own
@@ -94,11 +95,14 @@ def fit(
     """
     asked = {"steps": steps, "batch": batch, "show_every": show_every}
     saved, judged = agreed(step, asked, run, state, checkpoints, best, eval_every, faults)
-    folder = None if run is None else Path(run)
-    with _locked(folder):
+    folder = None if run is None else local_folder(run)
+    bucket = _bucket(run)
+    with _locked(folder), bucket.following() if bucket else nullcontext():
         source, held = _source(data, folder), as_sets(sets, (folder or Path("runs")) / "data", batch)
         check_evaluated(source, held, batch, eval_every, saved, judged)
         store, progress = _store(folder, saved, source, step=step, steps=steps, every=show_every)
+        if store and bucket:
+            store.committed = bucket.push
         state, at = _begin(step, store, state, saved, seed=seed, say=progress.say)
         log = _log(folder, at, loggers, step=step, source=source, say=progress.say)
         made = Run(
@@ -108,6 +112,23 @@ def fit(
             skipped=SkippedBatches(folder, fresh=not at) if folder else None,
         )  # fmt: skip
         return _train(made, progress, state, at)
+
+
+def _bucket(run: str | Path | None) -> Bucket | None:
+    """Returns the bucket of a run, if its folder is the address of one.
+
+    Raises:
+      JaxparError: If several processes would write it.
+    """
+    if run is None or not is_address(run):
+        return None
+    if several():
+        raise refuse(
+            f"run={str(run)!r:.200} with several processes",
+            rule="several processes write one folder, each its part",
+            fix="a bucket that is mounted on all hosts, and its folder",
+        )
+    return Bucket(run)
 
 
 @contextmanager
