@@ -82,7 +82,18 @@ def find(where: Path, step: int | None = None) -> Path:
     Raises:
       JaxparError: If there is none.
     """
-    if not (where / "checkpoints").is_dir() and ((where / manifest.NAME).exists() or is_older(where)):
+    try:
+        is_run = (where / "checkpoints").is_dir()
+        is_one = not is_run and ((where / manifest.NAME).exists() or is_older(where))
+        folder = shelf_of(where)
+        there = steps(folder)
+    except (OSError, ValueError) as error:  # too long, with a null byte, of another's
+        raise refuse(
+            f"{str(where)!r:.200}: {getattr(error, 'strerror', None) or error}",
+            rule="a checkpoint lies in a folder that can be read",
+            fix="the path of a run folder, such as runs/mine",
+        ) from error
+    if is_one:
         if step is not None and where.name != name_of(step):
             raise refuse(
                 f"{where} and step {step}",
@@ -90,14 +101,15 @@ def find(where: Path, step: int | None = None) -> Path:
                 fix="leave the step out",
             )
         return where
-    folder = shelf_of(where)
-    there = steps(folder)
     if not there or (step is not None and step not in there):
         shown = ", ".join(map(str, there[-8:]))
         raise refuse(
             f"no checkpoint {'' if step is None else f'of step {step} '}in {folder}",
             rule="a run folder holds checkpoints/000200 and the like",
-            fix=f"--step {there[-1]}; there are {shown}" if there else "train it first",
+            fix=f"--step {there[-1]}; there are {shown}"
+            if there
+            else f"the path of a run folder or a checkpoint that is there; or train it first: jaxpar train JOB "
+            f"run.dir={where}",
         )
     return folder / name_of(there[-1] if step is None else step)
 

@@ -22,7 +22,7 @@ import optax
 from jaxpar.buckets import opened
 from jaxpar.checkpoint import listing, paths, reading
 from jaxpar.checkpoint.differences import Difference, differences
-from jaxpar.checkpoint.manifest import Array
+from jaxpar.checkpoint.manifest import Array, Manifest
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.models.blocks.eight_bits import rounded
@@ -82,13 +82,8 @@ def start(
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
-    path = listing.find(opened(spec.start_from)).resolve()
-    found = reading.listed(path)
+    path, found, made, origin = _look(spec, state, adapters=adapters, constants=constants)
     saved, here = found.arrays, paths.described(state)
-    mine, theirs = ({p: a for p, a in _takable(of).items() if p not in constants} for of in (here, saved))
-    made = {} if any(begins(name, SCALES) for name in theirs) else {p: a for p, a in adapters.items() if a.wide}
-    origin = plan(spec, path, theirs, _in_floats(mine, made))
-    origin = dataclasses.replace(origin, judged=len(reading.judged(found).keys() & set(origin.taken.values())))
     leaves = paths.flat(state)
     for new in [new for new in origin.taken if new in made]:
         whole, scales = f"params/{new}", f"params/{SCALES}/{new}"
@@ -111,6 +106,42 @@ def start(
     # some chains keep a copy of the parameters that they begin with
     began = jax.jit(optimizer.init, out_shardings=placed)(begun.params)
     return dataclasses.replace(begun, optimizer=began), origin
+
+
+def check(
+    spec: Checkpoints,
+    state: State,
+    *,
+    adapters: Mapping[str, Adapter] = MappingProxyType({}),
+    constants: Collection[str] = (),
+) -> Origin:
+    """Returns where each parameter of a new run would come from; no array is read.
+
+    Args:
+      spec: As for `start`.
+      state: The new run's state, which may be abstract.
+      adapters: As for `start`.
+      constants: As for `start`.
+
+    Raises:
+      JaxparError: If there is no such checkpoint, a pattern matches nothing, or an array does not fit.
+    """
+    return _look(spec, state, adapters=adapters, constants=constants)[-1]
+
+
+def _look(
+    spec: Checkpoints, state: State, *, adapters: Mapping[str, Adapter], constants: Collection[str]
+) -> tuple[Path, Manifest, dict[str, Adapter], Origin]:
+    """Returns the checkpoint, its list, the adapters whose base is rounded to 8 bits, and the origin of each array."""
+    path = listing.find(opened(spec.start_from)).resolve()
+    found = reading.listed(path)
+    mine, theirs = (
+        {p: a for p, a in _takable(of).items() if p not in constants} for of in (paths.described(state), found.arrays)
+    )
+    made = {} if any(begins(name, SCALES) for name in theirs) else {p: a for p, a in adapters.items() if a.wide}
+    origin = plan(spec, path, theirs, _in_floats(mine, made))
+    judged = len(reading.judged(found).keys() & set(origin.taken.values()))
+    return path, found, made, dataclasses.replace(origin, judged=judged)
 
 
 def _in_floats(described: Mapping[str, Array], adapters: Mapping[str, Adapter]) -> dict[str, Array]:

@@ -1,5 +1,8 @@
 """`jaxpar check JOB`: every problem at once, before any compile, on any machine.
 
+The run folder is looked at too: whether it can be written, what `checkpoint.start_from` names, and whether a run that
+has begun may go on with this job. Left to `train` is what takes a step, a packed text or this job's devices.
+
 With `--explain` the step is compiled too, for the devices that the job simulates or names: whether they repeat each
 other's work is seen in no other way.
 """
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.data.look import lengths
     from jaxpar.job.check import check, devices_of
     from jaxpar.job.inspect import work
+    from jaxpar.job.parts.first_state import check_run
     from jaxpar.job.parts.models import resolve_loss, resolve_model
     from jaxpar.job.parts.names import vocabulary
     from jaxpar.job.parts.optimizers import note_optimizer
@@ -72,6 +76,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     if problems:
         raise JaxparError(*problems)
     layout = note_optimizer(job, compose(resolve_model(job, resolve_loss(job)), job.declared, devices_of(job)))
+    if problems := check_run(job, layout):
+        raise JaxparError(*problems)
     if layout.sizes["pipe"] > 1:
         logits = logits[-1:]  # the table's, of one microbatch; before it the model is traced whole
     else:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpar.buckets import check_address
+from jaxpar.checkpoint import listing
 from jaxpar.data import arrays
 from jaxpar.data.look import look
 from jaxpar.data.spec import check_path
@@ -136,12 +137,31 @@ def devices_of(job: Job) -> Simulated | int:
 
 def _check_origin(job: Job, exchange: Exchange) -> None:
     start = job.checkpoint.start_from
-    if start and exchange.differ and not is_folder(start):
+    if not start or is_folder(start):
+        return
+    if exchange.differ:
         raise refuse(
             f"checkpoint.start_from = {start!r} with exchange {exchange}",
             rule="a checkpoint of jaxpar's begins a run whose replicas are equal",
             fix=f"jaxpar checkpoint export {start} --format safetensors, and start_from that folder",
         )
+    if _has_begun(job):  # nothing is taken from it any more
+        return
+    try:
+        listing.find(Path(start))
+    except JaxparError as error:
+        raise refuse(
+            f"checkpoint.start_from = {start!r:.200}: {error.problems[0].got}",
+            rule="checkpoint.start_from is a run folder, a checkpoint, or Hugging Face's folder with a config.json",
+            fix=error.problems[0].fix,
+        ) from error
+
+
+def _has_begun(job: Job) -> bool:
+    try:
+        return bool(listing.steps(Path(job.run.dir) / "checkpoints"))
+    except (OSError, ValueError):  # no folder, which is said of run.dir
+        return False
 
 
 def _check_base(job: Job) -> None:

@@ -11,7 +11,6 @@ RUN/lock            who is at work in it         RUN/lineage.jsonl   who copied 
 """
 
 import io
-import json
 import math
 import os
 import sys
@@ -29,12 +28,13 @@ from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Store, start_from
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
-from jaxpar.errors import JaxparError, describe_exception, reading, refuse
+from jaxpar.errors import JaxparError, describe_exception, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.job import pretrained, sweep
 from jaxpar.job.build import Built, build
 from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.run_folder import check_folder, check_same_data
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.candidate import candidate_of
@@ -93,13 +93,13 @@ def train(job: Job, *, at: int | None = None, stream=None) -> dict[str, Any]:
         watchdog.agree("job", dumps(job) + "".join(f"{name} {version}\n" for name, version in versions().items()))
         store = Store(folder / "checkpoints", job.checkpoint, committed=bucket.push if bucket else None)
         if bucket is None:
-            _check_folder(job, folder, store)
+            check_folder(job, folder)
 
         with (
             Lock(folder, say) if watchdog.process == 0 else nullcontext(),
             bucket.following() if bucket else nullcontext(),
         ):
-            steps = _check_folder(job, folder, store)
+            steps = check_folder(job, folder)
             if at is not None:
                 steps = _go_back(store, steps, at, say if watchdog.process == 0 else None)
             changed = changes.changes(folder, job) if steps else []
@@ -305,37 +305,6 @@ def _loop(built: Built, store: Store, log: Log, progress: Progress, watchdog: Si
     )  # fmt: skip
 
 
-def _check_folder(job: Job, folder: Path, store: Store) -> list[int]:
-    """Returns the steps of the checkpoints to go on from, by the job's wish."""
-    try:
-        if file := next((path for path in (folder, store.folder) if path.exists() and not path.is_dir()), None):
-            raise refuse(
-                f"run.dir = {job.run.dir!r}: {file} is a file",
-                rule="each run has its own folder",
-                fix="run.dir = 'runs/mine'",
-            )
-        steps = store.steps()
-    except OSError as error:
-        raise refuse(
-            f"run.dir = {job.run.dir!r:.200}: {error.strerror}",
-            rule="each run has its own folder",
-            fix="run.dir = 'runs/mine'",
-        ) from error
-    if job.run.resume == "must" and not steps:
-        raise refuse(
-            f"run.resume = 'must', {folder} has no checkpoint",
-            rule="run.resume = 'must' needs a checkpoint in the run folder",
-            fix="run.resume = 'auto'",
-        )
-    if job.run.resume == "never" and steps:
-        raise refuse(
-            f"run.resume = 'never', {folder} has checkpoints up to step {steps[-1]}",
-            rule="run.resume = 'never' needs a run folder without checkpoints",
-            fix="another run.dir, or run.resume = 'auto'",
-        )
-    return steps
-
-
 def _go_back(store: Store, steps: list[int], at: int, say: Callable[[str], None] | None) -> list[int]:
     """Returns the steps up to one of them; the process that says so sets aside those after it."""
     if at not in steps:
@@ -351,20 +320,7 @@ def _go_back(store: Store, steps: list[int], at: int, say: Callable[[str], None]
 
 def _check_same_run(folder: Path, built: Built, steps: list[int]) -> list[changes.Change]:
     """Refuses to go on with other data than the run began with; returns what other devices change."""
-    file = folder / "run.json"
-    if not steps or not file.exists():
-        return []
-    with reading(
-        file, rule="run.json records the data that the run was trained on", fix=f"rm {file}, if the data is the same"
-    ):
-        recorded = json.loads(file.read_text())
-        before = recorded["data"]
-    if before != built.source.fingerprint:
-        raise refuse(
-            f"{folder} was trained on data {before}, the job's data is {built.source.fingerprint}",
-            rule="a run goes on with the data it began with",
-            fix="another run.dir, or the data it began with",
-        )
+    recorded = check_same_data(folder, built.source.fingerprint) if steps else {}
     was, now = recorded.get("schedule"), _schedule(built)
     unnamed = built.job.parallel.pipeline.schedule == UNNAMED
     return [changes.Change(SCHEDULE, was, now)] if unnamed and was and now and was != now else []

@@ -50,12 +50,15 @@ def changes(folder: Path, job: Job) -> list[Change]:
     file = folder / "job.toml"
     if not file.exists():
         return []
-    with reading(
-        file,
-        rule="job.toml in the run folder is the job that the run was trained with",
-        fix=f"rm {file}, if the job is the same",
-    ):
-        was = _keys(loads(file.read_text(encoding="utf-8")))
+    rule = "job.toml in the run folder is the job that the run was trained with"
+    fix = f"rm {file}, if the job is the same"
+    with reading(file, rule=rule, fix=fix):
+        text = file.read_text(encoding="utf-8")
+    try:
+        was = _keys(loads(text))
+    except JaxparError as error:
+        wrong = [Problem(f"{file} is damaged: {each.got}", rule, fix) for each in error.problems]
+        raise JaxparError(*wrong) from error
     now = _keys(job)
     return [
         Change(key, was.get(key, MISSING), now.get(key, MISSING))
