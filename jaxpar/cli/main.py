@@ -22,6 +22,7 @@ from jaxpar.cli import (
     sample,
     schedule,
 )
+from jaxpar.cli.output import open_closed
 from jaxpar.cli.training import launch, report, sweep, train
 from jaxpar.errors import STOPPED, JaxparError, nearest, refuse
 from jaxpar.launch.lifeline import follow
@@ -40,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
     A run that a signal stopped ends with 128 and the number of the signal.
     """
+    open_closed()
     if "JAXPAR_PROCESS" in os.environ:
         sys.excepthook = _crash
         follow()

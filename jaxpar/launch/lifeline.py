@@ -6,6 +6,7 @@
 Without it the processes of a dead supervisor would wait for ever, and hold their GPUs.
 """
 
+import fcntl
 import os
 import threading
 from collections.abc import Iterator
@@ -20,12 +21,24 @@ VARIABLE = "JAXPAR_LIFELINE"  # the number of the reading end, and of the proces
 @contextmanager
 def lifeline() -> Iterator[int]:
     """Holds a writing end, as the supervisor; gives the reading end, for processes to inherit."""
-    reading, writing = os.pipe()
+    reading, writing = _above_streams(os.pipe())
     try:
         yield reading
     finally:
         os.close(reading)
         os.close(writing)
+
+
+def _above_streams(ends: tuple[int, int]) -> tuple[int, int]:
+    """Returns both ends under numbers above 2, which the streams of the processes take.
+
+    Where this process has a closed stdin, a pipe gets number 0: a process that inherits it as its lifeline would find
+    its own stdin there, whose end means that the supervisor is gone.
+    """
+    reading, writing = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 3) for end in ends)
+    for end in ends:
+        os.close(end)
+    return reading, writing
 
 
 def follow() -> None:

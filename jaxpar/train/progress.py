@@ -1,5 +1,6 @@
 """One live line on a terminal; a plain line per interval where the output is no terminal."""
 
+import io
 import json
 import re
 import sys
@@ -42,7 +43,7 @@ class Progress:
     ):
         self.total, self.every, self.unit, self.flops, self.peak = total, every, unit, flops, peak
         self.batch = batch
-        self.stream = stream or sys.stdout
+        self.stream = stream or sys.stdout or io.StringIO()  # a daemon's Python may have no stdout
         self._events, self._last = events, 0
         self._live: Any = None
         self._eval = ""
