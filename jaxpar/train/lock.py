@@ -4,27 +4,33 @@
 
 A lock names its holder, and counts as long as the holder lives. On the same machine the process is looked up. On
 another one its heartbeats count, by the clock of the file system that both share: the lock is watched until it
-is touched again, or has not been for `STALE` seconds.
+is touched again, or has not been for `STALE` seconds. It is a plain file: a link may lead to the lock of another
+run, or nowhere.
 """
 
 import json
 import os
 import socket
+import stat
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from jaxpar.errors import JaxparError, Problem, refuse
+import pydantic
+
+from jaxpar.errors import JaxparError, Problem, plain, refuse
 from jaxpar.files import make_folder
 from jaxpar.leaving import leave
 from jaxpar.units import show_seconds
 
 BEAT = 5.0  # seconds between two heartbeats
 STALE = 6 * BEAT  # seconds without one, after which a process on another machine is taken for dead
+MOST = 1 << 16  # bytes of a lock: a few names and numbers
 RULE, FIX = "one run at a time writes into a run folder", "let one of both go on"
 
 
@@ -38,6 +44,8 @@ class Holder:
       machine: An id that differs between machines and containers of one host name; "" where there is none.
       started: Start time of the process on its machine: another process may have its pid by now.
     """
+
+    __pydantic_config__ = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -62,6 +70,13 @@ class Holder:
         return bool(self.started) and _started(self.pid) == self.started
 
 
+_HOLDER = pydantic.TypeAdapter(Holder)
+_KINDS = {
+    stat.S_IFLNK: "a link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+}  # fmt: skip
+
+
 class Lock:
     """The lock of a run folder, held within a `with`.
 
@@ -70,7 +85,7 @@ class Lock:
       say: Prints a line for the user: that a stale lock is broken.
 
     Raises:
-      JaxparError: On entry, if another run holds it.
+      JaxparError: On entry, if another run holds it, RUN/lock is no plain file, or it cannot be written.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
@@ -113,9 +128,13 @@ class Lock:
     def _break(self) -> None:
         """Takes a stale lock out of the way, or refuses."""
         try:
-            held, touched = read(self.path), self.path.stat().st_mtime
+            status = self.path.lstat()
         except FileNotFoundError:  # let go of meanwhile
             return
+        if not stat.S_ISREG(status.st_mode):
+            got = f"{self.path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}"
+            raise refuse(got, rule="the lock of a run folder is a plain file", fix=f"mv {self.path} elsewhere")
+        held, touched = read(self.path), status.st_mtime
         if held is not None and held.is_here:
             if held.lives:
                 raise self._refused(held)
@@ -130,7 +149,7 @@ class Lock:
             while time.monotonic() < end:
                 time.sleep(min(0.2, STALE / 20))
                 try:
-                    if self.path.stat().st_mtime != touched:
+                    if self.path.lstat().st_mtime != touched:
                         raise self._refused(read(self.path) or held)
                 except FileNotFoundError:
                     return
@@ -140,6 +159,8 @@ class Lock:
             self.path.replace(aside)
         except FileNotFoundError:  # another one was quicker
             return
+        except OSError as error:  # of another user, in a folder that is his
+            raise refuse(f"{self.path}: {error.strerror}", rule=RULE, fix="another run.dir") from error
         if (found := read(aside)) != held:  # it had broken it, and this is its own
             aside.replace(self.path)
             raise self._refused(found)
@@ -152,8 +173,11 @@ class Lock:
         try:
             probe.touch()
             return probe.stat().st_mtime
+        except OSError as error:  # the lock is there, and the folder can be read only
+            raise refuse(f"{self.folder}: {error.strerror}", rule=RULE, fix="another run.dir") from error
         finally:
-            probe.unlink(missing_ok=True)
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)
 
     def _beside(self) -> Path:
         return self.path.with_name(f"lock.{uuid.uuid4().hex}")
@@ -179,13 +203,16 @@ class Lock:
 def read(path: Path) -> Holder | None:
     """Returns the holder of a lock, or None if the file does not name one."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # gone, being written, or by another version
+        with path.open("rb") as file:
+            text = file.read(MOST)
+        holder = _HOLDER.validate_json(text)
+        return holder if json.loads(text).keys() == asdict(holder).keys() else None  # what is left out is not ours
+    except (OSError, ValueError):  # gone, being written, of another version, or not jaxpar's
         return None
 
 
 def _name(holder: Holder | None) -> str:
-    return holder.name if holder else "a process that did not say its name"
+    return plain(holder.name) if holder else "a process that did not say its name"
 
 
 def _machine() -> str:
