@@ -29,6 +29,16 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in named if path.name == name_of(int(path.name)))
 
 
+def newest(folder: Path) -> int | None:
+    """Returns the newest step whose MANIFEST is whole and of that step; its arrays are not looked at."""
+    for step in reversed(steps(folder)):
+        try:
+            return manifest.read(folder / name_of(step)).step
+        except JaxparError:  # what is wrong is said by whoever restores
+            continue
+    return None
+
+
 def left_over(folder: Path) -> Iterator[Path]:
     """Yields the remains of a killed run: half-written checkpoints, and half-deleted ones."""
     if folder.is_dir():

@@ -14,6 +14,7 @@ its folder.
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -148,7 +149,8 @@ def read(folder: Path) -> Manifest:
     """Returns the list of a checkpoint; its files are not looked at.
 
     Raises:
-      JaxparError: If there is none, it is altered, or a path in it leads out of the checkpoint.
+      JaxparError: If there is none, it is altered, it is of another step than its folder is called after, or a path in
+        it leads out of the checkpoint.
     """
     rule = "a checkpoint has the MANIFEST that was written with it, unaltered"
     path = folder / NAME
@@ -172,6 +174,12 @@ def read(folder: Path) -> Manifest:
         raise refuse(
             f"{path}: written at {made.written}", rule="a MANIFEST lists the arrays and blocks of a checkpoint", fix=fix
         )
+    # a copy or a rename of a folder does not make a checkpoint one of another step
+    if made.step < 0 or (re.fullmatch("[0-9]{6,}", folder.name) and int(folder.name) != made.step):
+        raise refuse(
+            f"{path} is of step {made.step}", rule="the folder of a checkpoint is called after its step",
+            fix=f"mv {folder} {folder.parent / f'{made.step:06d}'}, unless that is there" if made.step >= 0 else fix,
+        )  # fmt: skip
     if made.format not in (FORMAT, OLDER):
         raise refuse(
             f"{path} has format {made.format}",

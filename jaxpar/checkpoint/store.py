@@ -169,6 +169,8 @@ class Store:
             try:
                 made = reading.listed(path)
                 arrays = replicas.read(path, made, like, how=self.spec.replicas, run=str(_run_of(path)))
+                if (counted := _step_of(arrays)) not in (None, each):
+                    raise reading.Damaged(path, [f"its state is of step {counted}"])
             except reading.Damaged as found:
                 damaged[each] = found.wrong
                 continue
@@ -213,7 +215,7 @@ class Store:
             made.append(
                 Problem(
                     f"checkpoint {self.path(step)} is damaged: {_few(wrong)}",
-                    "every byte has the hash that the MANIFEST lists",
+                    "every byte has the hash that the MANIFEST lists, and the folder the name of its step",
                     f"another step ({others})" if others else "train anew, in another run.dir",
                 )
             )
@@ -288,6 +290,12 @@ def _few(wrong: list[str]) -> str:
 
 def _code(error: BaseException) -> int | None:
     return error.errno if isinstance(error, OSError) else None
+
+
+def _step_of(arrays: Mapping[str, Any]) -> int | None:
+    """Returns the number of updates that a state counts; None where it counts none."""
+    counted = arrays.get("step")
+    return None if counted is None or counted.shape else int(counted)
 
 
 def _run_of(path: Path) -> Path:

@@ -41,7 +41,7 @@ def add(verbs) -> None:
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Starts the processes and waits for them."""
     from jaxpar.buckets import local_folder
-    from jaxpar.checkpoint import Checkpoints, Store
+    from jaxpar.checkpoint import listing
     from jaxpar.cli.output import outlast
     from jaxpar.job.file.parse import load
     from jaxpar.job.shrink import fewer
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     )  # fmt: skip
 
     def progress() -> int:
-        steps = Store(folder / "checkpoints", Checkpoints()).steps()
-        return steps[-1] if steps else -1
+        step = listing.newest(folder / "checkpoints")
+        return -1 if step is None else step
 
     result = supervise(
         launch, progress=progress, say=lambda line: print(f"launch: {line}", file=sys.stderr, flush=True)
