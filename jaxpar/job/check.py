@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxpar.buckets import check_address
+from jaxpar.buckets import check_address, is_address, local_folder
 from jaxpar.checkpoint import listing
 from jaxpar.data import arrays
 from jaxpar.data.look import look
@@ -145,7 +145,7 @@ def _check_origin(job: Job, exchange: Exchange) -> None:
             rule="a checkpoint of jaxpar's begins a run whose replicas are equal",
             fix=f"jaxpar checkpoint export {start} --format safetensors, and start_from that folder",
         )
-    if _has_begun(job):  # nothing is taken from it any more
+    if _has_begun(job) or is_address(start):  # nothing is taken from it any more; or a bucket is read at the start
         return
     try:
         listing.find(Path(start))
@@ -159,7 +159,7 @@ def _check_origin(job: Job, exchange: Exchange) -> None:
 
 def _has_begun(job: Job) -> bool:
     try:
-        return bool(listing.steps(Path(job.run.dir) / "checkpoints"))
+        return bool(listing.steps(local_folder(job.run.dir) / "checkpoints"))
     except (OSError, ValueError):  # no folder, which is said of run.dir
         return False
 
