@@ -1,6 +1,5 @@
 """A decoder of Hugging Face begins a run, and a run's decoder is written as one."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,13 @@ from jaxpar.data.tokens import KEPT as KEPT_TOKENIZER
 from jaxpar.files import write_json
 from jaxpar.job.build import Built
 from jaxpar.job.file.parse import load
+from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import with_own_tokenizer
+from jaxpar.job.parts.end_tokens import data_ends, end_tokens
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.start import check_start, decoder_of
 from jaxpar.models.huggingface.export import export
-from jaxpar.models.huggingface.folder import ALONG, CONFIG, is_folder, take_along
+from jaxpar.models.huggingface.folder import ALONG, CONFIG, EOS, GENERATION, end_ids, is_folder, read_config, take_along
 from jaxpar.parallel.compose import as_blueprint
 from jaxpar.sharding.adapters import merged
 from jaxpar.sharding.names import by_path
@@ -46,11 +47,19 @@ def begin(built: Built) -> tuple[State, str]:
     return made, f"{origin}, a {found.kind} of Hugging Face's"
 
 
-def _with_tokenizer(source: Path, to: Path) -> list[Path]:
-    """Writes the tokenizer of a run that began with no folder, and the ids by which a text begins and ends."""
-    kept = saved(source)
-    ids = {f"{key}_id": found for key in ("bos_token", "eos_token") if (found := kept.id_of(key)) is not None}
-    write_json(to / CONFIG, json.loads((to / CONFIG).read_text()) | ids)
+def _write_ends(job: Job, run: Path, to: Path) -> None:
+    """Writes the tokens that end a text of the run, which programs that generate stop at, into what was exported."""
+    ends = [each for each in end_tokens(job, run, run / KEPT) if each < decoder_of(job).vocab]
+    if not set(data_ends(job, run)) <= set(end_ids(to)):
+        for file in (to / CONFIG, to / GENERATION):
+            if file.is_file():
+                write_json(file, read_config(file) | {EOS: ends if ends[1:] else ends[0]})
+
+
+def _write_tokenizer(source: Path, to: Path) -> list[Path]:
+    """Writes the tokenizer of a run that began with no folder, and the token that begins a text."""
+    if (begin := saved(source).id_of("bos_token")) is not None:
+        write_json(to / CONFIG, read_config(to / CONFIG) | {"bos_token_id": begin})
     return take_along(source, to)
 
 
@@ -58,7 +67,8 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     """Writes the decoder of a checkpoint, as the run evaluates it, as a folder of Hugging Face's, its adapters merged.
 
     What the run's own folder of Hugging Face's has besides, tokenizer, special ids and generation config, is written
-    too; of a run that began with none, the tokenizer that it was trained with.
+    too; of a run that began with none, the tokenizer that it was trained with. As ends of a text it has those of the
+    run's own documents and answers.
 
     Raises:
       JaxparError: If it is damaged, belongs to no run of a decoder, or Hugging Face has no such model.
@@ -79,5 +89,7 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
         params = by_path(merged(as_blueprint(resolve_model(job, resolve_loss(job))), params))
     files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)
     if not is_folder(run / KEPT) and job.data.tokenizer not in OURS:
-        files += _with_tokenizer(run / "data" / KEPT_TOKENIZER, to)
+        files += _write_tokenizer(run / "data" / KEPT_TOKENIZER, to)
+    if job.data.is_text:
+        _write_ends(job, run, to)
     return {"from": str(path), "to": str(to), "bytes": sum(file.stat().st_size for file in files)}

@@ -20,11 +20,11 @@ from jaxpar.files import write_text
 from jaxpar.job.file.parse import load, loads
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import with_own_tokenizer
+from jaxpar.job.parts.end_tokens import end_tokens
 from jaxpar.job.parts.models import resolve_loss, resolve_model
 from jaxpar.job.parts.optimizers import resolve_optimizer
 from jaxpar.job.pretrained import KEPT
 from jaxpar.mesh.devices import is_simulated, simulate, visible
-from jaxpar.models.huggingface.folder import end_ids
 from jaxpar.parallel.compose import compose
 from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
@@ -162,7 +162,7 @@ def speaker(folder: str | Path, asked: Asked, *, allow_import: bool = False) -> 
         layout, params, model_state, window=job.data.seq, known=text.size, cached=asked.cached
     )  # what is above is no token of the text
     own = "" if job.data.tokenizer in OURS else job.data.tokenizer
-    return Speaker(text=text, generator=made, ends=end_ids(folder / KEPT), tokenizer=own)
+    return Speaker(text=text, generator=made, ends=end_tokens(job, folder, folder / KEPT), tokenizer=own)
 
 
 def read_prompts(file: Path) -> list[str]:

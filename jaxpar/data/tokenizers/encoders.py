@@ -113,7 +113,7 @@ class HuggingFace:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def end_of(saved: Saved, end: str) -> int | None:
+def end_of(saved: Saved, end: str) -> int:
     """Returns the id of the token that ends a document.
 
     Raises:
