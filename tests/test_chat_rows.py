@@ -209,7 +209,12 @@ def test_conversations_longer_than_a_row_are_counted(folder, tmp_path):
     spec = Data(source="jsonl", path=str(path), messages="messages", tokenizer=str(folder(PLAIN)), seq=128)
     assert lengths(spec).startswith("2 of 17 conversations at the beginning are longer than data.seq = 128")
     assert jp.open_data(spec).notes[0].startswith("2 of 17 conversations are longer than data.seq = 128")
-    assert lengths(Data(**{**vars(spec), "seq": 2048})) == ""
+    assert lengths(Data(**{**vars(spec), "seq": 600})) == ""
+    short = Data(**{**vars(spec), "seq": 8192})
+    longest = len(jp.open_data(short).batch(0, 16)["mask"].any(0).nonzero()[0])
+    assert "tokens: data.seq = 512 fills up less of each row" in lengths(short)
+    assert jp.open_data(short).notes[0].startswith("the longest of 17 conversations has 511 tokens")
+    assert longest <= 511
 
 
 @pytest.mark.parametrize("kind", WRITERS)

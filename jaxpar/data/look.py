@@ -3,7 +3,9 @@
 from importlib.util import find_spec
 from itertools import islice
 
-from jaxpar.data.rows.documents import longer_note
+import numpy as np
+
+from jaxpar.data.rows.documents import length_note
 from jaxpar.data.spec import OURS, Data
 from jaxpar.data.text import check_length, text_files
 from jaxpar.data.tokenizers.encode import corpus_of
@@ -15,7 +17,7 @@ ROWS = 1000  # of a file, whose lengths are looked at
 
 
 def lengths(spec: Data) -> str:
-    """Returns in words how many of the first conversations are longer than a row; "" where none is, or none are read.
+    """Returns in words how the first conversations fit a row; "" where they do, or none are read.
 
     Raises:
       JaxparError: If a row is none, or a package is missing that reads it.
@@ -25,8 +27,7 @@ def lengths(spec: Data) -> str:
     corpus = corpus_of(spec, text_files(spec)[:1])
     pieces = list(islice(corpus.pieces(), ROWS))
     counts = [len(each) for each in HuggingFace(saved(spec.tokenizer), spec.end).encode(pieces)]
-    longer = sum(count > spec.seq for count in counts)
-    return longer_note(longer, len(counts), "conversations at the beginning", spec.seq) if longer else ""
+    return length_note(np.array(counts, np.int64), "conversations at the beginning", spec)
 
 
 def look(spec: Data) -> None:

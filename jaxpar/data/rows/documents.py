@@ -17,13 +17,14 @@ from itertools import chain
 
 import numpy as np
 
-from jaxpar.data.spec import Batch
+from jaxpar.data.spec import Batch, Data
 from jaxpar.data.text import Tokens
 from jaxpar.data.tokenizers import marks
 from jaxpar.data.tokenizers.encoders import END
 from jaxpar.errors import refuse
 
 BLOCK = 2**21  # tokens that are looked at at once
+ROUND = 64  # a data.seq that is suggested is a multiple of it
 FILLED = 0  # what fills a row up: a token that nothing looks at
 
 
@@ -34,11 +35,9 @@ class Documents(Tokens):
         self.bounds = plan(self._documents(), len(self.tokens), self.spec.seq, apart=self.spec.documents == "apart")
         self.kept = self._learning()
         starts = np.concatenate([[0], *self._documents()])
-        longer = int((np.diff(np.append(starts, len(self.tokens))) > self.spec.seq).sum())
         what = "conversations" if self.spec.messages else "documents"
-        if longer:
-            note = longer_note(longer, len(starts), what, self.spec.seq)
-            self.notes = (note,)
+        note = length_note(np.diff(np.append(starts, len(self.tokens))), what, self.spec)
+        self.notes = (note,) if note else ()
         return len(self.kept)
 
     def where(self, step: int, size: int, row: int) -> str:
@@ -105,12 +104,24 @@ class Documents(Tokens):
         return tokens.astype(np.int32), first, np.ones(len(tokens), bool)
 
 
-def longer_note(longer: int, count: int, what: str, seq: int) -> str:
-    """Returns in words how many documents have more tokens than a row."""
-    return (
-        f"{longer:,} of {count:,} {what} are longer than data.seq = {seq}: each is cut into rows, of which all but the "
-        "first begin in its midst"
-    )
+def length_note(lengths: np.ndarray, what: str, spec: Data) -> str:
+    """Returns in words how many documents do not fit a row, or that all are much shorter; "" otherwise.
+
+    Args:
+      lengths: Tokens of each document.
+      what: The word for documents.
+      spec: The `[data]` table.
+    """
+    longest, count = int(lengths.max(initial=0)), len(lengths)
+    if longer := int((lengths > spec.seq).sum()):
+        return (
+            f"{longer:,} of {count:,} {what} are longer than data.seq = {spec.seq}: each is cut into rows, of which "
+            "all but the first begin in its midst"
+        )
+    enough = -(-longest // ROUND) * ROUND
+    if spec.documents == "alone" and 2 * enough <= spec.seq:
+        return f"the longest of {count:,} {what} has {longest} tokens: data.seq = {enough} fills up less of each row"
+    return ""
 
 
 def plan(ends: Iterator[np.ndarray], total: int, seq: int, *, apart: bool) -> np.ndarray:
