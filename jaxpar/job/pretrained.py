@@ -12,8 +12,8 @@ from jaxpar.data.tokenizers.saved import saved
 from jaxpar.data.tokens import KEPT as KEPT_TOKENIZER
 from jaxpar.files import write_json
 from jaxpar.job.build import Built
-from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
+from jaxpar.job.file.trained_job import job_of
 from jaxpar.job.parts.batches import with_own_tokenizer
 from jaxpar.job.parts.end_tokens import data_ends, end_tokens
 from jaxpar.job.parts.models import resolve_loss, resolve_model
@@ -76,7 +76,7 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     path = listing.find(where, step).resolve()
     found = reading.listed(path)
     run = path.parent.parent
-    job = with_own_tokenizer(load(run / "job.toml"), run)
+    job = with_own_tokenizer(job_of(run), run)
     settings = decoder_of(job)
     alone = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     wanted = {

@@ -36,6 +36,7 @@ from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.run_folder import check_folder, check_same_data
 from jaxpar.job.file.schema import Job
+from jaxpar.job.file.trained_job import lost_files
 from jaxpar.job.parts.batches import abstract_batch
 from jaxpar.job.parts.candidate import candidate_of
 from jaxpar.job.parts.loggers import resolve_loggers
@@ -174,6 +175,7 @@ def _train(
         watchdog.at(0, "restoring" if steps else "starting")
         start, at = store.restore(built.step.abstract()) if steps else (_begin(built, progress), 0)
         changes.check(changed, job, at)  # after arrays that do not fit, which no word mends
+        lost = lost_files(folder) if steps else []
         if first:  # one writer
             changes.keep(folder, job)
             write_json(folder / "run.json", record(built))
@@ -185,6 +187,8 @@ def _train(
         about += getattr(built.source, "notes", ())
         about.append(f"{describe(devices)}, {folder}")
         progress.say("\n".join(about) + (f", on from step {at}" if at else ""))
+        for each in lost:
+            progress.say(each)
         for change in changed:
             progress.say(f"changed since step {at}: {change}")
         if at >= job.train.steps:

@@ -62,6 +62,7 @@ class Log:
       skipped: How many of all its steps were skipped.
       measured: The last row in which the noise of gradients was, or none.
       evaluated: The rows of all evaluations.
+      missing: The first step up to the start that has no row, and how many have none; or None.
     """
 
     def __init__(
@@ -77,6 +78,13 @@ class Log:
         self.path, self._spec, self._writes, self._loggers = folder / "metrics.jsonl", spec, writes, loggers
         self._say, self._failures = say, [0] * len(loggers)
         self._open(start)
+        if writes and self.missing:
+            first, count = self.missing
+            say(
+                f"{self.path} has no row of {count} of the {start} steps before, the first of them step {first}: "
+                "train.patience and checkpoint.keep_best forget their evaluations, faults.spike their losses, and "
+                "steps of them that were skipped are not counted"
+            )
 
     def rewind(self, step: int) -> None:
         """Removes the rows after a step; loggers stay open, and are given the steps after it again."""
@@ -91,6 +99,9 @@ class Log:
         self.skipped = sum(bool(row.get("skipped")) for _, row in rows)
         self.measured = next((row for _, row in reversed(rows) if "noise_trace" in row), {})
         self.evaluated = [row for _, row in rows if is_evaluated(row)]
+        there = {row["step"] for _, row in rows}
+        first = next((step for step in range(1, start + 1) if step not in there), None)
+        self.missing = None if first is None else (first, sum(step not in there for step in range(1, start + 1)))
         self._file: Any = None
         self._board: Any = None
         self._rows: list[str] = []  # that are not written yet: while the disk is full

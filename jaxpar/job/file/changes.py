@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpar.errors import JaxparError, Problem, nearest, reading
+from jaxpar.errors import JaxparError, Problem, nearest
 from jaxpar.files import write_text
 from jaxpar.job.file.dump import dumps, shown
-from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job
+from jaxpar.job.file.trained_job import NAME, job_of
 
 UNSAID = ("run.", "metrics.")
 # how it is read changes nothing, and the data itself is compared by its fingerprint
@@ -47,18 +47,9 @@ def changes(folder: Path, job: Job) -> list[Change]:
     Raises:
       JaxparError: If RUN/job.toml cannot be read.
     """
-    file = folder / "job.toml"
-    if not file.exists():
+    if not (folder / NAME).exists():
         return []
-    rule = "job.toml in the run folder is the job that the run was trained with"
-    fix = f"rm {file}, if the job is the same"
-    with reading(file, rule=rule, fix=fix):
-        text = file.read_text(encoding="utf-8")
-    try:
-        was = _keys(loads(text))
-    except JaxparError as error:
-        wrong = [Problem(f"{file} is damaged: {each.got}", rule, fix) for each in error.problems]
-        raise JaxparError(*wrong) from error
+    was = _keys(job_of(folder))
     now = _keys(job)
     return [
         Change(key, was.get(key, MISSING), now.get(key, MISSING))

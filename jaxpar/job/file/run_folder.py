@@ -12,6 +12,7 @@ from typing import Any
 from jaxpar.checkpoint import listing
 from jaxpar.errors import reading, refuse
 from jaxpar.job.file.schema import Job
+from jaxpar.job.file.trained_job import check_foreign
 
 FOLDERS = ("checkpoints", "data", "tensorboard", "huggingface", "processes")
 FILES = ("job.toml", "run.json", "metrics.jsonl", "events.jsonl", "lock", "output.log", "lineage.jsonl")
@@ -37,6 +38,8 @@ def check_folder(job: Job, folder: Path) -> list[int]:
         raise refuse(f"{where}: {wrong[0]} is {kind}", rule=RULE, fix=FIX)
     if occupied:
         raise refuse(f"{where}: {occupied[0]} is a folder", rule=f"a run writes the file {occupied[0].name}", fix=FIX)
+    if not steps:
+        check_foreign(folder)
     if job.run.resume == "must" and not steps:
         raise refuse(
             f"run.resume = 'must', {folder} has no checkpoint",

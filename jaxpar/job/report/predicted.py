@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import JaxparError
-from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
+from jaxpar.job.file.trained_job import job_of
 from jaxpar.job.parts.plan_model import needs_jax
 from jaxpar.job.plan import question
 from jaxpar.mesh.chips import find_chip
@@ -28,7 +28,7 @@ def predicted(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
     if chip is None or chip.key not in HARDWARE or not count.isdigit():
         return {"why": "simulated devices" if "cpu" in kind else f"no constants of {kind or 'the devices'} are known"}
     try:
-        job = load(folder / "job.toml")
+        job = job_of(folder)
         return _of(job, int(count), chip.key, dict(facts.get("candidate") or {}))
     except JaxparError as error:
         return {"why": error.problems[0].got}
