@@ -195,9 +195,18 @@ class Lock:
                     leave(1, f"error: {Problem(f'{self.folder} was taken over by {_name(found)}', RULE, FIX)}")
                 os.utime(self.path)
             except OSError as error:
+                if isinstance(error, FileNotFoundError) and self._take_again():
+                    continue
                 if not (told or self._closed.is_set()):
                     self.say(f"{self.path}: {error.strerror}; another run may begin to write there")
                 told = True
+
+    def _take_again(self) -> bool:
+        """Takes the lock anew, in a run folder that was deleted and is made again; whether it is held."""
+        try:
+            return self.folder.is_dir() and self._take()
+        except JaxparError:
+            return False
 
 
 def read(path: Path) -> Holder | None:

@@ -4,8 +4,10 @@ import dataclasses
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -108,24 +110,49 @@ class Files:
     def __init__(self, folder: Path):
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._device = folder.stat().st_dev
 
     def read(self, process: int) -> Heartbeat | None:
         """Returns the last heartbeat of a process, or None if it has written none yet."""
         return read(self.folder, process)
 
     def write(self, beat: Heartbeat) -> None:
-        """Writes the heartbeat of a process."""
-        write(self.folder, beat)
+        """Writes the heartbeat of a process; in a folder made anew, if somebody has deleted it."""
+        try:
+            write(self.folder, beat)
+        except FileNotFoundError:
+            self._make_anew()
+            write(self.folder, beat)
 
     def state(self, process: int, text: str) -> None:
         """Writes the text of a fact, which is read only if its hash differs; on a full disk it is left out."""
         file = self.folder / f"{process}.fact.txt"
         try:
             file.write_text(text, encoding="utf-8")
+        except FileNotFoundError:
+            self._make_anew()
+            file.write_text(text, encoding="utf-8")
         except OSError as error:
             if error.errno not in FULL:
                 raise
             file.unlink(missing_ok=True)  # the hash is compared all the same: a text that is old would mislead
+
+    def _make_anew(self) -> None:
+        """Makes a folder that was deleted again; the caller handles the error of one that is gone with its file system.
+
+        A run folder is deleted by mistake, and its state is worth more than before: it is the only one that is left.
+        So the run goes on, and its processes watch each other as they did.
+        """
+        there = next(path for path in self.folder.absolute().parents if path.exists())
+        if there.stat().st_dev != self._device:  # not mounted any more: what is made below would be on another disk
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError, ValueError):  # a stream that is closed must not end the watchdog
+            print(
+                f"warning: {self.folder} was deleted, and is made anew: training goes on, and saves there when it is "
+                "due; if all of the run folder was deleted, its checkpoints and metrics are lost",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
 
     def stated(self, process: int) -> str:
         """Returns the text of the last fact that a process stated; "" where it does not show in the folder yet."""

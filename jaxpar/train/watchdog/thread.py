@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -203,6 +203,7 @@ class WatchdogThread(SingleProcess):
         return min(every, max(tree.shortest(self.count), every / 10, waited / 50))
 
     def _watch(self) -> None:
+        away = Away(self.folder)
         while True:
             self._asked.wait(self._pause())
             self._asked.clear()
@@ -211,9 +212,10 @@ class WatchdogThread(SingleProcess):
             try:
                 problem = self._watchdog.turn()
             except OSError as error:  # a file server that is away for a moment must not end the run
-                print(f"warning: {self.folder}: {error.strerror}", file=sys.stderr, flush=True)
+                away.note(error)
                 time.sleep(self._watchdog.interval)
                 continue
+            away.end()
             if problem and not self._closed.is_set():
                 # with many processes turns are rare: the others should have found the same before this one is gone,
                 # else they would name this one
@@ -222,6 +224,40 @@ class WatchdogThread(SingleProcess):
                 self._end(problem)
             with self._turned:
                 self._turned.notify_all()
+
+
+class Away:
+    """Says that a folder cannot be written: at once, whenever that has lasted twice as long, and at its end.
+
+    Args:
+      folder: The folder.
+      clock: Returns seconds.
+    """
+
+    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic):
+        self._folder, self._clock = folder, clock
+        self._since: float | None = None
+        self._next = 0.0  # seconds of absence at which it is said again
+
+    def note(self, error: OSError) -> None:
+        """Notes a write that failed."""
+        now = self._clock()
+        if self._since is None:
+            self._since, self._next = now, 1.0
+            self._say(f"{error.strerror}; no process of the run is watched until it can be written")
+        elif now - self._since >= self._next:
+            self._next = 2 * (now - self._since)
+            self._say(f"{error.strerror}, for {now - self._since:.0f} s")
+
+    def end(self) -> None:
+        """Notes a write that did not fail."""
+        if self._since is not None:
+            self._say(f"can be written again, after {self._clock() - self._since:.0f} s")
+            self._since = None
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # a stream that is closed must not end the thread
+            print(f"warning: {self._folder}: {text}", file=sys.stderr, flush=True)
 
 
 def report(run: Path, process: int, pid: int, how: str) -> None:

@@ -171,4 +171,8 @@ class Watchdog:
                 below=self._beat.below if below is None else below if self._children else None,
             )
         # outside of the lock: a slow file system must not hold up the training, which takes it in every step
-        self.files.write(beat)
+        try:
+            self.files.write(beat)
+        except OSError:  # of a file server that is away nobody is heard, and the first that is back would blame others
+            self._heard.clear()
+            raise
