@@ -1,5 +1,6 @@
 """A job walks through the rooms: devices, mesh, layout, state, step, source."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -113,6 +114,25 @@ def rates(spec: chain.Optimizer, steps: int, *, own: chain.Own = chain.NONE) -> 
         return np.broadcast_to(found, (BLOCK,))
 
     return lambda index: float(block(index // BLOCK)[index % BLOCK])
+
+
+def rate_jump(built: Built, row: dict[str, Any], at: int) -> str:
+    """Returns a line about a learning rate that jumps where a run goes on, "" where it goes on as it was.
+
+    Args:
+      built: The job as it is now: a finished run that gets more steps has another schedule than before.
+      row: The row of metrics of the last step that was made.
+      at: The number of that step.
+    """
+    was, steps = row.get("learning_rate"), built.job.train.steps
+    if was is None or built.learning_rate is None or row["step"] != at or not 0 < at < steps:
+        return ""
+    if math.isclose(was, built.learning_rate(at - 1), rel_tol=1e-5, abs_tol=1e-12):
+        return ""
+    return (
+        f"the learning rate jumps from {was:.3g} at step {at} to {built.learning_rate(at):.3g} at step {at + 1}: its "
+        f"schedule is now that of {steps} steps with this [optimizer], and was another"
+    )
 
 
 def assemble(job: Job, devices: Sequence[Any]) -> Step:

@@ -31,7 +31,7 @@ from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, refuse
 from jaxpar.files import make_folder, write_json
 from jaxpar.job import pretrained, sweep
-from jaxpar.job.build import Built, build
+from jaxpar.job.build import Built, build, rate_jump
 from jaxpar.job.file import changes
 from jaxpar.job.file.dump import dumps
 from jaxpar.job.file.run_folder import check_folder, check_same_data
@@ -191,6 +191,8 @@ def _train(
             progress.say(each)
         for change in changed:
             progress.say(f"changed since step {at}: {change}")
+        if jump := rate_jump(built, log.recent[-1] if log.recent else {}, at):
+            progress.say(jump)
         if at >= job.train.steps:
             progress.say(f"nothing to do: trained to step {at} of {job.train.steps}; raise train.steps to go on")
         run = _loop(built, store, log, progress, watchdog)
