@@ -127,7 +127,8 @@ def saved(path: str | Path) -> Saved:
         raise _none(path, str(error)) from error
     if file not in files:
         slow = at.is_dir() and any(any(at.glob(name)) for name in ("vocab.json", "*.model", "*.tiktoken"))
-        raise _none(path, "no tokenizer.json there" + ", only files of an older kind" * slow)
+        why = "no tokenizer.json there" if at.exists() else "no such file or folder"
+        raise _none(path, why + ", only files of an older kind" * slow)
     return _read(file, stamps)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.saved import PADDING, most_rows, saved
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
+from jaxpar.job.file.folder import no_model
 from jaxpar.job.file.import_object import import_object
 from jaxpar.job.file.parse import validated
 from jaxpar.job.file.schema import Job
@@ -26,8 +27,7 @@ def named(job: Job) -> tuple[str, dict[str, Any]]:
     """
     name = job.model["name"]
     if name not in MODELS and ":" not in name:
-        known = f'a model is {", ".join(MODELS)}, "package.module:Object", or a folder with a config.json'
-        raise refuse(f"model.name = {name!r}", rule=known, fix=nearest(name, MODELS))
+        raise JaxparError(no_model(name))
     return name, {key: value for key, value in job.model.items() if key != "name"}
 
 
