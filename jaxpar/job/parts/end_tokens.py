@@ -7,6 +7,7 @@ RUN/huggingface        eos_token_id of generation_config.json, or of config.json
 
 from pathlib import Path
 
+from jaxpar.data.documents.messages import conversation
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.chat import chat
 from jaxpar.data.tokenizers.encoders import END, end_of, load
@@ -52,8 +53,9 @@ def _answer_ends(kept: Saved) -> tuple[int, ...]:
     In the second case, such as that of a template that asks for a system's message, `data.end` or eos is the end alone.
     """
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
+    where = "a question and an answer"
     try:
-        text, _ = chat(kept).text(messages, "a question and an answer")
+        text, _ = chat(kept).text(conversation(messages, None, column="messages", where=where), where)
     except JaxparError:
         return ()
     tokenizer = load(kept)
