@@ -35,7 +35,7 @@ def job_of(folder: Path, *, allow_import: bool = False) -> Job:
     except JaxparError as error:
         found = [each.got.removeprefix("job: ") for each in error.problems]
         raise JaxparError(
-            *(Problem(got if str(file) in got else f"{file}: {got}", RULE, fix) for got in found)
+            *(Problem(got if str(file) in got else f"{file} is damaged: {got}", RULE, fix) for got in found)
         ) from error
 
 
