@@ -167,7 +167,7 @@ def reading(
         yield
     except JaxparError:
         raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise refuse(f"{path} is damaged: {say(error)}", rule=rule, fix=fix) from error
 
 

@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import refuse
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def check_local(path: str | Path, name: str) -> None:
@@ -28,6 +30,25 @@ def check_local(path: str | Path, name: str) -> None:
             rule=f"jaxpar reads and writes folders of the file system, and no {address[1]}://",
             fix="a bucket that is mounted (gcsfuse, mountpoint-s3, s3fs, blobfuse2), and its folder: /mnt/bucket/x",
         )
+
+
+def check_plain(path: Path, *, rule: str, fix: str) -> None:
+    """Refuses a pipe, a device or a socket, which is waited for when it is opened; what is not there passes.
+
+    Args:
+      path: Of a file, or a link to one.
+      rule: Rule of the error: the purpose of the file.
+      fix: How to go on.
+
+    Raises:
+      JaxparError: If it is none of a file and a folder.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # whoever opens it says what is wrong
+        return
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
+        raise refuse(f"{path} is {kind}, and no file", rule=rule, fix=fix)
 
 
 def make_folder(folder: Path) -> None:

@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+
+from jaxpar import toml
 
 SHIPPED = Path(__file__).parent.parent / "configs"  # in a checkout, a link to its configs/
 
@@ -92,7 +93,7 @@ def simulates(job: str, overrides: Sequence[str]) -> bool:
     """
     said = [word.partition("=")[2].strip() for word in overrides if word.startswith("mesh.simulate=")]
     try:
-        mesh = tomllib.loads(Path(job).read_text(encoding="utf-8-sig")).get("mesh")
+        mesh = toml.loads(Path(job).read_text(encoding="utf-8-sig")).get("mesh")
     except (OSError, ValueError, RecursionError):
         return False
     return said[-1] != "0" if said else isinstance(mesh, dict) and bool(mesh.get("simulate"))

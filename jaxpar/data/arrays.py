@@ -1,7 +1,9 @@
 """Examples that lie in arrays, one row each: from files, or scikit-learn's handwritten digits."""
 
 import hashlib
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,17 @@ import numpy as np
 
 from jaxpar.data.examples import Examples
 from jaxpar.data.spec import Batch, Data
-from jaxpar.errors import refuse
+from jaxpar.errors import JaxparError, refuse
+from jaxpar.files import check_plain
 
 BLOCK = 2**22  # bytes that are read at once
+RULE = "arrays come as .npz, .npy or a folder of .npy, and hold numbers"
+FIX = "np.savez(path, inputs=..., labels=...)"
+# what numpy, zipfile and Python's tokenizer raise of damaged files
+DAMAGED = (
+    OSError, ValueError, AttributeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, TypeError,
+    SyntaxError, tokenize.TokenError, OverflowError, zlib.error,
+)  # fmt: skip
 
 
 class Arrays(Examples):
@@ -113,6 +123,8 @@ def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
     """
     try:
         path = path.expanduser()
+        for file in sorted(path.glob("*.npy")) if path.is_dir() else [path]:
+            check_plain(file, rule=RULE, fix=FIX)
         if path.is_dir():
             arrays = {
                 file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in sorted(path.glob("*.npy"))
@@ -125,14 +137,18 @@ def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
                 np.load(stream, allow_pickle=False) as file,
             ):  # numpy leaves a broken one open
                 arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, AttributeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile) as error:
+                if foreign := [name for name, value in arrays.items() if not isinstance(value, np.ndarray)]:
+                    raise ValueError(f"its member {foreign[0]!r:.60} is no .npy")
+    except JaxparError:
+        raise
+    except DAMAGED as error:
         text = getattr(error, "strerror", None) or str(error)
         if "allow_pickle" in text:  # what numpy says of any file that it does not know
             text = "it holds Python objects, or is no such file"
         raise refuse(
             f"data.path = '{path}': {text}",
-            rule="arrays come as .npz, .npy or a folder of .npy, and hold numbers",
-            fix="np.savez(path, inputs=..., labels=...)",
+            rule=RULE,
+            fix=FIX,
         ) from error
     if not arrays:
         raise refuse(

@@ -14,10 +14,10 @@ domain = 8                   # chips of a machine; may be left out
 """
 
 import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
+from jaxpar import toml
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.mesh.chips import Chip
 from jaxpar.units import parse_bytes
@@ -75,10 +75,10 @@ def tables(path: Path) -> dict[str, Any]:
     example = "[chip] with " + ", ".join(KEYS)
     rule, fix = "a chip is a TOML file", f"a file with {example}"
     try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
+        read = toml.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise refuse(f"the chip of {path}: {error.strerror}", rule=rule, fix=fix) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise refuse(
             f"{path} is no TOML: {error}", rule="a chip is a TOML file", fix=f"a file with {example}"
         ) from error

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import refuse
+from jaxpar.files import check_plain
 
 NAME, CONFIG, MAP, TEMPLATE = (
     "tokenizer.json",
@@ -71,8 +72,11 @@ def read_template(file: Path, config: Mapping[str, Any]) -> str:
         return beside.read_text(encoding="utf-8", errors="replace")
     found = config.get("chat_template") or ""
     if isinstance(found, list):  # several by name, of which one is the usual
-        found = next((each.get("template", "") for each in found if each.get("name") == "default"), "")
-    return str(found)
+        named = [each for each in found if isinstance(each, dict)]
+        found = next((each.get("template", "") for each in named if each.get("name") == "default"), "")
+    if not isinstance(found, str):
+        raise _damaged(file.with_name(CONFIG), f"chat_template is {found!r:.60}, and no text")
+    return found
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -81,6 +85,7 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
       JaxparError: If it cannot be read, or is something else.
     """
+    check_plain(file, rule="a tokenizer is saved as JSON by Hugging Face's tokenizers", fix="save it anew")
     try:
         made = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
+from jaxpar import toml
 from jaxpar.errors import FEW, JaxparError, Problem, first_problems, nearest, refuse
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.table import EXCHANGES
@@ -18,7 +18,6 @@ from jaxpar.job.file.folder import unfolded
 from jaxpar.job.file.schema import SECTIONS, TABLES, Job, default, inner_tables, walk
 
 PRINTED = 4096  # bits of an integer that Python turns into digits
-DEEPEST = 20  # tables and lists in each other
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, allow_import: bool = False) -> Job:
@@ -59,7 +58,8 @@ def read(
     way_out = "jaxpar train configs/quickstart.toml"
     try:
         path = Path(path)
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:  # a device or a pipe may have no end
+            text = file.read(toml.LARGEST + 1)
     except (OSError, TypeError) as error:
         reason = getattr(error, "strerror", error)
         raise refuse(f"job file {path!s:.200}: {reason}", rule="a job is a TOML file", fix=way_out) from error
@@ -73,14 +73,15 @@ def read(
 
 def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool) -> tuple[Job | None, list[Problem]]:
     try:
-        raw = tomllib.loads(text)
+        raw = toml.loads(text)
     except (ValueError, RecursionError) as error:  # no TOML, a number of thousands of digits, or brackets without end
         way_out = 'key = value under [section]; text in "quotes"'
         raise refuse(f"{name}: {error}", rule="a job is TOML", fix=way_out) from error
     each = [overrides] if isinstance(overrides, str) else overrides
     problems = [problem for override in each for problem in _override(raw, override)]
     if _is_deep(raw):
-        raise refuse(f"{name}: more than {DEEPEST} tables in each other", rule="a job is sections of keys", fix="fewer")
+        got = f"{name}: more than {toml.DEEPEST} tables in each other"
+        raise refuse(got, rule="a job is sections of keys", fix="fewer")
     if huge := next(_huge(raw), None):
         raise refuse(f"{name}: an integer of {huge} bits", rule="an integer of TOML has 64 bits", fix="a smaller one")
     raw, unread = unfolded(raw)
@@ -90,7 +91,7 @@ def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool)
 
 def _is_deep(raw: dict[str, Any]) -> bool:
     level: list[Any] = [raw]
-    for _ in range(DEEPEST):
+    for _ in range(toml.DEEPEST):
         level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
         level = [each for each in level if isinstance(each, (dict, list))]
     return bool(level)
@@ -121,7 +122,7 @@ def _override(raw: dict[str, Any], text: str) -> list[Problem]:
                 )
             ]
     try:
-        (table[words[-1]],) = tomllib.loads(f"value = {value}").values()  # one value: not two lines of TOML
+        (table[words[-1]],) = toml.loads(f"value = {value}").values()  # one value: not two lines of TOML
     except (ValueError, RecursionError):
         table[words[-1]] = value.strip()
     return []

@@ -78,7 +78,7 @@ def _tiles(run: Told) -> Markup:
     if "parameters" in run.facts:
         tiles.append(tile("parameters", show_count(run.facts["parameters"]), "", "exact"))
     if run.is_timed and (seconds := _seconds(run)):
-        rate = median(row["tokens"] / row["seconds"] for row in rows[FIRST:] if row.get("seconds"))
+        rate = median((row.get("tokens") or 0) / row["seconds"] for row in rows[FIRST:] if row.get("seconds"))
         tiles.append(tile("a step", show_seconds(median(seconds)), f"{show_count(rate)} per second", "measured"))
     return tag("div", *tiles, cls="jx-tiles")
 
@@ -119,7 +119,7 @@ def _throughput(run: Told) -> Markup:
 
 def _waited(run: Told) -> Markup:
     """Returns how long steps waited for their batches, of real devices."""
-    rows = [row for row in run.rows[FIRST:] if "input_wait_seconds" in row]
+    rows = [row for row in run.rows[FIRST:] if row.get("input_wait_seconds") is not None and row.get("seconds")]
     if not run.is_timed or not rows:
         return Markup("")
     waited, whole = (sum(row[name] for row in rows) for name in ("input_wait_seconds", "seconds"))

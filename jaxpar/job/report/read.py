@@ -2,16 +2,17 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jaxpar import toml
 from jaxpar.checkpoint import report as checkpoints
 from jaxpar.errors import JaxparError, reading, refuse
 from jaxpar.html.pieces import Card
+from jaxpar.job.report.records import check_events, check_facts, check_metrics
 
 RECORDED = "run.json is what a run says of its machine and layout"
 
@@ -113,14 +114,17 @@ def read(folder: Path) -> Told:
             fix="jaxpar report runs/quickstart, say: run.dir of the job",
         )
     rows = [row for row in _lines(metrics) if isinstance(row.get("step"), int)]
+    check_metrics(metrics, rows)
     if not rows:
         raise refuse(f"{metrics} is empty", rule="a report is of at least one step", fix="train it first")
     facts = _json(folder / "run.json") if (folder / "run.json").exists() else {}
+    check_facts(folder / "run.json", facts)
     earlier = sorted(path for path in folder.iterdir() if re.fullmatch(r"job\.\d{4,}\.toml", path.name))
     jobs = [_keys(_toml(path)) for path in (*earlier, folder / "job.toml") if path.exists()]
     there = checkpoints.ls(folder) if (folder / "checkpoints").is_dir() else []
     events = folder / "events.jsonl"
     said = [each for each in _lines(events) if isinstance(each.get("said"), str)] if events.exists() else []
+    check_events(events, said)
     return Told(folder=folder, rows=rows, facts=facts, jobs=jobs, checkpoints=there, said=said)
 
 
@@ -138,12 +142,12 @@ def kind_of(said: str) -> str:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of a file of JSON lines; a last line that a kill cut off is left out."""
     found: list[dict[str, Any]] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")  # U+2028 may stand in a text
     for number, line in enumerate(lines, 1):
         try:
             found.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
+        except (ValueError, RecursionError) as error:
+            if line.strip() and number < len(lines):
                 raise _broken(path, f"line {number} is no JSON", f"mv {path} {path}.damaged") from error
     return [row for row in found if isinstance(row, dict)]
 
@@ -155,8 +159,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        return toml.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise _broken(path, f"it is no TOML: {error}", f"mv {path} {path}.damaged") from error
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import refuse
+from jaxpar.files import check_plain
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # a tokenizer of Hugging Face's is saved as these; SentencePiece's is a .model
@@ -39,6 +40,7 @@ def read_config(file: Path) -> dict[str, Any]:
       JaxparError: If it cannot be read, or is no table.
     """
     rule, fix = "a model's folder has a config.json", "save_pretrained(folder) of transformers writes one"
+    check_plain(file, rule=rule, fix=fix)
     try:
         config = json.loads(file.read_bytes())
     except OSError as error:

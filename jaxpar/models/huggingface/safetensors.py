@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import refuse
+from jaxpar.files import check_plain
 
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": jnp.float8_e5m2, "F8_E4M3": jnp.float8_e4m3fn,
@@ -86,6 +87,7 @@ def entries(file: Path) -> dict[str, Entry]:
     Raises:
       JaxparError: If it cannot be read, or is not as the format says.
     """
+    check_plain(file, rule=RULE, fix=FIX)
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -199,6 +201,7 @@ def _check_gapless(found: Mapping[str, Entry], data: int, size: int) -> None:
 
 def _index(file: Path) -> dict[str, str]:
     """Returns tensor to file name; a name that leads out of the folder is refused."""
+    check_plain(file, rule="an index maps each tensor to the file that holds it", fix=FIX)
     try:
         said = json.loads(file.read_bytes(), object_pairs_hook=_once)
         said = said["weight_map"]
