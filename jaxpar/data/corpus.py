@@ -8,10 +8,11 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxpar.data.documents.piece import START, Piece, Place
+from jaxpar.data.documents.plain_text import TextFile, WrongBytes
 from jaxpar.errors import refuse
 
 BLOCK = 2**22  # bytes that are read at once
@@ -30,9 +31,11 @@ class Corpus:
 
     Attributes:
       files: In their order.
+      wrong: Counts bytes that are no text, while the digest is made.
     """
 
     files: tuple[Path, ...]
+    wrong: WrongBytes = field(default_factory=WrongBytes, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -60,6 +63,14 @@ class Corpus:
             if not size:  # an empty document ends too
                 yield Piece("", 0, Place(number + 1))
 
+    def inspector(self, file: Path) -> Callable[..., None]:
+        """Returns the check of a file, which is given its blocks in their order."""
+        return TextFile(file, self.wrong).check
+
+    def notes(self) -> list[str]:
+        """Returns what is said of the text that was read."""
+        return [str(self.wrong)] if self.wrong.first else []
+
     def mark(self) -> str:
         """Returns a hash of names, sizes and times of change, or "" where a file is so new that they say nothing."""
         digest, newest = hashlib.blake2b(digest_size=32), 0.0
@@ -76,17 +87,20 @@ class Corpus:
           read: Is told how many bytes were read.
 
         Raises:
-          JaxparError: If a file cannot be read or changes meanwhile, or there is no text.
+          JaxparError: If a file cannot be read, changes meanwhile or is no text, or there is none.
         """
         digest, whole = hashlib.sha256(), 0
         for file in self.files:
             size = file.stat().st_size
             digest.update(size.to_bytes(8, "big"))
+            inspect = self.inspector(file)
             for block in blocks(file):
                 digest.update(block)
+                inspect(block)
                 read(len(block))
                 size -= len(block)
                 whole += len(block)
+            inspect(b"")
             if size:
                 raise refuse(
                     f"{file} changed while it was read",

@@ -5,6 +5,8 @@ from itertools import islice
 
 import numpy as np
 
+from jaxpar.data.corpus import blocks
+from jaxpar.data.documents.plain_text import TextFile, WrongBytes
 from jaxpar.data.rows.documents import length_note
 from jaxpar.data.spec import OURS, Data
 from jaxpar.data.text import check_length, text_files
@@ -13,7 +15,8 @@ from jaxpar.data.tokenizers.encoders import HuggingFace, end_of
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import refuse
 
-ROWS = 1000  # of a file, whose lengths are looked at
+ROWS = 1000  # of a file, whose lengths are looked at; and files whose beginning is
+BEGINNING = 2**16  # bytes of a file of text
 
 
 def lengths(spec: Data) -> str:
@@ -43,5 +46,7 @@ def look(spec: Data) -> None:
     files = text_files(spec)
     if spec.has_rows and next(corpus_of(spec, files[:1]).pieces(), None) is None:
         raise refuse(f"{files[0]} has no row", rule="a file of rows has at least one", fix="another data.path")
+    for file in files[:ROWS] if spec.source == "text" else ():
+        TextFile(file, WrongBytes()).check(next(blocks(file), b"")[:BEGINNING])
     if spec.source == "text" and spec.tokenizer == "bytes" and spec.documents == "mixed":
         check_length(sum(file.stat().st_size + 1 for file in files), spec)

@@ -144,6 +144,11 @@ def _packed(corpus: Corpus, spec: Data, file: Path, mark: str, say: Say, *, befo
             rule="a run goes on with the tokens it began with",
             fix=f"the tokenizers package that run.json names, or rm {packed.list_of(file)} to begin with other tokens",
         )
+    if not size:
+        got = f"{len(corpus.files)} file{'s' * (len(corpus.files) > 1)} of data.path without a row: {corpus.files[0]}"
+        raise refuse(got, rule="the files of data.path hold at least one row", fix="another data.path")
+    for note in corpus.notes():
+        say(note)
     made = Packed(
         text=file.stem.rpartition("-")[2], mark=mark, dtype=dtype.name, size=size, parts=parts, tokenizer=written,
         marked=spec.is_marked,

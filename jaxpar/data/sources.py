@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.data.arrays import Arrays, load_arrays, load_digits
-from jaxpar.data.packing import pack
+from jaxpar.data.packing import pack, say_aside
 from jaxpar.data.rows.documents import Documents
 from jaxpar.data.rows.mixture import Mixture
 from jaxpar.data.spec import Data, Source, check_path
@@ -65,6 +65,6 @@ def _of_text(spec: Data, folder: Path, seed: int) -> Source:
 
 
 def _rows_of(spec: Data, folder: Path, seed: int) -> Tokens:
-    files = stdlib_files() if spec.source == "stdlib" else text_files(spec)
+    files = stdlib_files() if spec.source == "stdlib" else text_files(spec, say_aside)
     file, packed = pack(corpus_of(spec, files), spec, folder)
     return (Tokens if spec.documents == "mixed" else Documents)(file, packed, spec, seed)

@@ -35,7 +35,7 @@ class Data(Keywords):
         leaves out, but path, is as in training: { wiki = { path = "wiki.jsonl" } } has the metrics eval_wiki_loss etc.
       path: File, folder or glob of text, rows or arrays; a list of them for text and rows.
       weights: Shares of the examples that come from each entry of `path`, if they are not to be as many as there are.
-      pattern: Which files of a folder of text.
+      pattern: Which files of a folder of text; hidden ones are left out unless it begins with a dot.
       column: Column of JSONL or Parquet that holds text.
       messages: Column that holds conversations, lists of {role, content}, instead: the chat template of the tokenizer's
         folder renders them.

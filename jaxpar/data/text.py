@@ -3,6 +3,7 @@
 import os
 import sysconfig
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from jaxpar.data.packed import Packed
 from jaxpar.data.spec import Batch, Data
 from jaxpar.data.tokenizers import marks
 from jaxpar.errors import refuse
+
+COMPRESSED = {"jsonl": ("*.jsonl.gz", "*.jsonl.zst")}  # of a source, which it reads too
 
 
 class Tokens(Examples):
@@ -84,12 +87,17 @@ def stdlib_files() -> list[Path]:
     return sorted(file for file in home.rglob("*.py") if not skip.intersection(file.relative_to(home).parts))
 
 
-def text_files(spec: Data) -> list[Path]:
-    """Returns the files that `data.path` names, sorted.
+def text_files(spec: Data, say: Callable[[str], None] = lambda _: None) -> list[Path]:
+    """Returns the files that `data.path` names, sorted, without hidden ones and what is in hidden folders.
+
+    Args:
+      spec: The `[data]` table.
+      say: Where it is told how many were hidden.
 
     Raises:
       JaxparError: If a path names no file.
     """
+    hidden: list[Path] = []
     found: dict[Path, tuple[str, Path]] = {}  # by absolute path: the entry that names it, and as it names it
     for text in [spec.path] if isinstance(spec.path, str) else spec.path:
         copy = fetched(text)
@@ -97,12 +105,18 @@ def text_files(spec: Data) -> list[Path]:
             path = Path(copy).expanduser()
             anchor = Path(path.anchor or ".")
             if path.is_dir():
-                pattern = f"*.{spec.source}" if spec.has_rows and spec.pattern == "*" else spec.pattern
-                some = [file for file in path.rglob(pattern) if file.is_file()]
+                names = [f"*.{spec.source}", *COMPRESSED.get(spec.source, ())]
+                patterns = names if spec.has_rows and spec.pattern == "*" else [spec.pattern]
+                every = {file: file.relative_to(path) for each in patterns for file in path.rglob(each)}
+                some = [file for file, inner in every.items() if not _is_hidden(inner, spec.pattern)]
+                hidden += [file for file in every.keys() - set(some) if file.is_file()]
+                some = [file for file in some if file.is_file()]
             elif path.is_file():
                 some = [path]
             else:
-                some = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
+                every = [file for file in anchor.glob(str(path.relative_to(path.anchor))) if file.is_file()]
+                some = [file for file in every if not _is_hidden(file, str(path))]
+                hidden += [file for file in every if file not in set(some)]
         except (OSError, ValueError, RuntimeError) as error:
             raise refuse(
                 f"data.path = {text!r}, data.pattern = {spec.pattern!r}: {error}",
@@ -111,6 +125,7 @@ def text_files(spec: Data) -> list[Path]:
             ) from error
         if not some:
             of = f", data.pattern = {spec.pattern!r}" * path.is_dir()
+            of += f", without {len(hidden)} hidden ones," * bool(hidden)
             raise refuse(
                 f"data.path = {text!r}{of} names no file",
                 rule="a path is a file, a folder or a glob",
@@ -124,4 +139,15 @@ def text_files(spec: Data) -> list[Path]:
                     fix=f"{before[0]!r} once, and data.weights, which has a share of the examples for each entry",
                 )
         found |= {file.absolute(): (text, file) for file in some}
+    if hidden:
+        many = f"{len(hidden)} hidden files of data.path are" if len(hidden) > 1 else "1 hidden file of data.path is"
+        say(f"{many} not read (the first: {min(hidden)})")
     return sorted(file for _, file in found.values())
+
+
+def _is_hidden(path: Path, pattern: str) -> bool:
+    """Returns whether a file or a folder above it begins with a dot, which the pattern does not write itself."""
+    written = Path(pattern).parts
+    if any(part.startswith(".") and set(part) & set("*?[") for part in written):
+        return False
+    return any(part.startswith(".") and part not in ("..", *written) for part in path.parts)

@@ -1,6 +1,7 @@
 """A trained run is asked for text: prompts in, texts out, on one device or on any layout of data, fsdp and tensor."""
 
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -109,6 +110,8 @@ def sample(folder: str | Path, prompts: Sequence[str], asked: Asked, *, allow_im
       JaxparError: If the folder holds no trained model of text, or a prompt is empty.
     """
     model = speaker(folder, asked, allow_import=allow_import)
+    for prompt in prompts:
+        check_prompt(prompt, f"the prompt {prompt!r:.60}")
     rows = [model.text.encode(prompt) for prompt in prompts]
     if not rows or not all(rows):
         raise refuse("an empty prompt", rule="a prompt has at least one token", fix='--prompt "\\n"')
@@ -166,6 +169,20 @@ def speaker(folder: str | Path, asked: Asked, *, allow_import: bool = False) -> 
     return Speaker(text=text, generator=made, ends=end_tokens(job, folder, folder / KEPT), tokenizer=own)
 
 
+def check_prompt(prompt: str, where: str) -> None:
+    """Refuses half of a surrogate pair, which is no Unicode; bytes of a command line that are no utf-8 pass.
+
+    Raises:
+      JaxparError: If there is one.
+    """
+    if half := re.search("[\ud800-\udc7f\udd00-\udfff]", prompt):
+        raise refuse(
+            f"{where} has half of a surrogate pair, \\u{ord(half[0]):x}",
+            rule="a prompt is Unicode",
+            fix="without that character",
+        )
+
+
 def read_prompts(file: Path) -> list[str]:
     """Returns the prompts of a file: of .jsonl the `prompt` of each line, of any other each line that is not empty.
 
@@ -203,6 +220,7 @@ def _prompt(file: Path, number: int, line: str) -> str:
             rule="a line of .jsonl is a table with a `prompt`, a text that is not empty",
             fix='{"prompt": "Once upon"}',
         )
+    check_prompt(said["prompt"], f"{file}, line {number}: {line:.60}")
     return said["prompt"]
 
 
