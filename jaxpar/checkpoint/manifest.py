@@ -154,7 +154,7 @@ def read(folder: Path) -> Manifest:
     """
     rule = "a checkpoint has the MANIFEST that was written with it, unaltered"
     path = folder / NAME
-    fix = f"jaxpar checkpoint ls {folder.parent}"
+    fix = f"another checkpoint, of those that `jaxpar checkpoint ls {folder.parent}` lists as good"
     if not path.is_file() or path.is_symlink():
         raise refuse(f"{path} is missing", rule=rule, fix=fix)
     try:
@@ -190,7 +190,7 @@ def read(folder: Path) -> Manifest:
         raise refuse(
             f"{path} names {escaping[0]!r}",
             rule="the files that a MANIFEST lists lie inside the folder of the checkpoint",
-            fix="delete it",
+            fix=f"rm -r {folder}, which no run has written",
         )
     shapes = {name: (array.shape, array.bytes) for name, array in made.arrays.items()}
     if made.format == FORMAT and (wrong := "it lists files" if made.files else unfit(shapes, made.blocks)):

@@ -36,7 +36,7 @@ def load(folder: Path, names: Iterable[str], wanted: Mapping[str, jax.ShapeDtype
         raise refuse(
             f"checkpoint {folder} cannot be read: {str(error).splitlines()[0]:.120}",
             rule="a checkpoint can be read by the installed version of Orbax",
-            fix=f"the versions that {folder.parent.parent}/run.json names",
+            fix=f"pip install orbax-checkpoint==VERSION, the one that {folder.parent.parent}/run.json names",
         ) from error
     return {name: read[_key(name)] for name in wanted}
 
@@ -60,7 +60,7 @@ def save(folder: Path, tree: Any) -> None:
         raise refuse(
             f"--to {folder}: {str(error).splitlines()[0]:.120}",
             rule="--to is a folder that can be made, on a disk with enough free space",
-            fix="--to elsewhere",
+            fix="--to a folder that you may write, on a disk with free space for the checkpoint",
         ) from error
 
 

@@ -29,8 +29,9 @@ class Damaged(JaxparError):
 
     def __init__(self, path: Path, wrong: list[str]):
         self.wrong = wrong
+        fix = f"another checkpoint, of those that `jaxpar checkpoint ls {path.parent}` lists as good"
         rule = "every byte has the hash that the MANIFEST lists"
-        super().__init__(*(Problem(f"{path}: {each}", rule, "another step") for each in wrong))
+        super().__init__(*(Problem(f"{path}: {each}", rule, fix) for each in wrong))
 
 
 def listed(path: Path) -> Manifest:

@@ -82,7 +82,11 @@ def export(where: Path, step: int | None, to: Path) -> dict[str, Any]:
                 shutil.copytree(path, part, symlinks=True)
             if wrong := manifest.check(source):
                 rule = "an exported checkpoint has every file as its MANIFEST lists it"
-                raise refuse(f"{source}: {'; '.join(wrong[:3])}", rule=rule, fix=f"jaxpar checkpoint ls {where}")
+                raise refuse(
+                    f"{source}: {'; '.join(wrong[:3])}",
+                    rule=rule,
+                    fix=f"--step of one that `jaxpar checkpoint ls {where}` lists as good",
+                )
         part.rename(to)
     except (OSError, shutil.Error) as error:
         shutil.rmtree(part, ignore_errors=True)
@@ -90,7 +94,7 @@ def export(where: Path, step: int | None, to: Path) -> dict[str, Any]:
         raise refuse(
             f"--to {to}: {said}",
             rule="--to is a folder that can be made, on a disk with enough free space",
-            fix="--to elsewhere",
+            fix=f"--to a folder that you may write, on a disk with {show_bytes(_bytes(path))} of free space",
         ) from error
     return {"step": _step(path), "from": str(path), "to": str(to), "bytes": _bytes(to)}
 

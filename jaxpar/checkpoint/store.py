@@ -266,7 +266,8 @@ class Store:
         return refuse(
             f"step {write.step} is not saved in {self.folder}: {cause:.160}",
             rule="checkpoints can be written in the folder of the run",
-            fix="another run.dir, or what the message says; the same command goes on from the last checkpoint",
+            fix=f"a folder {self.folder} that can be written, or another run.dir; "
+            "the same command goes on from the last checkpoint",
         )
 
     def _delete_old(self) -> None:
@@ -306,5 +307,5 @@ def _refuse_none(folder: Path, step: int | None) -> JaxparError:
     return refuse(
         f"no {'good ' * (not step)}checkpoint {'' if step is None else f'of step {step} '}in {folder}",
         rule="a run is resumed from a checkpoint",
-        fix="train it first",
+        fix="train it first: jaxpar train JOB",
     )

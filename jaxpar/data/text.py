@@ -56,7 +56,11 @@ class Tokens(Examples):
         itemsize = self.tokens.dtype.itemsize
         found = os.pread(self._handle, count * itemsize, begin * itemsize)
         if len(found) < count * itemsize:
-            raise refuse(f"{self.file} became shorter", rule="packed tokens stay while a run reads them", fix="resume")
+            raise refuse(
+                f"{self.file} became shorter",
+                rule="packed tokens stay while a run reads them",
+                fix="the same command again, which goes on from the last checkpoint",
+            )
         return np.frombuffer(found, self.tokens.dtype)
 
     def where(self, step: int, size: int, row: int) -> str:

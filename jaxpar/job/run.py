@@ -317,7 +317,9 @@ def _go_back(store: Store, steps: list[int], at: int, say: Callable[[str], None]
         raise refuse(
             f"no checkpoint of step {at} in {store.folder}",
             rule="a run goes on from a checkpoint",
-            fix=f"--from {steps[-1]}; there are {', '.join(map(str, steps[-8:]))}" if steps else "train it first",
+            fix=f"--from {steps[-1]}; there are {', '.join(map(str, steps[-8:]))}"
+            if steps
+            else "train it first: jaxpar train JOB",
         )
     if say and (left := store.leave(at)):
         say(f"on from step {at}: what was saved after it is called {', '.join(left)} now")

@@ -60,7 +60,7 @@ class Launch:
     def __post_init__(self):
         for key, low in (("processes", 1), ("restarts", 0), ("nodes", 1), ("node", 0)):
             if getattr(self, key) < low:
-                raise refuse(f"{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"{key} = {low}")
+                raise refuse(f"{key} = {getattr(self, key)}", rule=f"{key} is at least {low}", fix=f"--{key} {low}")
         if self.node >= self.nodes:
             raise refuse(f"node {self.node} of {self.nodes}", rule="nodes are numbered from 0", fix="--node 0")
         if self.nodes > 1 and not self.coordinator:

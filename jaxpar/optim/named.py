@@ -110,7 +110,9 @@ def _taking_rate(name: str, own: Callable, key: str) -> Callable:
     what = "an optimizer" if key == "optimizer.name" else "a schedule"
     rule = f"{what} is a function of learning_rate and its arguments"
     if not callable(own):
-        raise refuse(f'{key} = "{name}" is a {type(own).__name__}', rule=rule, fix="name a function")
+        raise refuse(
+            f'{key} = "{name}" is a {type(own).__name__}', rule=rule, fix='"my_module:my_function", the name of one'
+        )
     if "learning_rate" not in inspect.signature(own).parameters:
         raise refuse(f'{key} = "{name}": {signature(name, own)}', rule=rule, fix="def make(learning_rate): ...")
     return own

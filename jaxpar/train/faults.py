@@ -19,6 +19,11 @@ from jaxpar.errors import JaxparError, Problem, check_ranges, refuse
 
 WINDOW = 32  # losses whose median a spike is measured by
 FEWEST = 8  # losses without which nothing is a spike
+# a job that goes on with another rate than it had is refused without the second half
+LOWER_RATE = (
+    "go on from the last checkpoint with a lower optimizer.learning_rate or a longer optimizer.warmup, and (in a job) "
+    'run.changed = ["optimizer.learning_rate", "optimizer.warmup"]'
+)
 LAG = 2  # the newest loss that a limit knows is of two steps before, on every layout and after every resume
 
 
@@ -141,7 +146,7 @@ def _bad(step: int, values: Mapping[str, float], limit: float, skipped: int) -> 
     """Returns the problem with a step's loss or gradients."""
     loss, norm = values["loss"], values["grad_norm"]
     rule = "training goes on while the loss is finite; nothing is saved after it is not"
-    fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
+    fix = LOWER_RATE
     if skipped:
         got = f"step {step} is bad (loss {loss}, grad_norm {norm}), the last of {skipped} in a row"
         return Problem(got, f"faults.skips = {skipped - 1} may be skipped in a row", fix)

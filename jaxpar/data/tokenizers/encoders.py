@@ -13,7 +13,7 @@ import numpy as np
 from jaxpar.data.documents.piece import Piece
 from jaxpar.data.tokenizers.marks import dtype_of, mark
 from jaxpar.data.tokenizers.saved import Saved
-from jaxpar.errors import refuse, users_code
+from jaxpar.errors import nearest, refuse, users_code
 
 END = 0  # between documents of bytes or of our own bpe: no text has the byte, and the token is "<end>"
 
@@ -121,17 +121,23 @@ def end_of(saved: Saved, end: str) -> int:
     """
     if end:
         if end not in saved.ids:
-            raise refuse(f"data.end = {end!r}", rule=f"data.end is a token of {saved.file}", fix='end = "</s>"')
+            fix = nearest(end, saved.added, otherwise=f"one of: {_listed(saved)}, or leave it out")
+            raise refuse(f"data.end = {end!r}", rule=f"data.end is a token of {saved.file}", fix=fix)
         return saved.ids[end]
     found = saved.id_of("eos_token")
     if found is None:
-        known = ", ".join(list(saved.ids)[:8])
+        known = _listed(saved)
         raise refuse(
             f"{saved.file.parent} names no eos_token",
             rule="a token ends each document: eos_token beside tokenizer.json, or data.end",
             fix=f"data.end = one of: {known}" if known else "a tokenizer with special tokens",
         )
     return found
+
+
+def _listed(saved: Saved) -> str:
+    """Returns the first special and added tokens, which may end a document."""
+    return ", ".join(list(dict.fromkeys([*saved.special.values(), *saved.added]))[:8])
 
 
 def load(saved: Saved) -> Any:

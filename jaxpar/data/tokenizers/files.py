@@ -97,5 +97,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def _damaged(file: Path, why: str) -> Exception:
     return refuse(
-        f"{file}: {why}", rule="a tokenizer is saved as JSON by Hugging Face's tokenizers", fix="save it anew"
+        f"{file}: {why}",
+        rule="a tokenizer is saved as JSON by Hugging Face's tokenizers",
+        fix="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes it anew",
     )

@@ -36,7 +36,8 @@ class Saved:
     Attributes:
       file: Its tokenizer.json.
       size: Tokens: one more than the highest id.
-      ids: Of the special and added tokens, by their text.
+      ids: Of all tokens, by their text.
+      added: Texts of the special and added tokens.
       config: What tokenizer_config.json says, completed by special_tokens_map.json.
       template: The chat template, or "".
       digest: Of all that decides the tokens.
@@ -45,6 +46,7 @@ class Saved:
     file: Path
     size: int
     ids: Mapping[str, int]
+    added: tuple[str, ...]
     config: Mapping[str, Any]
     template: str
     digest: str
@@ -154,6 +156,7 @@ def _read(file: Path, stamps: tuple[int, ...]) -> Saved:
         file=file,
         size=1 + max([*added.values(), max(own.values())]),
         ids=ChainMap(added, own),
+        added=tuple(added),
         config=config,
         template=template,
         digest=digest.hexdigest()[:16],

@@ -37,7 +37,7 @@ def examine(
     if cluster:
         meet, names = (
             partial(network.meet, cluster, seconds=MEETING, folder=folder),
-            f"does {cluster.host} resolve here? or its address",
+            f"getent hosts {cluster.host} shows whether its name is known here; if not, its address",
         )
         found += limited("coordinator", meet, seconds=MEETING + 2, fix=names)
     gpus = software.DRIVER.exists() and not simulate

@@ -40,6 +40,11 @@ class Change:
     def __str__(self) -> str:
         return f"{self.key} = {self.now}, it was {self.was}"
 
+    @property
+    def way_back(self) -> str:
+        """What to write for the value that it had."""
+        return f"leave {self.key} out" if self.was == MISSING else f"{self.key} = {self.was}"
+
 
 def changes(folder: Path, job: Job) -> list[Change]:
     """Returns the keys in which a job differs from the one that a run folder was trained with.
@@ -83,7 +88,7 @@ def check(found: list[Change], job: Job, at: int) -> None:
             "examples that were held out are not trained on, nor the other way round"
             if change.key in SPLIT
             else "a run that goes on has the losses of one that was never stopped",
-            f"{change.key} = {change.was}; or another run.dir; or, if it is meant: run.changed = {words}",
+            f"{change.way_back}; or another run.dir; or, if it is meant: run.changed = {words}",
         )
         for change in bound
         if change.key not in job.run.changed

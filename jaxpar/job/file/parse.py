@@ -55,7 +55,7 @@ def read(
     Raises:
       JaxparError: If the file cannot be read, or is no TOML.
     """
-    way_out = "jaxpar train configs/quickstart.toml"
+    way_out = "jaxpar train configs/quickstart.toml, or jaxpar new mine, which writes mine/job.toml"
     try:
         path = Path(path)
         with path.open(encoding="utf-8-sig") as file:  # a device or a pipe may have no end
@@ -81,9 +81,13 @@ def _read(text: str, overrides: Sequence[str], name: str, *, allow_import: bool)
     problems = [problem for override in each for problem in _override(raw, override)]
     if _is_deep(raw):
         got = f"{name}: more than {toml.DEEPEST} tables in each other"
-        raise refuse(got, rule="a job is sections of keys", fix="fewer")
+        raise refuse(got, rule="a job is sections of keys", fix=f"at most {toml.DEEPEST} in each other")
     if huge := next(_huge(raw), None):
-        raise refuse(f"{name}: an integer of {huge} bits", rule="an integer of TOML has 64 bits", fix="a smaller one")
+        raise refuse(
+            f"{name}: an integer of {huge} bits",
+            rule="an integer of TOML has 64 bits",
+            fix="a number below 2**63, or text in quotes",
+        )
     raw, unread = unfolded(raw)
     job, more = _validated(raw)
     return job and dataclasses.replace(job, allow_import=allow_import), problems + unread + more

@@ -214,7 +214,7 @@ class Job:
             raise refuse(
                 f"exchange {self.parallel.exchange} with [sweep]",
                 rule="members of a sweep are the replicas over `data`, and agree in nothing",
-                fix="leave one of the two out",
+                fix='leave one of the two out: parallel.exchange.name = "all_reduce", or no [sweep]',
             )
         return replace(self.parallel, exchange=self.sweep.population())
 

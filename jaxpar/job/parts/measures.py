@@ -22,7 +22,11 @@ def resolve_measures(job: Job) -> dict[str, Callable]:
             continue
         said = name.rpartition(":")[2].rpartition(".")[2]
         if said in found or (said != name and said in (*DERIVED, *MEASURES)):
-            raise refuse(f"{KEY}: {name!r}", rule="each metric has a name of its own", fix="another function's name")
+            raise refuse(
+                f"{KEY}: {name!r}",
+                rule="each metric has a name of its own",
+                fix="a function of another name, or one of the two alone",
+            )
         found[said] = _function(job, name)
     return found
 
@@ -61,6 +65,6 @@ def _function(job: Job, name: str) -> Callable:
         raise refuse(
             f"{KEY}: {name!r} is a {type(found).__name__}",
             rule="a metric is a function of (model, batch) to (sum, count)",
-            fix="name a function",
+            fix='"my_module:my_function", the name of such a function',
         )
     return found

@@ -67,7 +67,7 @@ def _named(job: Job, loss: Callable) -> Blueprint | Callable:
         raise refuse(
             f"model.name = {name!r} is a {type(target).__name__}",
             rule="a model is a class or a function, a Linen module or what jp.linen returns",
-            fix="name a class",
+            fix='"my_module:MyModel", the name of such a class or function',
         )
     if inspect.isclass(target):
         _check_apart(job, target.__call__)

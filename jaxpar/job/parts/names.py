@@ -66,7 +66,7 @@ def own_loss(job: Job) -> Callable | None:
         raise refuse(
             f"train.loss = {name!r} is a {type(target).__name__}",
             rule="a loss is a function of (model, batch)",
-            fix="name a function",
+            fix='"my_module:my_loss", the name of such a function',
         )
     return target
 

@@ -62,7 +62,11 @@ class Told:
     @cached_property
     def cards(self) -> list[Card]:
         """How parameters are cut into pieces, and who holds them; none where an older run did not record that."""
-        with reading(self.folder / "run.json", rule=RECORDED, fix="train on with it, which writes it anew"):
+        with reading(
+            self.folder / "run.json",
+            rule=RECORDED,
+            fix="jaxpar train JOB, which goes on with the run and writes it anew",
+        ):
             return [Card.of(each) for each in self._layout.get("cards", ())]
 
     @property
@@ -116,7 +120,9 @@ def read(folder: Path) -> Told:
     rows = [row for row in _lines(metrics) if isinstance(row.get("step"), int)]
     check_metrics(metrics, rows)
     if not rows:
-        raise refuse(f"{metrics} is empty", rule="a report is of at least one step", fix="train it first")
+        raise refuse(
+            f"{metrics} is empty", rule="a report is of at least one step", fix="train it first: jaxpar train JOB"
+        )
     facts = _json(folder / "run.json") if (folder / "run.json").exists() else {}
     check_facts(folder / "run.json", facts)
     earlier = sorted(path for path in folder.iterdir() if re.fullmatch(r"job\.\d{4,}\.toml", path.name))

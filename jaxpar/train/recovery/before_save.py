@@ -6,7 +6,7 @@ import jax
 
 from jaxpar.errors import Problem
 from jaxpar.step.guard import are_finite
-from jaxpar.train.faults import BadStep
+from jaxpar.train.faults import LOWER_RATE, BadStep
 
 _are_finite = jax.jit(are_finite)
 
@@ -19,5 +19,4 @@ def check_before_save(step: int, params: Any) -> None:
     """
     if not _are_finite(params):
         got = f"the parameters of step {step} are not finite, though its loss and gradients are"
-        fix = "resume from the last checkpoint with a lower optimizer.learning_rate, or a longer warmup"
-        raise BadStep(step, Problem(got, "a checkpoint is saved only while all parameters are finite", fix))
+        raise BadStep(step, Problem(got, "a checkpoint is saved only while all parameters are finite", LOWER_RATE))
