@@ -144,7 +144,7 @@ def load_arrays(path: Path, *, whole: bool = False) -> dict[str, np.ndarray]:
     except DAMAGED as error:
         text = getattr(error, "strerror", None) or str(error)
         if "allow_pickle" in text:  # what numpy says of any file that it does not know
-            text = "it holds Python objects, or is no such file"
+            text = "it is no .npz or .npy, or holds Python objects"
         raise refuse(
             f"data.path = '{path}': {text}",
             rule=RULE,

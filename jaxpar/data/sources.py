@@ -5,7 +5,7 @@ text      any file, folder or glob: each file is a document
 jsonl     lines of JSON, each of them a document: a column of text or of messages
 parquet   rows of Parquet, likewise
 digits    scikit-learn's handwritten digits
-arrays    .npz, .npy or a folder of .npy
+arrays    .npz, .npy or a folder of .npy; a flat .npy of integers and a .bin are token ids
 pkg:name  an object with `batch(step, size)`, a dataset by number, an iterable of batches, or what makes one
 """
 
@@ -17,6 +17,7 @@ from jaxpar.data.arrays import Arrays, load_arrays, load_digits
 from jaxpar.data.packing import pack, say_aside
 from jaxpar.data.rows.documents import Documents
 from jaxpar.data.rows.mixture import Mixture
+from jaxpar.data.rows.token_stream import TokenStream, is_token_stream
 from jaxpar.data.spec import Data, Source, check_path
 from jaxpar.data.streams.opening import open_own
 from jaxpar.data.text import Tokens, stdlib_files, text_files
@@ -45,6 +46,8 @@ def open_data(
         return _of_text(spec, folder, seed)
     if spec.source == "digits":
         return Arrays(load_digits(), spec, seed)
+    if spec.source == "arrays" and is_token_stream(Path(str(spec.path))):
+        return TokenStream(Path(str(spec.path)), spec, seed)
     if spec.source == "arrays":
         return Arrays(load_arrays(Path(str(spec.path))), spec, seed)
     if named is None:

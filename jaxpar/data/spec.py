@@ -220,7 +220,9 @@ def _of_set(spec: Data, name: str) -> list[Problem]:
 def _meant(source: object, known: Sequence[str]) -> str:
     """Returns the source that was meant, where a file is named in its place too."""
     ends = Path(source).suffix if isinstance(source, str) else ""
-    kind = {".npz": "arrays", ".npy": "arrays", ".jsonl": "jsonl", ".parquet": "parquet"}.get(ends, "text")
+    kind = {".npz": "arrays", ".npy": "arrays", ".bin": "arrays", ".jsonl": "jsonl", ".parquet": "parquet"}.get(
+        ends, "text"
+    )
     return f'source = "{kind}", path = "{source}"' if ends else nearest(str(source), known)
 
 

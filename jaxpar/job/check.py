@@ -15,6 +15,7 @@ from jaxpar.buckets import check_address, is_address, local_folder
 from jaxpar.checkpoint import listing
 from jaxpar.data import arrays
 from jaxpar.data.look import look
+from jaxpar.data.rows.token_stream import is_token_stream, load_tokens
 from jaxpar.data.spec import check_path
 from jaxpar.errors import JaxparError, Problem, refuse
 from jaxpar.exchange.base import Exchange
@@ -207,7 +208,11 @@ def _check_data(job: Job) -> None:
     if job.data.is_text:
         return
     if job.data.source == "arrays":
-        arrays.load_arrays(Path(str(job.data.path)), whole=True)
+        path = Path(str(job.data.path))
+        if is_token_stream(path):
+            load_tokens(path)
+        else:
+            arrays.load_arrays(path, whole=True)
 
 
 def _check_batch(job: Job, sizes: dict[str, int], parallel: Parallel) -> list[Problem]:
