@@ -4,7 +4,7 @@
     checkpoints/000040/arrays/00000   ──────────►   the same name, when the checkpoint is whole
     checkpoints/000040/MANIFEST       ──────────►   after all of its arrays: without one it is no checkpoint
     metrics.jsonl, run.json, ...      ──────────►   with each checkpoint, and at the end
-    all of it                         ◄──────────   when the run starts: what the bucket has is what counts
+    all of it                         ◄──────────   when the run starts, unless the copy has a newer checkpoint
 
 A run writes to a folder of its own under the user's cache, exactly as any other run, so that what needs a file system
 (renames, locks, maps of memory) has one. One process writes a bucket: several would need a folder that all share.
@@ -26,6 +26,7 @@ from jaxpar.errors import JaxparError, describe_exception, nearest, refuse
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash: `Path` drops the other
 MANIFEST = "MANIFEST"
+READ = "read"  # the copies of what is only read
 DISK = ("file", "local")  # the schemes of a disk, such as one that is mounted from elsewhere
 # packed tokens, which are made anew; locks and signs of life, which are of one machine; what is half written
 LOCAL = re.compile(r"(data/.*\.bin|.*\.(lock|part)|lock|processes/.*|checkpoints/(?!\d+/).*)")
@@ -63,13 +64,18 @@ def check_address(path: str | Path, name: str) -> None:
         ) from error
 
 
-def local_folder(path: str | Path) -> Path:
-    """Returns the folder on this machine's disk of a run: itself, or where an address has its copy."""
+def local_folder(path: str | Path, *, kind: str = "buckets") -> Path:
+    """Returns the folder on this machine's disk of a run: itself, or where an address has its copy.
+
+    Args:
+      path: A folder, or an address.
+      kind: The folder of the cache: what is only read has another copy than a run, which may be writing its own.
+    """
     if not is_address(path):
         return Path(path)
     scheme, _, rest = str(path).partition(":")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "jaxpar" / "buckets" / scheme / rest.strip("/")
+    return cache / "jaxpar" / kind / scheme / rest.strip("/")
 
 
 class Bucket:
@@ -78,15 +84,16 @@ class Bucket:
     Args:
       address: Of the folder.
       say: Takes a line for the user.
+      kind: Of its copy; see `local_folder`.
 
     Attributes:
       local: The copy.
     """
 
-    def __init__(self, address: str | Path, say: Callable[[str], None] = print):
+    def __init__(self, address: str | Path, say: Callable[[str], None] = print, *, kind: str = "buckets"):
         check_address(address, "address")
         self.address = _whole(address)
-        self.local, self._say = local_folder(self.address), say
+        self.local, self._say = local_folder(self.address, kind=kind), say
         self._lock, self._failed = threading.Lock(), ""
         self._pushed: dict[str, tuple[int, int]] = {}
         with self._talking("opened"):
@@ -96,6 +103,9 @@ class Bucket:
     def pull(self) -> None:
         """Makes the copy equal to the bucket: whole checkpoints, and all other files.
 
+        A copy with a newer checkpoint than the bucket has stays as it is: what it has was not written there, as the
+        bucket was away or the run was killed, and the next push writes it.
+
         Raises:
           JaxparError: If the bucket cannot be read.
         """
@@ -103,6 +113,10 @@ class Bucket:
             self._files.invalidate_cache()
             sizes = {name: info["size"] for name, info in self._remote() if not LOCAL.fullmatch(name)}
         whole = {folder for name in sizes if (folder := _checkpoint(name)) and f"{folder}/{MANIFEST}" in sizes}
+        newest, there = max(self._whole_here(), default=""), max(whole, default="")
+        if newest > there:
+            self._say(f"{self.local} has {newest}, {self.address} {there or 'no checkpoint'}: on from the copy")
+            return
         wanted = {name: size for name, size in sizes.items() if not (folder := _checkpoint(name)) or folder in whole}
         for name in self._here().keys() - wanted.keys():
             (self.local / name).unlink(missing_ok=True)
@@ -178,6 +192,11 @@ class Bucket:
                 self._files.rm_file(f"{self._root}/{name}")
             del self._pushed[name]
 
+    def _whole_here(self) -> list[str]:
+        """Returns the folders of the copy's checkpoints that have a MANIFEST."""
+        found = (path.parent.name for path in self.local.glob(f"checkpoints/*/{MANIFEST}"))
+        return [f"checkpoints/{name}" for name in found if name.isdigit()]
+
     def _put(self, name: str) -> None:
         """Writes a file whole or not at all, as object stores do; on a disk it gets its name when it is whole."""
         there = f"{self._root}/{name}"
@@ -242,7 +261,7 @@ def opened(path: str | Path) -> Path:
     """
     if not is_address(path):
         return Path(path)
-    bucket = Bucket(path)
+    bucket = Bucket(path, kind=READ)
     bucket.pull()
     return bucket.local
 

@@ -75,13 +75,44 @@ def test_a_checkpoint_without_its_manifest_is_none(store):
     assert "checkpoints/000008/MANIFEST" in names(store)
 
 
-def test_a_copy_with_other_checkpoints_becomes_that_of_the_bucket(store):
+def test_a_copy_that_is_behind_becomes_that_of_the_bucket(store):
     hooked.run(ADDRESS, "train.steps=4")
-    local = buckets.local_folder(ADDRESS)
-    shutil.copytree(local / "checkpoints" / "000004", local / "checkpoints" / "000009")
-    (local / "metrics.jsonl").write_text("")
-    assert hooked.saved(buckets.opened(ADDRESS)) == [4]
-    assert len(hooked.rows(local)) == 4
+    bucket = buckets.Bucket(ADDRESS)
+    shutil.move(bucket.local / "checkpoints" / "000004", bucket.local / "checkpoints" / "000003")
+    (bucket.local / "metrics.jsonl").write_text("")
+    bucket.pull()
+    assert hooked.saved(bucket.local) == [4]
+    assert len(hooked.rows(bucket.local)) == 4
+
+
+@pytest.mark.parametrize("gone", ["/bucket/runs/x/checkpoints/000008", "/bucket/runs/x"])
+def test_a_copy_that_is_ahead_is_kept_and_written(gone, store):
+    hooked.run(ADDRESS, "checkpoint.every=4", "checkpoint.keep_last=9")
+    store.rm(gone, recursive=True)
+    _, out = hooked.run(ADDRESS, "checkpoint.every=4", "checkpoint.keep_last=9", "train.steps=10")
+    assert "000008" in out
+    assert "on from the copy" in out
+    forget()
+    assert hooked.saved(buckets.opened(ADDRESS)) == [4, 8, 10]
+    assert [row["step"] for row in hooked.rows(buckets.opened(ADDRESS))] == [*range(1, 11)]
+
+
+def test_reading_leaves_the_copy_of_a_run_alone(store):
+    """A run may be writing it: a checkpoint that the bucket does not have yet, and newer rows."""
+    seen = []
+
+    def look(step):
+        if step == 6:
+            local = buckets.local_folder(ADDRESS)
+            before = (local / "metrics.jsonl").read_bytes()
+            (local / "checkpoints" / "000006.writing").mkdir()
+            with redirect_stdout(io.StringIO()):
+                assert main(["report", ADDRESS]) == 0
+            seen.append((local / "metrics.jsonl").read_bytes() == before)
+            seen.append((local / "checkpoints" / "000006.writing").is_dir())
+
+    hooked.run(ADDRESS, "checkpoint.every=4", batch=look)
+    assert seen == [True, True]
 
 
 def test_a_bucket_that_is_away_for_a_while_is_said_and_has_all_at_the_end(store, monkeypatch):
@@ -101,7 +132,7 @@ def test_a_bucket_that_is_away_for_a_while_is_said_and_has_all_at_the_end(store,
     assert hooked.saved(buckets.opened(ADDRESS)) == [2, 4, 6, 8]
 
 
-def test_a_bucket_that_is_away_at_the_end_is_an_error_that_says_where_the_run_is(store, monkeypatch):
+def test_a_bucket_that_is_away_at_the_end_is_an_error_that_says_where_the_run_is(store, monkeypatch, tmp_path):
     def broken(self, *given, **more):
         raise RuntimeError("403 forbidden")
 
@@ -110,6 +141,11 @@ def test_a_bucket_that_is_away_at_the_end_is_an_error_that_says_where_the_run_is
         hooked.run(ADDRESS)
     assert f"all of it is in {buckets.local_folder(ADDRESS)}" in str(error.value)
     assert hooked.saved(buckets.local_folder(ADDRESS)) == [8]
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    hooked.run(ADDRESS)  # the same command, as the message says
+    forget()
+    assert hooked.saved(buckets.opened(ADDRESS)) == [8]
 
 
 def test_a_run_begins_with_parameters_from_a_bucket(store, tmp_path):

@@ -84,9 +84,11 @@ def verify(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.checkpoint import report
 
     if args.adopt:
+        from jaxpar.files import check_local
         from jaxpar.job.checkpoint import adopt
 
-        print(f"{adopt(opened(args.where), args.step)}: a MANIFEST was made of what is there now")
+        check_local(args.where, "RUN of --adopt")
+        print(f"{adopt(args.where, args.step)}: a MANIFEST was made of what is there now")
     rows = report.verify(opened(args.where), args.step, all_of_them=args.all)
     for row in rows:
         print(f"{row['path']}: {'damaged' if row['wrong'] else 'good'}")

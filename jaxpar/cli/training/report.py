@@ -31,17 +31,17 @@ def add(verbs) -> None:
 
 def run(args: argparse.Namespace) -> tuple[Any, int]:
     """Writes the page and prints where it is."""
-    from jaxpar.buckets import Bucket, is_address, local_folder
+    from jaxpar.buckets import READ, Bucket, is_address
     from jaxpar.files import write_text
     from jaxpar.job.report import page
     from jaxpar.job.report.read import read
 
     if args.html:
         check_file("--html", args.html, "report.html")
-    bucket = Bucket(args.folder) if is_address(args.folder) else None
+    bucket = Bucket(args.folder, kind=READ) if is_address(args.folder) else None
     if bucket:
         bucket.pull()
-    told = read(local_folder(args.folder))
+    told = read(bucket.local if bucket else Path(args.folder))
     file = Path(args.html) if args.html else told.folder / "report.html"
     write_text(file, page.write(told))
     if bucket:
