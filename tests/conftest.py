@@ -24,10 +24,13 @@ if "PYTEST_XDIST_WORKER" not in os.environ and (allocator := ctypes.util.find_li
 import jax
 import pytest
 from browser import CHROMIUM, Browser
+from hypothesis import settings
 
 import jaxpar as jp
 
 jp.simulate(8)
+settings.register_profile("shared", deadline=None)  # what a busy machine takes says nothing of a property
+settings.load_profile("shared")
 sys.dont_write_bytecode = False  # nor is each file of tests rewritten by each worker
 # a worker holds many objects that stay; looked through less often, eight pipelined models take 31.5 s of CPU for 33
 gc.set_threshold(20_000, 20, 100)
