@@ -4,7 +4,7 @@ import re
 import tomllib
 from typing import Any
 
-LARGEST = 2**20  # characters of a file
+LARGEST = 2**22  # characters of a file
 DEEPEST = 20  # tables and lists in each other, and words of a dotted key
 # strings and comments, in which dots mean nothing
 _TEXT = re.compile(r'"""(?s:.*?)"""|' r"'''(?s:.*?)'''|" r'"(?:\\.|[^"\\\n])*+"|' r"'[^'\n]*+'|#[^\n]*+")

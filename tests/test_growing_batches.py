@@ -28,7 +28,7 @@ model = { name = "mlp", inputs = 8, layers = 1, dim = 8, hidden = 16 }
 data = { source = "arrays", path = "PATH", held_out = 0.0 }
 optimizer = { name = "sgd", beta1 = 0.5, learning_rate = 0.1, decay = "constant", clip = 0.0 }
 train = { loss = "classify", steps = 14, global_batch = 16, accumulate = 2 }
-checkpoint.every = 7
+checkpoint = { every = 7, keep_last = 9 }
 metrics.noise_every = 1
 """
 

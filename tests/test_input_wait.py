@@ -81,4 +81,4 @@ def test_a_corrupt_batch_that_is_read_ahead_ends_the_run_at_its_step(tmp_path):
 
     with pytest.raises(JaxparError, match="torn"):
         hooked.run(tmp_path / "run", "data.ahead=3", batch=broken)
-    assert [row["step"] for row in hooked.rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert [row["step"] for row in hooked.rows(tmp_path / "run")] == [1, 2, 3, 4, 5]  # of batches 0 to 4

@@ -376,7 +376,7 @@ JOBS = [
     (DECODER, "data.weights=[0.5, 0.5]", "[0.5, 0.5] for 1 of data.path", "weights = [0.7, 0.3]"),
     (DECODER, "data.source=text; data.path=['HERE/ok.txt', 'HERE/short.txt']; data.weights=[1, -1]", "-1", "positive"),
     (DECODER, "data.evaluation=careless:batches", "careless:batches", "data.held_out"),
-    (DECODER, "data.tokenizer=HERE/none", "none", "no tokenizer.json"),
+    (DECODER, "data.tokenizer=HERE/none", "none", "no such file or folder", 'tokenizer = "bytes"'),
     (DECODER, "data.tokenizer=byte", "'byte'", 'tokenizer = "bytes"'),
     (DECODER, "data.tokenizer=HERE/ok.toml", "ok.toml", "saved as JSON"),
     (DECODER, "data.tokenizer=HERE/older", "of an older kind", "save_pretrained"),

@@ -139,7 +139,7 @@ def _none(path: str | Path, why: str) -> Exception:
         f"data.tokenizer = {str(path)!r}: {why}",
         rule='a tokenizer is "bytes", "bpe", a tokenizer.json or a folder with one',
         fix="AutoTokenizer.from_pretrained(folder).save_pretrained(folder) of transformers writes it"
-        if "older" in why
+        if "older kind" in why
         else 'tokenizer = "bytes", or the folder of the model',
     )
 
