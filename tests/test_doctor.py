@@ -126,6 +126,16 @@ def test_a_plugin_of_another_version_is_named(monkeypatch):
     assert software.plugin().state == "ok"
 
 
+def test_the_toolkit_of_inspections_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(software, "find_plugin", lambda: None)
+    monkeypatch.setattr(software, "installed", lambda name: "0.12.0")
+    assert "a stand-in" in software.toolkit(tmp_path / "version").text
+    (tmp_path / "version").write_text("NVRM version")
+    assert "that XLA finds" in software.toolkit(tmp_path / "version").text
+    monkeypatch.setattr(software, "find_plugin", lambda: "the plugin is missing")
+    assert "the plugin is missing" in software.toolkit(tmp_path / "version").text
+
+
 def test_a_gpu_without_a_plugin_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(software, "installed", lambda name: {"jaxlib": "0.12.0"}.get(name, ""))
     (tmp_path / "version").touch()

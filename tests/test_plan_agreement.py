@@ -188,6 +188,9 @@ def test_what_does_not_fit_as_compiled_is_not_proposed():
     assert str(first).endswith("DOES NOT FIT")
     with pytest.raises(JaxparError, match=r"none of the 1 layouts that were compiled fits.*leanest needs 1 GiB"):
         proposed(plan, [first])
+    refused = Checked(ranked=plan.best[0], seconds=None, bytes=None, fits=False, refusal="blocks/mlp/down stays whole")
+    with pytest.raises(JaxparError, match="is one that jaxpar runs: blocks/mlp/down stays whole"):
+        proposed(plan, [refused])
 
 
 @pytest.mark.parametrize(("limit", "fits"), [("40GiB", True), ("39GiB", False)])

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     from jaxpar.job.file.dump import dumps
     from jaxpar.job.file.parse import load
     from jaxpar.job.parts.plan_model import needs_jax
-    from jaxpar.job.plan import compiled_chip, overrides, planned, question
+    from jaxpar.job.plan import command, compiled_chip, planned, question
     from jaxpar.plan.pages.html import write
     from jaxpar.plan.pages.text import page
     from jaxpar.plan.rules.advice import advise
@@ -116,13 +116,14 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         print("\n" + compared(checked))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
     first = proposed(plan, checked).candidate
-    command = " ".join(["jaxpar train", args.job, *args.overrides, *overrides(first, asked.model.layers, job)])
-    print(f"\nTrain it so:\n  {command}")
+    made = planned(job, first, asked.model.layers, asked.hardware)
+    train = command(args.job, args.overrides, job, made)
+    print(f"\nTrain it so:\n  {train}")
     if args.write:
-        Path(args.write).write_text(dumps(planned(job, first, asked.model.layers)))
+        Path(args.write).write_text(dumps(made))
         print(f"job: {args.write}")
     if args.html:
-        made = write(plan, title=f"{Path(args.job).stem}: a plan", command=command, checked=checked)
-        Path(args.html).write_text(made)
+        page_of_plan = write(plan, title=f"{Path(args.job).stem}: a plan", command=train, checked=checked)
+        Path(args.html).write_text(page_of_plan)
         print(f"page: {args.html}")
     return result, 0

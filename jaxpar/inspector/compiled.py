@@ -31,6 +31,7 @@ _NOISE = (
 _TUNING = "xla_gpu_autotune_level"
 _COLLECTIVES = "xla_gpu_experimental_use_collective_kernels"
 _COSTS = "xla_gpu_collect_cost_model_stats"
+_LINKER = "xla_gpu_libnvjitlink_mode"
 _NEEDS = {  # what XLA says where an option needs what it has not
     "Failed to get configs": _TUNING,  # some products have no kernel that is taken without a choice
     "No supported config found": _TUNING,  # so XLA 0.11 says it
@@ -112,6 +113,9 @@ def _options(platform: str) -> dict[str, Any]:
         # taking absent nodes for one NVLink domain, XLA 0.12 writes kernels of its own for small all-reduces
         # between nodes, and with 64 devices ends the process while it does
         options[_COLLECTIVES] = ""
+        # XLA prefers libnvJitLink, which torch and jax[cuda13] install, to the stand-in for `ptxas`; it links for real,
+        # and does not find in the stand-in for libdevice what a kernel calls
+        options[_LINKER] = "LIB_NV_JIT_LINK_MODE_DISABLED"
     return options
 
 
@@ -132,7 +136,7 @@ def _compiled(lowered: Any, platform: str, options: dict[str, Any]) -> Compiled:
             raise refuse(
                 f"XLA does not compile it for {platform}: {str(error).strip().splitlines()[0][:300]}",
                 rule="the step must compile for the target before it can be inspected",
-                fix="what XLA names; with cuDNN in it, pip install nvidia-cudnn-cu13",
+                fix="pip install nvidia-cudnn-cu13" if "cudnn" in str(error).lower() else "what XLA names",
             ) from error
         seconds = time.perf_counter() - begin
         stats = program.memory_analysis()
@@ -167,7 +171,9 @@ def _compile(lowered: Any, options: dict[str, Any]) -> tuple[Any, list[str]]:
                 unmet = [o for words, o in _NEEDS.items() if words in str(error) and o in options]
                 if (unknown := unknown_option(error)) in options:
                     unmet.append(unknown)
-                    missing += [without(unknown)] * (unknown != _COLLECTIVES)  # which older versions do not need
+                    missing += [without(unknown)] * (
+                        unknown not in (_COLLECTIVES, _LINKER)
+                    )  # older versions need neither
                 if not unmet:
                     raise
                 options = {name: value for name, value in options.items() if name not in unmet}

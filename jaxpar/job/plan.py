@@ -2,16 +2,21 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jaxpar.errors import nearest, refuse
 from jaxpar.exchange.base import Exchange
-from jaxpar.job.file.dump import dumps
+from jaxpar.job.file.dump import dumps, shown
 from jaxpar.job.file.parse import loads
 from jaxpar.job.file.schema import Job, MeshTable
 from jaxpar.job.parts.plan_model import subject
 from jaxpar.mesh.chips import CHIPS, Chip, find_chip
 from jaxpar.mesh.memory_pool import taken
+from jaxpar.mesh.target import Target
 from jaxpar.models.settings.cudnn import HOPPER, why_no_part
 from jaxpar.parallel.declare import DECLARED
 from jaxpar.pipeline.tables.library import LIBRARY
@@ -24,6 +29,8 @@ from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.planned import Model, Transformer
 from jaxpar.plan.search import Question
 from jaxpar.units import parse_bytes, parse_rate, show_bytes
+
+_WORDS = ("true", "false", "inf", "nan")  # what TOML reads as another value than a text
 
 
 def question(job: Job, *, devices: int, chip: str, per_node: int | None, given: Mapping[str, str | None]) -> Question:
@@ -189,23 +196,44 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
     )
 
 
-def overrides(candidate: Candidate, layers: int, job: Job | None = None) -> list[str]:
-    """Returns a layout as overrides of a job, whose own form of context gives way where it is another."""
+def command(path: str, told: Sequence[str], job: Job, made: Job) -> str:
+    """Returns the command that trains a planned job from the file of the job that it was planned from.
+
+    Args:
+      path: Of that file.
+      told: Overrides that it was read with.
+      job: As it was read.
+      made: As it was planned.
+    """
+    was, now = _flat(tomllib.loads(dumps(job))), _flat(tomllib.loads(dumps(made)))
+    changed = {key: value for key, value in now.items() if key not in was or was[key] != value}
+    kept = [word for word in told if word.partition("=")[0].strip() not in changed]
+    words = [f"{key}={value if _is_bare(value) else shown(value)}" for key, value in changed.items()]
+    return shlex.join(["jaxpar", "train", path, *kept, *words])
+
+
+def _flat(table: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Returns the keys of a table and of those in it, joined by dots."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
+
+
+def _is_bare(value: Any) -> bool:
+    """Returns whether an override may give a text without quotes."""
+    return isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w:./-]*", value) is not None and value not in _WORDS
+
+
+def overrides(candidate: Candidate, layers: int) -> list[str]:
+    """Returns a layout as overrides of a job that says nothing of one."""
     c = candidate
     words = [f"parallel.{axis}={getattr(c, axis)}" for axis in DECLARED]
     words += [f"parallel.axes.{axis}={size}" for axis, size in c.axes.items() if size > 1]
     words += [f"parallel.context_by={c.context_by}"] * (c.context_by != "gather")
     words += [f"parallel.ulysses={c.ulysses}"] * (c.context_by == "ring" and c.ulysses > 1)
     words += ['parallel.zero_over="fsdp x context"'] * bool(c.zero_context)
-    own = job.parallel if job else None
-    if own and own.context_kernel != "auto" and c.context_by != "gather":
-        words.append(f"parallel.context_kernel={own.context_kernel}")  # as it was planned
-    for key in ("context_by", "ulysses", "zero_over", "context_kernel") if own else ():
-        usual = getattr(type(own)(), key)
-        if getattr(own, key) != usual and not any(word.startswith(f"parallel.{key}=") for word in words):
-            words.append(f"parallel.{key}={usual}")
-    words += [f"parallel.zero={c.zero}"] * bool(c.shards > 1) + [f"parallel.sequence={str(bool(c.sequence)).lower()}"]
-    words.append(f"train.remat={c.remat}")
+    words += [f"parallel.zero={c.zero}", f"parallel.sequence={str(bool(c.sequence)).lower()}", f"train.remat={c.remat}"]
     if c.pipe == 1:
         return [*words, f"train.accumulate={c.microbatches}"]
     words += ["train.accumulate=1", f"parallel.pipeline.schedule={c.schedule}"]
@@ -218,17 +246,35 @@ def overrides(candidate: Candidate, layers: int, job: Job | None = None) -> list
     return words
 
 
-def planned(job: Job, candidate: Candidate, layers: int) -> Job:
+def planned(job: Job, candidate: Candidate, layers: int, hardware: Hardware | None = None) -> Job:
     """Returns the job with a layout of a plan, for as many devices as that takes.
+
+    Its exchange, its rules and paths of the model's own dims, and what it leaves whole stay.
+
+    Args:
+      job: The job.
+      candidate: The layout.
+      layers: Of the model.
+      hardware: Which machines, of which the job then names the target, where XLA compiles for such.
 
     Raises:
       JaxparError: If the job does not go with it.
     """
-    parallel = type(job.parallel)(exchange=job.parallel.exchange)
-    plain = dataclasses.replace(job, parallel=parallel, mesh=MeshTable(devices=int(candidate.devices)))
-    kernel, travels = job.parallel.context_kernel, candidate.context_by != "gather"
+    own, devices = job.parallel, int(candidate.devices)
+    parallel = type(own)(exchange=own.exchange, rules=own.rules, paths=own.paths, replicate_above=own.replicate_above)
+    chip = find_chip(hardware.chip.name) if hardware else None
+    target = str(machines(hardware, devices, chip)) if hardware and chip and chip.gpu else ""
+    mesh = MeshTable(devices=devices, target=target)
+    plain = dataclasses.replace(job, parallel=parallel, mesh=mesh)
+    kernel, travels = own.context_kernel, candidate.context_by != "gather"
     words = [*overrides(candidate, layers), *[f"parallel.context_kernel={kernel}"] * (travels and kernel != "auto")]
     return loads(dumps(plain), words, allow_import=job.allow_import)
+
+
+def machines(hardware: Hardware, devices: int, chip: Chip) -> Target:
+    """Returns the machines to compile for: as many GPUs of each as divide all, at most those that NVLink joins."""
+    each = max(n for n in range(1, min(hardware.per_node, devices) + 1) if devices % n == 0)
+    return Target(chip, devices // each, each)
 
 
 def compiled_chip(hardware: Hardware) -> Chip:

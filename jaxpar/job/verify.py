@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.schema import Job
 from jaxpar.job.inspect import observe
-from jaxpar.job.plan import compiled_chip, planned
+from jaxpar.job.plan import compiled_chip, machines, planned
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.memory_pool import Pool
 from jaxpar.mesh.target import Target
@@ -28,8 +28,7 @@ def verify(job: Job, asked: Question, layouts: Iterable[Ranked], *, memory: int 
     Raises:
       JaxparError: If XLA can't compile for them.
     """
-    each = asked.hardware.per_node
-    target = Target(_as_asked(asked, memory or asked.room), -(-asked.devices // each), min(each, asked.devices))
+    target = machines(asked.hardware, asked.devices, _as_asked(asked, memory or asked.room))
     for ranked in layouts:
         yield _checked(job, ranked, asked, target)
 

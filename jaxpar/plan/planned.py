@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.mesh.collective import Collective
+from jaxpar.parallel.declare import Parallel
 from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
@@ -79,6 +80,10 @@ class Model(Protocol):
         ...
 
 
+BYTES = 4  # of a parameter between steps
+REPLICATED = Parallel().replicate_above  # bytes up to which a parameter that shards do not divide stays whole
+
+
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A decoder, by the formulas of `plan/memory.py` and `plan/time.py`.
@@ -143,8 +148,19 @@ class Transformer:
         return legal(self.shape, devices=devices, rows=rows, choices=choices)
 
     def storable(self, candidate: Candidate) -> Any:
-        """Returns whether stages divide the layers, or another dim that all large parameters have: the stream."""
-        return np.equal(self.shape.layers % candidate.pipe, 0) | np.equal(self.shape.dim % candidate.pipe, 0)
+        """Returns whether stages and shards of the training state divide a dim of all large parameters.
+
+        Stages divide the layers, or else the stream. Shards divide any dim but that of the layers, together with
+        `tensor` on those that it splits: JAX stores no unequal shards, and `compose` refuses large parameters whole.
+        """
+        stages = np.equal(self.shape.layers % candidate.pipe, 0) | np.equal(self.shape.dim % candidate.pipe, 0)
+        cut, anything = True, False  # what large arrays need; an axis that cuts nothing is refused too
+        for size, dims in self.shape.stored:
+            fits = [np.equal(dim % (candidate.shards * (candidate.tensor if by else 1)), 0) for dim, by in dims]
+            one = np.any(np.broadcast_arrays(*fits), axis=0)
+            anything = anything | one
+            cut = cut & (one | (size * BYTES <= REPLICATED))
+        return stages & ((cut & anything) | np.equal(candidate.shards, 1))
 
     def memory(self, candidate: Candidate, software: SoftwareModel) -> Memory:
         """Returns the bytes of the fullest device; see `jaxpar.plan.memory`."""

@@ -80,6 +80,12 @@ def proposed(plan: Plan, checked: Sequence[Checked] = ()) -> Ranked:
     for each in checked:
         if each.fits:
             return each.ranked
+    if not any(each.bytes for each in checked):
+        raise refuse(
+            f"none of the {len(checked)} layouts that were compiled is one that jaxpar runs: {checked[0].refusal}",
+            rule="a plan proposes layouts that compose, and whose compiled program fits",
+            fix=f"--verify {2 * len(checked)}, or another number of devices",
+        )
     leanest = min((each.bytes for each in checked if each.bytes), default=0.0)
     raise refuse(
         f"none of the {len(checked)} layouts that were compiled fits {show_bytes(plan.question.room)}"

@@ -33,7 +33,8 @@ def examine(
     each = max(1, simulate // cluster.processes) if cluster and simulate else simulate
     probe = devices.start(environment, simulate=each)
     folder = Path(job.run.dir) if job and job.run.dir else Path()
-    found += [software.versions(), software.plugin(), *software.variables(environment, simulate=simulate), *others]
+    found += [software.versions(), software.plugin(), software.toolkit()]
+    found += [*software.variables(environment, simulate=simulate), *others]
     if cluster:
         meet, names = (
             partial(network.meet, cluster, seconds=MEETING, folder=folder),

@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxpar.errors import JaxparError
 from jaxpar.job.doctor.finding import Finding
 from jaxpar.mesh.memory_pool import NAME, OFF, OLD, OWN, PREALLOCATE, SHARE, taken
+from jaxpar.mesh.target import find_plugin
 
 CHECKED = ("jax", "flax", "optax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -100,6 +101,15 @@ def plugin(driver: Path = DRIVER) -> Finding:
         return Finding("cuda", "warning", "an NVIDIA driver and no plugin of JAX: its GPUs are not seen",
             "pip install 'jaxpar[cuda]'")  # fmt: skip
     return Finding("cuda", "ok", "no NVIDIA driver" + (", XLA's compiler for its GPUs is there" if compiler else ""))
+
+
+def toolkit(driver: Path = DRIVER) -> Finding:
+    """Says what XLA ends its work with where a program is compiled for GPUs that are not there."""
+    if why := find_plugin():
+        return Finding("inspections", "ok", f"none for absent GPUs: {why}", "pip install 'jaxpar[gpu-plan]'")
+    if driver.exists() and any(map(installed, PLUGINS)):
+        return Finding("inspections", "ok", "compiled with the CUDA toolkit that XLA finds, as programs that run are")
+    return Finding("inspections", "ok", "compiled with a stand-in for the CUDA toolkit, whatever toolkit is installed")
 
 
 def variables(environment: Mapping[str, str], *, simulate: int) -> Iterator[Finding]:

@@ -7,8 +7,7 @@ from jaxpar.errors import refuse
 from jaxpar.job.doors.plan_step import of_step
 from jaxpar.job.file.parse import load
 from jaxpar.job.file.schema import Job
-from jaxpar.job.plan import overrides as overrides_of
-from jaxpar.job.plan import question
+from jaxpar.job.plan import command, planned, question
 from jaxpar.plan.pages.shown import ShownPlan
 from jaxpar.plan.search import search
 
@@ -68,9 +67,9 @@ def plan(
     asked = question(loaded, devices=devices, chip=chip, per_node=per_node, given=given)
     found = search(asked, top=top)
     name = "JOB" if isinstance(job, Job) else str(job)
-    first = overrides_of(found.best[0].candidate, asked.model.layers, loaded)
+    made = planned(loaded, found.best[0].candidate, asked.model.layers, asked.hardware)
     return ShownPlan.of(
         found,
         title="a plan" if isinstance(job, Job) else f"{Path(job).stem}: a plan",
-        command=" ".join(["jaxpar train", name, *overrides, *first]),
+        command=command(name, overrides, loaded, made),
     )

@@ -1,6 +1,7 @@
 """The shape of a transformer, and what follows from it by arithmetic: parameters and FLOP."""
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from jaxpar.errors import check_ranges, nearest_divisor, refuse
@@ -86,6 +87,21 @@ class Shape:
             (self.dim, self.width * (1 + self.gated)),
             (self.width, self.dim),
         )
+
+    @property
+    def stored(self) -> tuple[tuple[int, tuple[tuple[int, bool], ...]], ...]:
+        """(parameters, dims) of each array of matrices that a decoder stores, those of all layers in one.
+
+        A dim is its size, and whether the tensor axis splits it; that of the layers is left out, as nothing else does.
+        """
+        size, kv_heads = self.dim // self.heads, self.kv_heads or self.heads
+        inner = (
+            ((self.dim, False), (self.heads, True), (size, False)),
+            ((self.dim, False), (kv_heads, True), (size, False)),
+        )
+        each = *inner, ((self.dim, False), (self.width, True))
+        ends = ((self.dim, False), (self.vocab, True))
+        return *((self.layers * prod(n for n, _ in dims), dims) for dims in each), (self.vocab * self.dim, ends)
 
     @property
     def layer_parameters(self) -> int:
