@@ -135,7 +135,8 @@ class Transformer:
 
     def _run(self, software: SoftwareModel) -> SoftwareModel:
         """Returns the software as it runs this model."""
-        return replace(software, parts=None) if self.in_blocks else software
+        sent = software.wire[0], software.wire[1] * self.shape.trained
+        return replace(software, parts=None if self.in_blocks else software.parts, wire=sent)
 
     def left_out(self, choices: Choices) -> tuple[str, ...]:
         """Returns axes that no layout has, and schedules that are not weighed."""
@@ -172,7 +173,7 @@ class Transformer:
 
     def collectives(self, candidate: Candidate, software: SoftwareModel) -> list[Collective]:
         """Returns the collectives of a step; see `jaxpar.plan.techniques.asked`."""
-        return collectives(self.shape, candidate, software)
+        return collectives(self.shape, candidate, self._run(software))
 
     def on_host(self, candidate: Candidate) -> float:
         """Returns the bytes of a device's layers that are in host memory while a step runs."""

@@ -39,12 +39,21 @@ class StepTime(Causes):
     """
 
 
-def optimizer(held: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
+def optimizer(
+    held: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, trained: float = 1.0
+) -> Any:
     """Returns the seconds of the update: its bytes of memory, over the share of the `held` that a device updates.
 
     And those in which chips wait for the host once a step.
+
+    Args:
+      held: Parameters of a device.
+      candidate: The layout.
+      hardware: The machines.
+      software: The program.
+      trained: Share of the parameters that are updated.
     """
-    moved = software.update * held / np.where(np.greater(candidate.zero, 0), software.sharers(candidate), 1)
+    moved = software.update * trained * held / np.where(np.greater(candidate.zero, 0), software.sharers(candidate), 1)
     return hardware.stream(moved) + software.host
 
 
@@ -63,8 +72,8 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
     ahead, back = (sum(each) for each in zip(*shared.values(), strict=True))
     deep = candidate.layers(shape.layers)
 
-    # a part: its layers; weights' gradients are half of the matmuls going backward and all sums of gradients
-    weights = deep * backward.matmuls / 2
+    # a part: its layers; gradients of weights that are trained are as many matmuls as those of the inputs
+    weights = deep * backward.matmuls * shape.trained / (1 + shape.trained)
     spread = pipe.spread(shape, candidate, hardware)
     times = (
         deep * (forward.total + ahead),
@@ -98,6 +107,6 @@ def step_time(shape: Shape, candidate: Candidate, hardware: Hardware, software: 
         bubble=np.where(np.equal(candidate.pipe, 1), 0.0, np.maximum(still - busy, 0.0)),  # not what rounding leaves
         send=np.maximum(moving - still, 0.0) + heads * sum(spread),
         stragglers=moving * hardware.waits(candidate.devices),
-        optimizer=optimizer(held, candidate, hardware, software),
+        optimizer=optimizer(held, candidate, hardware, software, trained=shape.trained),
         **_host(shape, candidate, hardware, (forward.total + ahead, backward.total + again.total + back)),
     ).times(hardware.pace)

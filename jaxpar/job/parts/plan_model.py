@@ -39,7 +39,17 @@ def subject(job: Job, devices: int) -> Model:
             rule="the planner's formulas are of a decoder that computes in bfloat16",
             fix="train.precision=bf16, after JOB on the command line",
         )
-    return Transformer(shape=dataclasses.replace(Shape.of(settings), seq=job.data.seq), recipe=_recipe(job))
+    shape = dataclasses.replace(Shape.of(settings), seq=job.data.seq, trained=_trained(job))
+    return Transformer(shape=shape, recipe=_recipe(job))
+
+
+def _trained(job: Job) -> float:
+    """Returns the share of the weights that is trained."""
+    if not job.train.frozen[0]:
+        return 1.0
+    from jaxpar.job.parts.plan_traced import trained_share
+
+    return trained_share(job)
 
 
 def _has_formulas(job: Job) -> bool:

@@ -52,18 +52,35 @@ def traced(job: Job, devices: int) -> Traced:
 
 def counted(job: Job) -> Recipe:
     """Returns the bytes per parameter that training a job keeps, the optimizer's read off its state's shapes."""
-    return _recipe(job, as_blueprint(resolve_model(job, resolve_loss(job))))
+    return _recipe(job, as_blueprint(resolve_model(job, resolve_loss(job))), timed=True)
 
 
-def _recipe(job: Job, blueprint: Blueprint) -> Recipe:
+def trained_share(job: Job) -> float:
+    """Returns the share of a decoder's weights in matmuls that is trained; its adapters count as weights."""
+    blueprint = as_blueprint(resolve_model(job, resolve_loss(job)))
+    held, tied = _held(job, blueprint), not any("head" in path for path in blueprint.leaves)
+    sizes = {path: leaf.size for path, leaf in blueprint.leaves.items() if tied or not path.startswith("embed")}
+    return sum(size for path, size in sizes.items() if path not in held) / sum(sizes.values())
+
+
+def _held(job: Job, blueprint: Blueprint) -> set[str]:
+    """Returns the paths of the parameters that are frozen."""
     frozen, but = job.train.frozen
-    params = blueprint.leaves
-    held = set(meant(params, frozen)) - set(meant(params, but))
-    return recipe_of(blueprint, resolve_optimizer(job, blueprint), held, name=job.optimizer.name)
+    return set(meant(blueprint.leaves, frozen)) - set(meant(blueprint.leaves, but))
+
+
+def _recipe(job: Job, blueprint: Blueprint, *, timed: bool = False) -> Recipe:
+    held, optimizer = _held(job, blueprint), resolve_optimizer(job, blueprint)
+    return recipe_of(blueprint, optimizer, held, name=job.optimizer.name, timed=timed)
 
 
 def recipe_of(
-    blueprint: Blueprint, optimizer: optax.GradientTransformation, held: Collection[str], *, name: str
+    blueprint: Blueprint,
+    optimizer: optax.GradientTransformation,
+    held: Collection[str],
+    *,
+    name: str,
+    timed: bool = False,
 ) -> Recipe:
     """Returns the bytes per parameter that training a model keeps.
 
@@ -72,6 +89,7 @@ def recipe_of(
       optimizer: Whose state's shapes are read.
       held: Paths of the parameters that are frozen.
       name: Of the optimizer.
+      timed: Whether times follow from what is trained, as a decoder's do.
     """
     params = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in blueprint.leaves.items()}
     tree = nest({tuple(path.split("/")): leaf for path, leaf in params.items()})  # as a chain's masks have it
@@ -79,7 +97,7 @@ def recipe_of(
     own, its = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (params, moments))
     count = sum(leaf.size for leaf in params.values())
     trained = sum(leaf.size * leaf.dtype.itemsize for path, leaf in params.items() if path not in held)
-    part = f"; {trained / own:.2%} is trained, and times are as if all were" if held else ""
+    part = f"; {trained / own:.2%} is trained" + ", and times are as if all were" * (not timed) if held else ""
     return Recipe(
         name=name, parameters=own / count, gradients=round(trained / count, 3),
         optimizer=round(its / count, 3), since=1,

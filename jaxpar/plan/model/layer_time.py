@@ -49,9 +49,12 @@ def tokens(shape: Shape, candidate: Candidate) -> Any:
     return candidate.microbatch * shape.seq / candidate.context
 
 
-def both_ways(rows: Any, inputs: Any, outputs: Any, hardware: Hardware) -> tuple[Any, Any]:
-    """Returns the seconds of a matmul of `rows` with weights [inputs, outputs], forward and backward."""
-    backward = hardware.matmul(rows, outputs, inputs) + hardware.matmul(inputs, rows, outputs)
+def both_ways(rows: Any, inputs: Any, outputs: Any, hardware: Hardware, trained: float = 1.0) -> tuple[Any, Any]:
+    """Returns the seconds of a matmul of `rows` with weights [inputs, outputs], forward and backward.
+
+    Of the two going backward, the one by the weights is of the share of them that is `trained`.
+    """
+    backward = hardware.matmul(rows, outputs, inputs) + trained * hardware.matmul(inputs, rows, outputs)
     return hardware.matmul(rows, inputs, outputs), backward
 
 
@@ -62,7 +65,10 @@ def matmuls(shape: Shape, candidate: Candidate, hardware: Hardware) -> tuple[Any
     """
     count, ways = tokens(shape, candidate), candidate.tensor
     cuts = ((1, ways), (ways, 1)) * 2
-    pairs = [both_ways(count, i / a, o / b, hardware) for (i, o), (a, b) in zip(shape.matrices, cuts, strict=True)]
+    pairs = [
+        both_ways(count, i / a, o / b, hardware, shape.trained)
+        for (i, o), (a, b) in zip(shape.matrices, cuts, strict=True)
+    ]
     forward, backward = zip(*pairs, strict=True)
     return sum(forward), sum(backward)
 
@@ -151,7 +157,7 @@ def elementwise(shape: Shape, candidate: Candidate, hardware: Hardware, software
     stream = count * shape.dim / np.where(candidate.sequence, candidate.tensor, 1)
     inner = count * (shape.dim + 2 * shape.kv_dim + shape.width * (1 + shape.gated)) / candidate.tensor
     forward, backward = (software.stream[i] * stream + software.inner[i] * inner for i in (0, 1))
-    sums = summed(shape.cut_layer(candidate.tensor), candidate, software)
+    sums = summed(shape.trained * shape.cut_layer(candidate.tensor), candidate, software)
     copied = np.where(np.greater(candidate.pipe, 1), 2, 1) * software.keep
     once = lambda own: layer_bytes(shape, candidate, replace(own, relaid=0.0, pieces=None))[:1]  # noqa: E731
     beside = copied / 2 * software.cost(once, candidate)[0]
@@ -215,10 +221,11 @@ def head(shape: Shape, candidate: Candidate, hardware: Hardware, software: Softw
     The logits are cut over the vocab, and where they are many made in chunks of tokens, by the same matmuls.
     """
     count, ways = 1.0 * tokens(shape, candidate), candidate.tensor * candidate.sharing
-    once, twice = both_ways(count, shape.dim, shape.vocab / ways, hardware)
+    once, twice = both_ways(count, shape.dim, shape.vocab / ways, hardware, shape.trained)
     loss = hardware.stream(software.logits * count * shape.vocab / ways)
-    sums = hardware.stream(summed(shape.vocab * shape.dim / ways, candidate, software))
+    sums = hardware.stream(summed(shape.trained * shape.vocab * shape.dim / ways, candidate, software))
     chunks = logit_chunks(count, shape.vocab / ways, software)
     # each chunk reads the sum of the head's gradient and writes it
-    sums = sums + hardware.stream(np.greater(chunks, 1) * 2 * SUM * chunks * shape.vocab * shape.dim / ways)
+    whole = shape.trained * shape.vocab * shape.dim / ways
+    sums = sums + hardware.stream(np.greater(chunks, 1) * 2 * SUM * chunks * whole)
     return Cost(once, 0.0, 0.0, loss / 2), Cost(twice, 0.0, 0.0, loss / 2 + sums)

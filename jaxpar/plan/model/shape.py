@@ -24,6 +24,7 @@ class Shape:
       biases: Whether matrices and norms have them.
       tied: Whether the embedding is the output matrix too.
       causal: Whether a kernel may leave out the half of attention above the diagonal.
+      trained: Share of the weights that are trained; those that are frozen have no gradients and no update.
     """
 
     layers: int
@@ -38,6 +39,7 @@ class Shape:
     biases: bool = False
     tied: bool = False
     causal: bool = True
+    trained: float = 1.0
 
     def __post_init__(self):
         most = 2**31 - 1
@@ -45,7 +47,8 @@ class Shape:
             self,
             "shape",
             {key: (1, most) for key in ("layers", "dim", "heads", "vocab", "seq")}
-            | {key: (0, most) for key in ("kv_heads", "hidden")},
+            | {key: (0, most) for key in ("kv_heads", "hidden")}
+            | {"trained": (0.0, 1.0)},
         )
         if self.dim % self.heads or self.heads % (self.kv_heads or self.heads):
             raise refuse(
@@ -162,6 +165,9 @@ class Shape:
     def step_flop(self, rows: int) -> int:
         """Returns the FLOP of a step over so many rows, nothing computed twice: backward is twice forward.
 
+        Backward is as much as forward for a frozen weight: 4 FLOP per parameter and token, not 6.
+
         Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; all of attention counts, whatever is masked.
         """
-        return 3 * rows * self.seq * (self.layers * (self.layer_flop + self.core_flop) + self.head_flop)
+        weights, core = self.layers * self.layer_flop + self.head_flop, self.layers * self.core_flop
+        return round(rows * self.seq * ((2 + self.trained) * weights + 3 * core))
