@@ -45,7 +45,7 @@ def composes(settings, candidate):
     return ""
 
 
-@pytest.mark.parametrize("devices", [8, 12, 24, 48, 96, 100, 576])
+@pytest.mark.parametrize("devices", [12, 24, 100, 576])
 @pytest.mark.parametrize("settings", SETTINGS, ids=["gated", "learned", "small"])
 def test_a_layout_is_storable_where_it_composes(settings, devices):
     model = Transformer(shape=Shape.of(settings))
@@ -61,8 +61,7 @@ def test_a_layout_is_storable_where_it_composes(settings, devices):
 
 CONFIGS = sorted(Path(__file__).parent.parent.glob("configs/*.toml"))
 COUNTS = (8, 12, 24, 48, 96, 100, 576, 1000, 16384)
-OFTEN = {("gpu_llama_8b_fsdp8", 12), ("gpu_llama_405b_pipe16_fsdp4_tensor8", 576), ("pipe2_fsdp2_tensor2", 24),
-         ("tensor4_sequence_data2", 100), ("digits", 12), ("context8_ring_data1", 48)}  # fmt: skip
+OFTEN = {("gpu_llama_8b_fsdp8", 12), ("pipe2_fsdp2_tensor2", 24), ("digits", 12)}  # fmt: skip
 
 
 def said(*words):

@@ -14,10 +14,12 @@ from jaxpar.optim.extra import PLATEAU
 from jaxpar.optim.muon import STACKS, VECTOR, Names
 from jaxpar.optim.named import RATES, Own, call, find_optimizer, find_schedule
 from jaxpar.optim.optimizer import SETTINGS, SWEPT, Optimizer
+from jaxpar.optim.per_layer import LAYERWISE, of_one_layer, per_layer
 from jaxpar.optim.schedule import Schedule
 
 NONE = Own()
 MASKS = {"adamw": "mask", "lion": "mask", "lamb": "mask", "lars": "weight_decay_mask"}  # which weights are decayed
+RATIOS = "trust_ratio_mask"  # the argument of optax's lars: which weights have a ratio
 OR_NONE = {"sgd": "momentum", "adafactor": "weight_decay_rate"}  # None, and not 0, leaves these out
 
 
@@ -99,13 +101,19 @@ def _made(
     settings = {name: given.get(key, getattr(spec, key)) for name, key in SETTINGS.get(spec.name, {}).items()}
     if (name := OR_NONE.get(spec.name)) and not isinstance(settings[name], jax.Array):
         settings[name] = settings[name] or None
+    layerwise = spec.name in LAYERWISE and not own.optimizer
+    dims = of_one_layer(names) if layerwise else names
     if mask := MASKS.get(spec.name):
-        settings[mask] = matrices(names if "weight_decay" in given or spec.weight_decay else dict)
+        settings[mask] = matrices(dims if "weight_decay" in given or spec.weight_decay else dict)
+    if spec.name == "lars" and RATIOS not in spec.arguments:  # biases and norms have no ratio, as in the paper's runs
+        settings[RATIOS] = matrices(dims)
     function = find_optimizer(spec.name, own.optimizer)
     settings[RATES.get(spec.name, "learning_rate")] = rate
     made = call(spec.name, function, spec.arguments, settings, key="optimizer.arguments")
     if isinstance(made, optax.MultiSteps):
         made = made.gradient_transformation()
+    if layerwise:
+        made = per_layer(made, names)
     if not isinstance(made, optax.GradientTransformation):
         raise refuse(
             f'optimizer.name = "{spec.name}" makes a {type(made).__name__}',
