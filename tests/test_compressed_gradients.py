@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from test_seams_exchange import CHAIN, batch, composed, loss, over_data, saved
 from tiny import assert_same_arrays
 
@@ -107,6 +108,24 @@ def test_a_sparse_sum_is_the_sum_of_what_travelled(share, dense):
 
 
 # steps
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_a_scale_is_the_mean_magnitude_of_its_elements_where_they_fill_no_block(replicas):
+    """Of a 64 x 64 matrix on 8 replicas a piece has 512 elements, and a block 1,024."""
+    rng = np.random.default_rng(0)
+    x, y = (np.repeat(rng.normal(size=(1, 64)).astype(np.float32), replicas, 0) for _ in range(2))
+    made, sign = partial(nnx.Linear, 64, 64, use_bias=False), jp.Exchange("sign")
+    devices = jax.devices()[:replicas]
+    layout = jp.compose(lambda rngs: made(rngs=rngs), jp.Parallel(data=replicas, exchange=sign), devices)
+    kept = optax.chain(optax.identity(), optax.trace(decay=0.0), optax.scale(0.0))  # keeps a gradient, moves nothing
+
+    def product(model, batch):
+        return jnp.sum(model(batch["x"]) * batch["y"]), batch["x"].shape[0]
+
+    state, _ = jp.train_step(layout, product, kept)(jp.init_state(layout, kept), {"x": x, "y": y})
+    wanted, found = x[:1].T @ y[:1], np.asarray(state.optimizer[1].trace["kernel"])
+    np.testing.assert_allclose(np.abs(found).mean(), np.abs(wanted).mean(), rtol=1e-5)
 
 
 def trained(exchange, steps=4, sizes=WHOLE, optimizer=CHAIN, state=None, first=0):

@@ -30,8 +30,9 @@ class Optimizer:
       name: adamw, adam, sgd, lion, lamb, lars, adafactor, muon, or any other optimizer of optax or optax.contrib that
         takes a learning rate, such as adagrad; or "package.module:function" of learning_rate, a schedule, that returns
         an optax chain. Of muon's, `jaxpar.optim.muon` says which parameters are matrices, by the names of their dims.
-        Those that take norms of a parameter, as lamb does, take them of each layer of a stack: `jaxpar.optim.per_layer`,
-        with which a function of your own may do so too. lars has no ratio for biases and norms.
+        Those that take norms of a parameter, as lamb does, take them of each layer of a stack: see
+        `jaxpar.optim.per_layer`, with which a function of your own may do so too. lars leaves biases and norms
+        without a ratio.
       arguments: Its further arguments, as optax has them: { eps = 1e-6 }. weight_decay, beta1 and beta2 are of the
         eight that are named first; others have all of theirs here.
       learning_rate: The highest.

@@ -21,6 +21,7 @@ from jaxpar.exchange.settings import SECTION, STEPS
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
     from jaxpar.exchange.between import Between
 
@@ -59,6 +60,10 @@ class Compressed(Chosen):
     @abstractmethod
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
         """Returns the code of rows of elements, each array of it with their dim 0. rows: [rows, blocks * block]."""
+
+    def without_filling(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
+        """Returns the code of rows whose blocks have so many elements, and zeros after them. counts: [blocks]."""
+        return code
 
     @abstractmethod
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":

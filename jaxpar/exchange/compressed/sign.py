@@ -7,6 +7,7 @@ from jaxpar.exchange.compressed.base import Bytes, Compressed
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,10 @@ class Sign(Compressed):
 
         scale = jnp.mean(jnp.abs(rows.reshape(len(rows), -1, self.block)), axis=-1)
         return {"bits": packed(rows >= 0, 1), "scale": scale}
+
+    def without_filling(self, code: dict[str, "jax.Array"], counts: "np.ndarray") -> dict[str, "jax.Array"]:
+        """Returns the code with the mean magnitudes of the elements alone: `encode` took them over whole blocks."""
+        return code | {"scale": code["scale"] * (self.block / counts).astype("float32")}
 
     def decode(self, code: dict[str, "jax.Array"]) -> "jax.Array":
         """Returns the elements [rows, elements]."""

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.between import AXIS, Between, in_pieces
@@ -33,6 +34,10 @@ class Codec(Protocol):
 
     def encode_mean(self, rows: jax.Array, key: jax.Array, replicas: int) -> dict[str, jax.Array]:
         """Returns the code of a mean."""
+        ...
+
+    def without_filling(self, code: dict[str, jax.Array], counts: np.ndarray) -> dict[str, jax.Array]:
+        """Returns the code of blocks that have so many elements, and zeros after them."""
         ...
 
     def decode(self, code: dict[str, jax.Array]) -> jax.Array:
@@ -66,12 +71,12 @@ def exchanged(
         first, second = jax.random.split(key)
         row = _Rows({path: x.shape[1:] for path, x in local.items()}, dims, between.replicas, codec.block)
         given = row.of({path: x[0] + lost[path][0] if lost else x[0] for path, x in local.items()})
-        code = codec.encode(given, first)
-        missed = given - codec.decode(code) if lost else None
+        code = codec.without_filling(codec.encode(given, first), row.filled)
+        missed = given - codec.decode(code) if lost else None  # what it has of zeros that fill is dropped
         came = {name: jax.lax.all_to_all(x, AXIS, 0, 0) for name, x in code.items()}
-        mean = jnp.mean(codec.decode(came), axis=0, keepdims=True)
+        mean = jnp.where(row.real, jnp.mean(codec.decode(came), axis=0, keepdims=True), 0)
         mean = mean + row.of_piece(pieces) if lost else mean
-        code = codec.encode_mean(mean, second, between.replicas)
+        code = codec.without_filling(codec.encode_mean(mean, second, between.replicas), row.filled)
         missing = mean - codec.decode(code) if lost else None
         every = {name: jax.lax.all_gather(x, AXIS, axis=0, tiled=True) for name, x in code.items()}
         found = row.apart(codec.decode(every))
@@ -101,6 +106,9 @@ class _Rows:
         self.shapes, self.dims, self.replicas = shapes, dims, replicas
         self.counts = {path: math.prod(shape) // replicas for path, shape in shapes.items()}
         self.padded = {path: filled(count, block) for path, count in self.counts.items()}
+        each = [np.arange(self.padded[path]) < count for path, count in self.counts.items()]
+        self.real = np.concatenate(each)  # which elements of a row are of an array, and fill no block
+        self.filled = np.maximum(self.real.reshape(-1, block).sum(axis=1), 1)  # such elements of each block
 
     def of(self, arrays: Arrays) -> jax.Array:
         """Returns arrays as rows. Shape [replicas, elements], float32."""
