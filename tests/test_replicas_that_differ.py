@@ -438,3 +438,25 @@ def test_an_exchange_is_a_value():
     assert hash(diloco) == hash(jp.Exchange(name="diloco", every=7))
     assert str(diloco) == "diloco every 7 steps"
     assert jp.Parallel(data=2, exchange=None) == jp.Parallel(data=2)
+
+
+class Constant(nnx.Module):
+    """Four layers whose gradient is one everywhere."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.Param(jnp.ones((4, 8, 8)), out_sharding=("layers", None, None))
+
+    def __call__(self, x):
+        return jnp.sum(self.blocks[...]) + 0 * jnp.sum(x)
+
+
+def test_each_fragment_has_a_count_of_its_own_of_an_outer_optimizer_that_counts():
+    """Adam's first step is its rate, for the fragment that meets last too."""
+    exchange = jp.Exchange("streaming", every=4, fragments=4, order="depth", outer=optax.adam(0.1))
+    layout = jp.compose(lambda rngs: Constant(rngs), jp.Parallel(data=2, exchange=exchange), jax.devices()[:2])
+    chain = optax.sgd(1e-3)
+    state, step = jp.init_state(layout, chain), jp.train_step(layout, lambda m, b: (m(b["x"]), jnp.float32(1)), chain)
+    for _ in range(4):
+        state, _ = step(state, {"x": np.ones((2, 3), np.float32)})
+    moved = 1 - np.asarray(state.exchange["anchor"]["blocks"]).mean((1, 2))
+    np.testing.assert_allclose(moved, 0.1, rtol=1e-4)

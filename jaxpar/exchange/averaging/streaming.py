@@ -9,7 +9,7 @@ Where one program makes one step, the delay is in what is computed, not in time:
 `depart` and `arrive` the steps between them are one program, in which nothing waits (`step.apart.rounds`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,10 +85,19 @@ class Streaming(Outer):
             )
 
     def init(self, params: Tree, replicas: int) -> Tree:
-        """Returns the anchor, the outer optimizer's state, and what was sent and not applied yet."""
+        """Returns the anchor, the outer optimizer's state, and what was sent and not applied yet.
+
+        What the outer optimizer keeps in another shape than that of the parameters, such as a count of its steps, each
+        fragment has for itself. Shape [fragments, ...].
+        """
+        import jax
+        import jax.numpy as jnp
+
         flat, _ = by_path(params)
+        part, outer = _is_of(flat), self.chain.init(flat)
+        outer = jax.tree.map(lambda x: x if part(x) else jnp.stack([x] * self.fragments), outer, is_leaf=part)
         code = CODES[self.wire].init(flat, replicas) if self.wire in CODES else {}
-        return {"anchor": flat, "outer": self.chain.init(flat), "sent": flat, "code": code}
+        return {"anchor": flat, "outer": outer, "sent": flat, "code": code}
 
     def meeting(self, step: int) -> int:
         """Returns the step's place in the period, where something is sent or applied then; other numbers at first."""
@@ -111,26 +120,26 @@ class Streaming(Outer):
             mean, own["code"] = self._mean(fragment, params, own, _only(between, fragment))
             own["sent"] = put(own["sent"], fragment, mean)
         if not first and (number := self._at(place - self.delay)) is not None:
-            params, own = self._apply(each[number], params, own, between)
+            params, own = self._apply(number, each[number], params, own, between)
         return replace(replicas, params=structure.unflatten(params.values()), own=own)
 
     def depart(self, replicas: Replicas, between: "Between") -> Tree:
         """Returns the fragment that is sent at a meeting, on its way: see `in_flight`. Only in fp32."""
         from jaxpar.exchange.averaging import in_flight
 
-        flat, fragment, between = self._sent(replicas, between, between.meeting)
+        flat, _, fragment, between = self._sent(replicas, between, between.meeting)
         return in_flight.depart(take(flat, fragment, dim=1), _only(between, fragment))
 
     def arrive(self, vectors: Tree, replicas: Replicas, between: "Between") -> Replicas:
         """Returns the replicas after a fragment that has departed was applied, at the meeting `delay` steps later."""
         from jaxpar.exchange.averaging import in_flight
 
-        flat, fragment, between = self._sent(replicas, between, between.meeting - self.delay)
+        flat, number, fragment, between = self._sent(replicas, between, between.meeting - self.delay)
         largest = max(flat, key=lambda path: flat[path].size)  # of after the steps that do not wait
         only = _only(between, fragment)
         mean = in_flight.arrive(vectors, only.parts, only, flat[largest])
         own = {**replicas.own, "sent": put(replicas.own["sent"], fragment, mean)}
-        flat, own = self._apply(fragment, flat, own, between)
+        flat, own = self._apply(number, fragment, flat, own, between)
         _, structure = by_path(replicas.params)
         return replace(replicas, params=structure.unflatten(flat.values()), own=own)
 
@@ -147,15 +156,15 @@ class Streaming(Outer):
             found += [replace(sent, meeting=number + 1, every=self.every) for sent in sent_by(own, replicas)]
         return tuple(found)
 
-    def _sent(self, replicas: Replicas, between: "Between", meeting: int) -> tuple[Tree, Fragment, "Between"]:
-        """Returns parameters by path, the fragment that is sent at a meeting, and where parameters by path are."""
+    def _sent(self, replicas: Replicas, between: "Between", meeting: int) -> tuple[Tree, int, Fragment, "Between"]:
+        """Returns parameters by path, number and fragment that is sent at a meeting, and where parameters are."""
         flat, structure = by_path(replicas.params)
         between = between.of(dict(zip(flat, structure.flatten_up_to(between.specs), strict=True)))
         number = self._at((meeting - 1) % self.every)
         if number is None:
             rule = "a fragment departs where it is sent"
             raise refuse(f"meeting {meeting} of {self}", rule=rule, fix="a meeting that sends one")
-        return flat, fragments(between.parts, self.fragments, self.order)[number], between
+        return flat, number, fragments(between.parts, self.fragments, self.order)[number], between
 
     def _mean(self, fragment: Fragment, params: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
         """Returns the replicas' mean of a fragment as it comes off the wire, and the state of its code."""
@@ -170,15 +179,15 @@ class Streaming(Outer):
         way, code = CODES[self.wire].gradients(ways, own["code"], between)
         return jax.tree.map(jnp.subtract, anchor, way), code
 
-    def _apply(self, fragment: Fragment, params: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
+    def _apply(self, number: int, fragment: Fragment, params: Tree, own: Tree, between: "Between") -> tuple[Tree, Tree]:
         """Returns parameters and state after a step of the outer optimizer along the way that a fragment has gone."""
         import jax
 
-        whole = own["anchor"].keys()
-        part = lambda tree: isinstance(tree, dict) and tree.keys() == whole  # noqa: E731
-        held = jax.tree.map(lambda x: take(x, fragment) if part(x) else x, own["outer"], is_leaf=part)
+        part = _is_of(own["anchor"])
+        held = jax.tree.map(lambda x: take(x, fragment) if part(x) else x[number], own["outer"], is_leaf=part)
         anchor, held = stepped(self.chain, take(own["anchor"], fragment), take(own["sent"], fragment), held)
-        outer = jax.tree.map(lambda x, y: put(x, fragment, y) if part(x) else y, own["outer"], held, is_leaf=part)
+        back = lambda x, y: put(x, fragment, y) if part(x) else x.at[number].set(y)  # noqa: E731
+        outer = jax.tree.map(back, own["outer"], held, is_leaf=part)
         spread = _only(between, fragment).spread(anchor)
         mixed = jax.tree.map(lambda w, a: self.blend * w + (1 - self.blend) * a, take(params, fragment, dim=1), spread)
         return put(params, fragment, mixed, dim=1), {
@@ -190,6 +199,12 @@ class Streaming(Outer):
         distance = self.every // self.fragments
         number, rest = divmod(place % self.every + 1, distance)
         return None if rest else number - 1
+
+
+def _is_of(flat: Tree) -> Callable[[Any], bool]:
+    """Returns a function of trees that says which have an array for each parameter."""
+    whole = flat.keys()
+    return lambda tree: isinstance(tree, dict) and tree.keys() == whole
 
 
 def _only(between: "Between", fragment: Fragment) -> "Between":
