@@ -135,9 +135,18 @@ global_batch = 4
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("verb", [["train"], ["launch", "-n", "2", "train"]])
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
+TRAIN, LAUNCH = ["train"], ["launch", "-n", "2", "train"]
+OFTEN = [(TRAIN, signal.SIGXCPU), (LAUNCH, signal.SIGUSR1)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "number"),
+    [
+        pytest.param(verb, number, marks=pytest.mark.slow if (verb, number) in OFTEN else pytest.mark.full)
+        for verb in (TRAIN, LAUNCH)
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+    ],
+)
 def test_a_command_ends_with_the_signals_status_and_has_saved(verb, number, tmp_path):
     (tmp_path / "job.toml").write_text(JOB)
     command = [sys.executable, "-m", "jaxpar", *verb, "job.toml", "run.dir=mine"]
