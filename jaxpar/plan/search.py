@@ -100,6 +100,7 @@ class Question:
         if not self.software.exchange.apart:
             return found
         apart = np.greater(found.data, 1) & np.equal(found.pipe, 1)
+        apart = apart & (np.equal(found.context, 1) | np.equal(found.context_by, "gather"))
         if not apart.any():
             raise refuse(
                 f"exchange {self.software.exchange} on {devices or self.devices:,} devices",

@@ -7,6 +7,8 @@ from jaxpar.parallel.declare import Parallel
 from jaxpar.parallel.layout import Layout
 from jaxpar.parallel.techniques.base import Technique
 
+GATHER = "gather"  # the form of context parallelism in which XLA, not a program of each device, moves keys and values
+
 
 def problems(parallel: Parallel) -> list[Problem]:
     """Returns what is wrong with `exchange`."""
@@ -35,6 +37,14 @@ def problems(parallel: Parallel) -> list[Problem]:
                 f"exchange {exchange} with pipe={parallel.pipe}",
                 "replicas step apart only where each device runs all layers: a pipeline sums their gradients itself",
                 "pipe=1 and a larger fsdp or tensor, or leave the exchange out",
+            )
+        )
+    if exchange.apart and parallel.context != 1 and parallel.context_by != GATHER:
+        found.append(
+            Problem(
+                f"exchange {exchange} with context_by={parallel.context_by!r}",
+                "replicas that step apart are mapped over `data`, inside of which no piece of a sequence can travel",
+                f"context_by={GATHER!r}, or leave the exchange out",
             )
         )
     return found

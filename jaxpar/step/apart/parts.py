@@ -46,6 +46,12 @@ def parts_of(layout: Layout, numerics: Numerics) -> int:
             rule="it is measured beside the exact mean of the replicas' gradients, which only all-reduces make",
             fix="metrics.noise_every = 0, or no exchange",
         )
+    if layout.sizes[AXIS] > 1 and layout.sizes["context"] > 1 and layout.parallel.context_by != "gather":
+        raise refuse(
+            f"the noise of gradients with context_by={layout.parallel.context_by!r}",
+            rule="gradients of replicas are mapped over `data`, inside of which no piece of a sequence can travel",
+            fix="metrics.noise_every = 0, or parallel.context_by = 'gather'",
+        )
     return layout.sizes[AXIS] if layout.sizes[AXIS] > 1 else max(2, numerics.accumulate)
 
 
