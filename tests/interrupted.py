@@ -5,6 +5,7 @@ The process is forked from one that has imported jax and not used it. What `test
 
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -134,6 +135,7 @@ def run(folder, words, send, aim=None, seed=0, number=0):
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it, and so would a run
     sys.setswitchinterval(0.0005)
     if aim:
         threading.Thread(target=interrupt, args=(aim, seed, number, send), daemon=True).start()
