@@ -108,7 +108,7 @@ def test_reading_leaves_the_copy_of_a_run_alone(store):
             (local / "checkpoints" / "000006.writing").mkdir()
             with redirect_stdout(io.StringIO()):
                 assert main(["report", ADDRESS]) == 0
-            seen.append((local / "metrics.jsonl").read_bytes() == before)
+            seen.append((local / "metrics.jsonl").read_bytes().startswith(before))  # the run itself writes on
             seen.append((local / "checkpoints" / "000006.writing").is_dir())
 
     hooked.run(ADDRESS, "checkpoint.every=4", batch=look)
