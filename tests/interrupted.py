@@ -145,4 +145,4 @@ def run(folder, words, send, aim=None, seed=0, number=0):
         status = main(words)
     except KeyboardInterrupt:  # while the command is read: Python itself ends so
         status = 130
-    sys.exit(status)
+    os._exit(status)  # not by way of what multiprocessing does at an end, which a signal would find

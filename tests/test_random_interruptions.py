@@ -40,7 +40,6 @@ KINDS = {
     "stream without a state": ['data.source="interrupted:plain_stream"', 'data.evaluation="interrupted:held"'],
 }
 ONCE = 15  # a seed that means the first time that a run comes to a phase
-FEW = ("patience and keep_best", "stream with a state")  # in every CI; the others with `-m full`
 SECONDS = {"seconds", "tokens_per_second", "input_wait_seconds"}
 
 
@@ -115,15 +114,10 @@ def written(run):
     return rows.read_text() if rows.exists() else ""
 
 
-CASES = [
-    pytest.param(
-        kind, seed, marks=pytest.mark.slow if seed == 0 and kind in FEW else pytest.mark.full, id=f"{kind}-{seed}"
-    )
-    for seed in range(4)
-    for kind in KINDS
-]
+CASES = [pytest.param(kind, seed, id=f"{kind}-{seed}") for seed in range(4) for kind in KINDS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_a_run_that_is_stopped_at_random_ends_as_one_that_is_not(kind, seed, processes, undisturbed, tmp_path):
     rows, kept = undisturbed(kind)
@@ -152,11 +146,14 @@ def test_a_run_that_is_stopped_at_random_ends_as_one_that_is_not(kind, seed, pro
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda each: each.name)
 def test_what_a_signal_does_in_each_phase(number, phase, processes, tmp_path):
     """The table of jaxpar/train/README.md: only `train` listens, from its first step to its last save."""
-    run, kind = tmp_path / "run", "mixture by weights"
-    if phase == "sample":
-        assert start(processes, kind, run)[0] == 0, said(run)
-    verb = "sample" if phase == "sample" else "train"
-    status, met = start(processes, kind, run, verb, aim=phase, seed=ONCE, number=number)
+    kind, verb = "mixture by weights", "sample" if phase == "sample" else "train"
+    for again in range(5):  # a save may be over before it is seen
+        run = tmp_path / str(again)
+        if phase == "sample":
+            assert start(processes, kind, run)[0] == 0, said(run)
+        status, met = start(processes, kind, run, verb, aim=phase, seed=ONCE, number=number)
+        if met is not None:
+            break
     print(f"{number.name} in {phase}: hit {met}, status {status}")
     ends_at_once = 130 if number == signal.SIGINT else -number
     assert met is not None
