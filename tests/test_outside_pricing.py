@@ -13,6 +13,7 @@ import pytest
 from test_plan_advice import LLAMA_1B, LLAMA_8B, question
 
 import jaxpar as jp
+from jaxpar.errors import JaxparError
 from jaxpar.hlo.replica_groups import attribute_text, parse_groups
 from jaxpar.hlo.text import parse
 from jaxpar.hlo.trip_counts import walk
@@ -197,7 +198,7 @@ def test_no_gather_over_nodes_is_faster_than_the_ports_it_leaves_by(hardware, no
     ("shape", "devices", "rows"),
     [
         (GPT, 1024, 1536),
-        (replace(GPT, vocab=50272), 992, 992),
+        (replace(GPT, vocab=50272), 1024, 1024),  # it ran on 992, by shards that are padded: see below
         pytest.param(replace(GPT, layers=105, dim=20480, heads=128), 2240, 1920, marks=pytest.mark.slow),
         pytest.param(replace(GPT, layers=128, dim=25600, heads=160), 3072, 3072, marks=pytest.mark.slow),
     ],
@@ -216,6 +217,17 @@ def test_models_that_ran_with_tensor_inside_a_node_are_planned_so(shape, devices
         if seconds < plan.best[0].time.total and size < plan.best[0].memory.total
     ]
     assert beaten == []
+
+
+def test_a_model_whose_shards_were_padded_is_not_planned_on_as_many_gpus():
+    """OPT-175B ran on 992 GPUs with shards for 124 of them; 31 divides no dim, so 32 at most share jaxpar's state."""
+    asked = Question(
+        model=Transformer(shape=replace(GPT, vocab=50272)), devices=992, rows=992, hardware=A100,
+        software=JAXPAR_FUSED, choices=Choices(context=1),
+    )  # fmt: skip
+    assert {*asked.legal().shards} <= {1, 2, 4, 8, 16, 32}
+    with pytest.raises(JaxparError, match=r"none of .* layouts fits"):
+        search(asked)
 
 
 def test_tensor_on_several_nodes_is_left_out_by_name_unless_it_is_faster_by_the_margin():
