@@ -64,9 +64,7 @@ def test_check_finds_it_and_noise_too(by):
 
 
 def test_a_plan_proposes_none_that_is_refused():
-    job = loads(
-        JOB.format(by="gather", more=', exchange = { name = "diloco" }', every=0, noise=""), ["train.precision=bf16"]
-    )
+    job = loads(JOB.format(by="gather", more=', exchange = { name = "diloco" }', every=0), ["train.precision=bf16"])
     given = dict.fromkeys(("inside", "between", "memory", "attention"))
     found = question(job, devices=8, chip="h100", per_node=None, given=given).legal()
     assert {*np.broadcast_to(found.context_by, np.shape(found.data))[found.context > 1]} <= {"gather"}

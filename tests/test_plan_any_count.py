@@ -61,7 +61,7 @@ def test_a_layout_is_storable_where_it_composes(settings, devices):
 
 CONFIGS = sorted(Path(__file__).parent.parent.glob("configs/*.toml"))
 COUNTS = (8, 12, 24, 48, 96, 100, 576, 1000, 16384)
-OFTEN = {("gpu_llama_8b_fsdp8", 12), ("pipe2_fsdp2_tensor2", 24), ("digits", 12)}  # fmt: skip
+OFTEN = {("gpu_llama_8b_fsdp8", 12), ("pipe2_fsdp2_tensor2", 24), ("digits", 12)}
 
 
 def said(*words):
