@@ -104,6 +104,9 @@ def test_reading_leaves_the_copy_of_a_run_alone(store):
     def look(step):
         if step == 6:
             local = buckets.local_folder(ADDRESS)
+            deadline = time.monotonic() + 60  # a thread of its own writes it
+            while not store.exists("/bucket/runs/x/checkpoints/000004/MANIFEST") and time.monotonic() < deadline:
+                time.sleep(0.05)
             before = (local / "metrics.jsonl").read_bytes()
             (local / "checkpoints" / "000006.writing").mkdir()
             with redirect_stdout(io.StringIO()):
