@@ -39,8 +39,12 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize("how", ["mean", pytest.param("broadcast", marks=pytest.mark.slow)])
 def test_replicas_that_differ_go_on_as_their_mean_or_as_the_first(how, folders):
     folder, before = folders("diloco", DILOCO)
-    state, step = Store(folder, Checkpoints(replicas=how)).restore(like(TWO, DILOCO))
+    said = []
+    state, step = Store(folder, Checkpoints(replicas=how), say=said.append).restore(like(TWO, DILOCO))
     assert step == 3
+    assert said == [
+        f"step 3: 4 replicas go on as another number, all with the {dict(mean='mean of them').get(how, 'first')}"
+    ]
     one = {"mean": lambda x: x.mean(0), "broadcast": lambda x: x[0]}[how]
     assert_same_arrays(state.params, jax.tree.map(lambda x: np.stack([one(x)] * 2), before.params), 1e-6)
     assert_same_arrays(state.exchange, before.exchange, 0)  # the anchor is everyone's
@@ -54,7 +58,7 @@ def test_replicas_that_differ_go_on_as_their_mean_or_as_the_first(how, folders):
 
 def test_errors_that_replicas_remember_become_their_mean(folders):
     folder, before = folders("sign", CODES["sign"])
-    state, _ = Store(folder, Checkpoints(replicas="mean")).restore(like(TWO, CODES["sign"]))
+    state, _ = Store(folder, Checkpoints(replicas="mean"), say=lambda text: None).restore(like(TWO, CODES["sign"]))
     for path, lost in before.exchange["lost"].items():
         np.testing.assert_allclose(state.exchange["lost"][path], np.stack([lost.mean(0)] * 2), atol=1e-7)
     assert_same_arrays(state.params, before.params, 0)

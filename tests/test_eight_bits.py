@@ -265,8 +265,7 @@ def test_a_state_in_8_bits_is_saved_and_restored_bit_for_bit_on_another_layout(t
     whole = jp.init_state(floats, ONLY, seed=3)
     jp.save(tmp_path / "floats", whole)
     state, origin = start_from.start(
-        Checkpoints(start_from=str(tmp_path / "floats")), jp.init_state(eight, ONLY), ONLY,
-        adapters=eight.blueprint.adapters,
+        Checkpoints(start_from=str(tmp_path / "floats")), jp.init_state(eight, ONLY), eight, ONLY,
     )  # fmt: skip
     assert not origin.fresh
     assert bits(state.params) == bits(in_eight_bits(eight.blueprint.adapters, jax.device_get(whole.params)))
@@ -275,8 +274,7 @@ def test_a_state_in_8_bits_is_saved_and_restored_bit_for_bit_on_another_layout(t
     other = jp.train_step(jp.compose(adapted("annotated"), jp.Parallel(fsdp=4), jax.devices()[:4]), token_loss, ONLY)
     assert bits(jp.restore(tmp_path / "eight", other).params) == bits(state.params)
     again, _ = start_from.start(
-        Checkpoints(start_from=str(tmp_path / "eight")), jp.init_state(eight, ONLY, seed=9), ONLY,
-        adapters=eight.blueprint.adapters,
+        Checkpoints(start_from=str(tmp_path / "eight")), jp.init_state(eight, ONLY, seed=9), eight, ONLY,
     )  # fmt: skip
     assert bits(again.params) == bits(state.params)
 
@@ -296,7 +294,7 @@ def test_a_fit_begins_with_a_run_in_floats_rounded_and_no_cast_makes_floats_of_8
     assert bits(got) == bits(want)
     jp.save(tmp_path / "eight", begun)
     with pytest.raises(JaxparError, match=r"is int8 in the checkpoint, float32 in the job\n.*\n.*--format safetensors"):
-        start_from.start(Checkpoints(start_from=str(tmp_path / "eight"), cast=True), whole, ONLY)
+        start_from.start(Checkpoints(start_from=str(tmp_path / "eight"), cast=True), whole, floats, ONLY)
 
 
 EIGHT = TUNED[:-1] + ', base = "int8"}'

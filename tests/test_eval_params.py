@@ -393,7 +393,7 @@ def test_a_new_run_takes_what_another_evaluates(tmp_path):
     store.save(2, state, {})
     store.finish()
     layout = jp.compose(MODEL, jp.Parallel(fsdp=4), jax.devices()[:4])
-    begun, origin = start_from.start(Checkpoints(start_from=str(tmp_path)), jp.init_state(layout, PLAIN), PLAIN)
+    begun, origin = start_from.start(Checkpoints(start_from=str(tmp_path)), jp.init_state(layout, PLAIN), layout, PLAIN)
     assert_same_arrays(begun.params, state.eval_params, 1e-6)
     assert f"{len(by_path(state.params))} of them as they are evaluated" in str(origin)
     again = jp.train_step(jp.compose(MODEL, jp.Parallel(fsdp=8)), token_loss, chain)

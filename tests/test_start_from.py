@@ -145,22 +145,23 @@ SETTINGS = jp.DecoderSettings(vocab=32, seq=8, layers=2, dim=16, heads=2, hidden
 
 
 def created(model, optimizer, **sizes):
+    """Returns a layout and its first state."""
     count = int(np.prod(list(sizes.values())))
     layout = jp.compose(model, jp.Parallel(**sizes), jax.devices()[:count])
-    return jp.init_state(layout, optimizer, seed=count)
+    return layout, jp.init_state(layout, optimizer, seed=count)
 
 
 def test_parameters_are_taken_onto_another_layout_and_the_optimizer_begins_with_them(tmp_path):
     chain = optax.contrib.schedule_free_adamw(1e-3)  # its state holds a copy of the parameters
-    trained = created(lambda rngs: Old(SETTINGS, rngs=rngs), optax.sgd(0.1), data=1)
+    _, trained = created(lambda rngs: Old(SETTINGS, rngs=rngs), optax.sgd(0.1), data=1)
     store = Store(tmp_path / "checkpoints", Checkpoints())
     store.save(7, trained, {})
     store.finish()
-    fresh = created(lambda rngs: jp.Decoder(SETTINGS, rngs=rngs), chain, fsdp=4)
+    layout, fresh = created(lambda rngs: jp.Decoder(SETTINGS, rngs=rngs), chain, fsdp=4)
     placed = jax.tree.map(lambda leaf: leaf.sharding, fresh)
     head = jax.device_get(fresh.params["head"])
     spec = Checkpoints(start_from=str(tmp_path), take=("embed", "blocks/*"), rename={"encoder": "blocks"})
-    state, origin = start_from.start(spec, fresh, chain)
+    state, origin = start_from.start(spec, fresh, layout, chain)
     assert int(state.step) == 0
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b, a.ndim), state, placed))
     assert _same(state.params["blocks"], trained.params["encoder"])
@@ -279,7 +280,7 @@ def test_statistics_are_taken_with_the_parameters(tmp_path):
     store.save(1, state, {})
     store.wait()
     begun = jp.init_state(step.layout, chain, seed=7)
-    made, _ = start_from.start(Checkpoints(start_from=str(tmp_path)), begun, chain)
+    made, _ = start_from.start(Checkpoints(start_from=str(tmp_path)), begun, step.layout, chain)
     for taken, trained in zip(jax.tree.leaves(made.model_state), jax.tree.leaves(state.model_state), strict=True):
         if np.issubdtype(taken.dtype, np.floating):
             np.testing.assert_array_equal(taken, trained)
@@ -295,8 +296,8 @@ def test_tables_that_the_model_makes_are_its_own(tmp_path):
     store = Store(tmp_path / "checkpoints", Checkpoints())
     store.save(1, jp.init_state(one, chain), {})
     store.wait()
-    of, begun = other.blueprint, jp.init_state(other, chain, seed=7)
-    assert of.constants == {"table"}
-    made, origin = start_from.start(Checkpoints(start_from=str(tmp_path)), begun, chain, constants=of.constants)
+    begun = jp.init_state(other, chain, seed=7)
+    assert other.blueprint.constants == {"table"}
+    made, origin = start_from.start(Checkpoints(start_from=str(tmp_path)), begun, other, chain)
     assert set(origin.taken) == {"out/kernel", "out/bias"}
     np.testing.assert_array_equal(made.model_state["table"], 3.0 ** -jnp.arange(8.0))

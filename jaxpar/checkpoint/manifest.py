@@ -51,6 +51,26 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Replicas that made their steps apart.
+
+    Attributes:
+      count: How many; the first dim of `model_state`, and where they differ of `params` and `optimizer`.
+      exchange: The name of the exchange by which they met.
+      model: Which one model they trained: "mean" of theirs, a key of `exchange` that has its parameters, or "none";
+        "" where their parameters do not differ.
+    """
+
+    count: int
+    exchange: str
+    model: str
+
+    def __str__(self) -> str:
+        which = f"the {self.model} of " if self.model else ""
+        return f"{which}{self.count} replicas ({self.exchange})"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The list of a checkpoint.
 
@@ -62,6 +82,7 @@ class Manifest:
       blocks: Path of an array to the blocks that it consists of.
       files: In format 1: path within the checkpoint to file; all but the list itself.
       format: Of this list.
+      replicas: That made their steps apart, if any.
     """
 
     step: int
@@ -71,6 +92,7 @@ class Manifest:
     blocks: dict[str, tuple[Block, ...]] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
     format: int = FORMAT
+    replicas: Replicas | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -88,7 +110,7 @@ _READER = pydantic.TypeAdapter(Manifest)
 
 def write(
     folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array],
-    blocks: Mapping[str, Sequence[Block]],
+    blocks: Mapping[str, Sequence[Block]], replicas: Replicas | None = None,
 ) -> Manifest:  # fmt: skip
     """Makes a folder a checkpoint: lists the blocks that all processes wrote, and waits until the list is on the disk.
 
@@ -97,7 +119,7 @@ def write(
     """
     made = Manifest(
         step=step, written=written, scores=dict(scores), arrays=dict(arrays),
-        blocks={path: tuple(each) for path, each in blocks.items()},
+        blocks={path: tuple(each) for path, each in blocks.items()}, replicas=replicas,
     )  # fmt: skip
     there = _walk(folder)
     if lost := [name for name, size in made.sizes.items() if there.get(name) != size]:

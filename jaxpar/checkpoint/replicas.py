@@ -14,17 +14,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.checkpoint import paths, reading
+from jaxpar.checkpoint import global_model, paths, reading
 from jaxpar.checkpoint.differences import differences, problems
-from jaxpar.checkpoint.manifest import Array, Manifest
+from jaxpar.checkpoint.manifest import Array, Manifest, Replicas
 from jaxpar.errors import JaxparError, refuse
+from jaxpar.exchange.base import NO_MODEL
+from jaxpar.exchange.global_model import several_models
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
-AXIS = "data"
+AXIS, EXCHANGE = "data", "exchange/"
+TOLD = {"mean": "all with the mean of them", "broadcast": "all with the first"}
 
 
-def read(path: Path, made: Manifest, like: Any, *, how: str, run: str) -> dict[str, jax.Array]:
-    """Returns the arrays of a checkpoint by path, each where the job wants it.
+def read(path: Path, made: Manifest, like: Any, *, how: str, run: str) -> tuple[dict[str, jax.Array], str]:
+    """Returns the arrays of a checkpoint by path, each where the job wants it; and what became of its replicas, if any.
 
     Args:
       path: The checkpoint.
@@ -38,12 +41,42 @@ def read(path: Path, made: Manifest, like: Any, *, how: str, run: str) -> dict[s
       JaxparError: If it does not fit: every difference by path, before anything is read.
     """
     wanted = paths.flat(like)
+    if made.replicas and made.replicas.model and not any(each.startswith(EXCHANGE) for each in wanted):
+        if not _have_replicas(wanted):
+            check_one_model(made, made.replicas, paths.described(like), how=how, run=run)
+            return global_model.trained(path, made, wanted), f"{made.replicas} goes on as one model"
     other = changed(made.arrays, wanted, how)
     found = [each for each in differences(made.arrays, paths.described(like)) if each.path not in other]
     if wrong := problems(found, run):
         raise JaxparError(*wrong)
     arrays = reading.arrays(path, made, {**wanted, **other})
-    return arrays | brought({name: arrays[name] for name in other}, wanted, how)
+    said = f"{next(iter(other.values())).shape[0]} replicas go on as another number, {TOLD[how]}" if other else ""
+    return arrays | brought({name: arrays[name] for name in other}, wanted, how), said
+
+
+def check_one_model(made: Manifest, replicas: Replicas, listed: Mapping[str, Array], *, how: str, run: str) -> None:
+    """Checks that a job of one model can go on from replicas that differ.
+
+    Args:
+      made: The list of the checkpoint.
+      replicas: Of it.
+      listed: The arrays of the job.
+      how: same, mean or broadcast.
+      run: The name of the checkpoint on the command line.
+
+    Raises:
+      JaxparError: If it is not said that it may, or an array does not fit.
+    """
+    if replicas.model == NO_MODEL:
+        raise several_models(replicas.exchange)
+    if how == "same":
+        raise refuse(
+            f"the checkpoint is of {replicas.count} replicas (exchange {replicas.exchange!r}), the job has one model",
+            rule="a run goes on with another number of replicas only as it is told to",
+            fix=f'checkpoint.replicas = "mean", which takes {replicas}; or the exchange and data={replicas.count}',
+        )
+    if wrong := problems(differences(global_model.described(made.arrays, replicas), listed), run):
+        raise JaxparError(*wrong)
 
 
 def changed(saved: Mapping[str, Array], wanted: Wanted, how: str) -> dict[str, jax.ShapeDtypeStruct]:
@@ -57,7 +90,7 @@ def changed(saved: Mapping[str, Array], wanted: Wanted, how: str) -> dict[str, j
     Raises:
       JaxparError: If there are some, and it is not said how they become those of the job.
     """
-    differ = all(_of_each(want) for path, want in wanted.items() if path.startswith("params/"))
+    differ = _have_replicas(wanted)
     found = {
         path: jax.ShapeDtypeStruct((saved[path].shape[0], *want.shape[1:]), want.dtype, sharding=_whole(want.sharding))
         for path, want in wanted.items()
@@ -97,6 +130,10 @@ def _brought(x: jax.Array, want: jax.ShapeDtypeStruct, how: str) -> jax.Array:
         return jnp.broadcast_to(jnp.mean(x, axis=0).astype(x.dtype) if mean else x[0], want.shape)
 
     return jax.jit(one, out_shardings=want.sharding)(x)
+
+
+def _have_replicas(wanted: Wanted) -> bool:
+    return all(_of_each(want) for path, want in wanted.items() if path.startswith("params/"))
 
 
 def _of_each(want: jax.ShapeDtypeStruct) -> bool:

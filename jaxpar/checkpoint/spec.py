@@ -27,7 +27,7 @@ class Checkpoints:
       rename: Beginning of a path in the checkpoint to what it is in the job, {"encoder/blocks" = "blocks"}.
       cast: Whether parameters may be taken that have another dtype in the checkpoint.
       replicas: How a run whose replicas differ goes on with another number of them: same (not at all), mean (all with
-        their mean), broadcast (all with the first).
+        their mean), broadcast (all with the first); with either also without an exchange, from the model of theirs.
     """
 
     every: int = 0

@@ -9,27 +9,30 @@ keys for dropout begin anew.
 """
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.buckets import opened
-from jaxpar.checkpoint import listing, paths, reading
+from jaxpar.checkpoint import global_model, listing, paths, reading
 from jaxpar.checkpoint.differences import Difference, differences
-from jaxpar.checkpoint.manifest import Array, Manifest
+from jaxpar.checkpoint.manifest import Array, Manifest, Replicas
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
+from jaxpar.exchange.base import NO_MODEL
+from jaxpar.exchange.global_model import several_models
 from jaxpar.models.blocks.eight_bits import rounded
 from jaxpar.optim.patterns import begins, meant, nearest_path
+from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.adapters import ROOM as ADAPTERS
 from jaxpar.sharding.adapters import SCALES, Adapter
-from jaxpar.step.state import State
+from jaxpar.step.state import State, begun
 
 PARTS = ("params", "model_state")
 
@@ -44,6 +47,7 @@ class Origin:
       fresh: Paths in the job that begin anew.
       unused: Paths of parameters in the checkpoint that nothing was made of.
       judged: How many are taken as the other run evaluates them, which is not as it trains them.
+      replicas: Of the other run, if they made their steps apart.
     """
 
     checkpoint: Path
@@ -51,11 +55,13 @@ class Origin:
     fresh: tuple[str, ...]
     unused: tuple[str, ...]
     judged: int = 0
+    replicas: Replicas | None = None
 
     def __str__(self) -> str:
         renamed = sum(new != old for new, old in self.taken.items())
         parts = [f"{len(self.taken)} arrays taken from {self.checkpoint}"]
         parts += [f"{renamed} of them renamed"] if renamed else []
+        parts += [f"from {self.replicas}"] if self.replicas else []
         parts += [f"{self.judged} of them as they are evaluated, not as they are trained"] if self.judged else []
         parts.append(f"{len(self.fresh)} new{_which(self.fresh)}")
         parts += [f"{len(self.unused)} of it not used{_which(self.unused)}"] if self.unused else []
@@ -63,85 +69,111 @@ class Origin:
 
 
 def start(
-    spec: Checkpoints,
-    state: State,
-    optimizer: optax.GradientTransformation,
-    *,
-    adapters: Mapping[str, Adapter] = MappingProxyType({}),
-    constants: Collection[str] = (),
+    spec: Checkpoints, state: State, layout: Layout, optimizer: optax.GradientTransformation
 ) -> tuple[State, Origin]:
     """Returns a new run's state with parameters of another run, and where each comes from.
+
+    What the model keeps in 8 bits is rounded, where it is taken of floats; arrays that the model makes, and no run
+    changes, are not taken. Replicas that differ all begin with what is taken.
 
     Args:
       spec: `start_from`, `take`, `rename` and `cast`.
       state: As made by `init_state`; it is given up.
+      layout: Of the state.
       optimizer: The optax chain, whose state is made anew for these parameters.
-      adapters: Of the model, which say what it keeps in 8 bits: taken of floats, it is rounded.
-      constants: Paths of arrays that the model makes, and no run changes: they are not taken.
 
     Raises:
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
-    path, found, made, origin = _look(spec, state, adapters=adapters, constants=constants)
-    saved, here = found.arrays, paths.described(state)
+    path, found, made, origin = _look(spec, state, layout)
+    mine = global_model.replicas_of(layout)
+    saved = global_model.described(found.arrays, found.replicas)
+    here = global_model.described(paths.described(state), mine)
     leaves = paths.flat(state)
     for new in [new for new in origin.taken if new in made]:
         whole, scales = f"params/{new}", f"params/{SCALES}/{new}"
         on, each, old = (leaves[whole].sharding, leaves[scales].sharding), made[new], _full(origin.taken[new], saved)
         one = jax.ShapeDtypeStruct(leaves[whole].shape, each.wide, sharding=on[0])
-        read = reading.evaluated(path, found, {old: one})
+        read = global_model.read(path, found, {old: one})
         round_it = jax.jit(partial(rounded, lead=each.lead, inputs=each.inputs), out_shardings=on)
         leaves[whole], leaves[scales] = jax.block_until_ready(round_it(read.pop(old)))  # no two in floats at once
     wanted = {}
     for new, old in origin.taken.items():
         if new in made:
             continue
-        leaf = leaves[_full(new, here)]
-        wanted[_full(old, saved)] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        leaf.delete()  # so that no device holds the new and the taken one
-    read = reading.evaluated(path, found, wanted)
-    leaves |= {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items() if new not in made}
-    begun = paths.unflat(state, leaves)
+        leaf, name = leaves[_full(new, here)], _full(new, here)
+        on = leaf.sharding if here[name].shape == leaf.shape else _of_one(leaf.sharding)
+        wanted[_full(old, saved)] = jax.ShapeDtypeStruct(here[name].shape, leaf.dtype, sharding=on)
+        if on == leaf.sharding:
+            leaf.delete()  # so that no device holds the new and the taken one
+    read = global_model.read(path, found, wanted)
+    taken = {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items() if new not in made}
+    if mine is not None:
+        return _of_replicas(layout, optimizer, state, taken), origin
+    leaves |= taken
+    started = paths.unflat(state, leaves)
     placed = jax.tree.map(lambda leaf: leaf.sharding, state.optimizer)
     # some chains keep a copy of the parameters that they begin with
-    began = jax.jit(optimizer.init, out_shardings=placed)(begun.params)
-    return dataclasses.replace(begun, optimizer=began), origin
+    began = jax.jit(optimizer.init, out_shardings=placed)(started.params)
+    return dataclasses.replace(started, optimizer=began), origin
 
 
-def check(
-    spec: Checkpoints,
-    state: State,
-    *,
-    adapters: Mapping[str, Adapter] = MappingProxyType({}),
-    constants: Collection[str] = (),
-) -> Origin:
+def _of_replicas(
+    layout: Layout, optimizer: optax.GradientTransformation, state: State, taken: Mapping[str, jax.Array]
+) -> State:
+    """Returns the state of replicas that make their steps apart, all begun with what is taken.
+
+    Random keys stay those of the state, as each replica has its own.
+    """
+
+    def begin(state: State, taken: Mapping[str, jax.Array]) -> State:
+        several = layout.parallel.exchange.differ
+        flat = paths.flat(state.params)
+        one = {path: taken.get(f"params/{path}", x[0] if several else x) for path, x in flat.items()}
+        made = begun(
+            layout, optimizer, paths.unflat(state.params, one), jax.tree.map(lambda x: x[0], state.model_state)
+        )
+        held = paths.flat(state.model_state)
+        spread = {path: jnp.broadcast_to(taken.get(f"model_state/{path}", x), x.shape) for path, x in held.items()}
+        return dataclasses.replace(made, model_state=paths.unflat(state.model_state, spread))
+
+    return jax.jit(begin, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, state))(state, taken)
+
+
+def _of_one(on: NamedSharding) -> NamedSharding:
+    """Returns where one replica's entry of an array goes, on all devices."""
+    return NamedSharding(on.mesh, PartitionSpec(*on.spec[1:]), memory_kind=on.memory_kind)
+
+
+def check(spec: Checkpoints, state: State, layout: Layout) -> Origin:
     """Returns where each parameter of a new run would come from; no array is read.
 
     Args:
       spec: As for `start`.
       state: The new run's state, which may be abstract.
-      adapters: As for `start`.
-      constants: As for `start`.
+      layout: Of the state.
 
     Raises:
       JaxparError: If there is no such checkpoint, a pattern matches nothing, or an array does not fit.
     """
-    return _look(spec, state, adapters=adapters, constants=constants)[-1]
+    return _look(spec, state, layout)[-1]
 
 
-def _look(
-    spec: Checkpoints, state: State, *, adapters: Mapping[str, Adapter], constants: Collection[str]
-) -> tuple[Path, Manifest, dict[str, Adapter], Origin]:
+def _look(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Manifest, dict[str, Adapter], Origin]:
     """Returns the checkpoint, its list, the adapters whose base is rounded to 8 bits, and the origin of each array."""
     path = listing.find(opened(spec.start_from)).resolve()
     found = reading.listed(path)
+    if found.replicas and found.replicas.model == NO_MODEL:
+        raise several_models(found.replicas.exchange)
+    adapters, constants = layout.blueprint.adapters, layout.blueprint.constants
+    both = (paths.described(state), global_model.replicas_of(layout)), (found.arrays, found.replicas)
     mine, theirs = (
-        {p: a for p, a in _takable(of).items() if p not in constants} for of in (paths.described(state), found.arrays)
+        {p: a for p, a in _takable(global_model.described(*each)).items() if p not in constants} for each in both
     )
     made = {} if any(begins(name, SCALES) for name in theirs) else {p: a for p, a in adapters.items() if a.wide}
     origin = plan(spec, path, theirs, _in_floats(mine, made))
     judged = len(reading.judged(found).keys() & set(origin.taken.values()))
-    return path, found, made, dataclasses.replace(origin, judged=judged)
+    return path, found, made, dataclasses.replace(origin, judged=judged, replicas=found.replicas)
 
 
 def _in_floats(described: Mapping[str, Array], adapters: Mapping[str, Adapter]) -> dict[str, Array]:

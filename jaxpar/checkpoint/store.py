@@ -49,6 +49,7 @@ class Store:
       say: Takes a line for the user: a damaged checkpoint, a full disk. A warning by default.
       owned: Whether a run writes here: then damaged checkpoints are renamed, and remains of a killed run deleted.
       committed: Called on the thread that writes, after each checkpoint, or None.
+      replicas: That make their steps apart, of the states that are saved, if any.
     """
 
     folder: Path
@@ -56,6 +57,7 @@ class Store:
     say: Callable[[str], None] = _warn
     owned: bool = True
     committed: Callable[[], None] | None = None
+    replicas: manifest.Replicas | None = None
     _pending: writing.Write | None = field(default=None, init=False)
     _unsaved: JaxparError | None = field(default=None, init=False)
 
@@ -83,7 +85,7 @@ class Store:
         if processes.from_first(short):
             self._full(step, needed)
         else:
-            self._pending = writing.begin(self.folder, step, state, scores)
+            self._pending = writing.begin(self.folder, step, state, scores, self.replicas)
             if self.committed:
                 self._pending = writing.after(self._pending, self.committed)
 
@@ -168,7 +170,7 @@ class Store:
                 raise JaxparError(*self._problems(damaged), *listing.refuse_older(path).problems)
             try:
                 made = reading.listed(path)
-                arrays = replicas.read(path, made, like, how=self.spec.replicas, run=str(_run_of(path)))
+                arrays, how = replicas.read(path, made, like, how=self.spec.replicas, run=str(_run_of(path)))
                 if (counted := _step_of(arrays)) not in (None, each):
                     raise reading.Damaged(path, [f"its state is of step {counted}"])
             except reading.Damaged as found:
@@ -178,6 +180,8 @@ class Store:
             if processes.is_first():
                 for old, problem in zip(damaged, self._problems(damaged), strict=True):
                     self._set_aside(problem, old, each)
+            if how and processes.is_first():
+                self.say(f"step {each}: {how}")
             return paths.unflat(like, arrays), each
         if damaged:
             raise JaxparError(*self._problems(damaged))

@@ -44,13 +44,15 @@ class Write:
     worker: ThreadPoolExecutor
 
 
-def begin(folder: Path, step: int, state: Any, scores: Mapping[str, float]) -> Write:
+def begin(
+    folder: Path, step: int, state: Any, scores: Mapping[str, float], replicas: manifest.Replicas | None = None
+) -> Write:
     """Starts writing a checkpoint; returns as soon as its arrays are copied."""
     listed = paths.described(state)
     final = folder.resolve() / listing.name_of(step)
     writing = final.with_name(final.name + listing.WRITING)
     worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-    about = {"step": step, "written": time.time(), "scores": scores, "arrays": listed}
+    about = {"step": step, "written": time.time(), "scores": scores, "arrays": listed, "replicas": replicas}
     done = worker.submit(_finish, save.copied(paths.flat(state)), writing, final, next(_COUNT), about)
     return Write(step=step, bytes=sum(each.bytes for each in listed.values()), done=done, worker=worker)
 

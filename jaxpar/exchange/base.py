@@ -51,6 +51,7 @@ class Replicas:
     model_state: Tree = ()
 
 
+MEAN, NO_MODEL = "mean", "none"  # values of `Exchange.global_model` that are no key
 EXCHANGES: dict[str, type["Exchange"]] = {}  # by the name that a job has for it; `table` fills it
 
 
@@ -85,6 +86,9 @@ class Exchange(Keywords, metaclass=_Named):
     averages_predictions = False  # whether an evaluation shows all examples to all, and averages what they return
     of_shapes = False  # whether what it sends depends on the shapes of parameters, not just on how many there are
     same_examples = False  # whether all see the same examples and draw the same random numbers, as one alone would
+    global_model = (
+        MEAN  # of replicas that differ: "mean", the key of `own` that has its parameters, or "none"; see there
+    )
     apart = True  # whether replicas make their steps apart; else XLA sums gradients over them like over any axis
 
     @property

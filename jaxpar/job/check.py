@@ -18,7 +18,6 @@ from jaxpar.data.look import look
 from jaxpar.data.rows.token_stream import is_token_stream, load_tokens
 from jaxpar.data.spec import check_path
 from jaxpar.errors import JaxparError, Problem, refuse
-from jaxpar.exchange.base import Exchange
 from jaxpar.job.file.schema import Job
 from jaxpar.job.parts.batches import abstract_batch, check_evaluated, open_data
 from jaxpar.job.parts.loggers import check_loggers
@@ -99,7 +98,7 @@ def check(job: Job, *, whole: bool = True) -> list[Problem]:
         problems.extend(problem for problem in declared(parallel) if problem not in problems)
     if layout and whole and not problems and is_folder(job.checkpoint.start_from):
         attempt(check_start, job, layout)
-    attempt(_check_origin, job, parallel.exchange)
+    attempt(_check_origin, job)
     if whole:
         attempt(_check_base, job)
     if layout and sound and job.train.frozen[0]:
@@ -136,16 +135,10 @@ def devices_of(job: Job) -> Simulated | int:
     return Simulated(count) if simulated else count
 
 
-def _check_origin(job: Job, exchange: Exchange) -> None:
+def _check_origin(job: Job) -> None:
     start = job.checkpoint.start_from
     if not start or is_folder(start):
         return
-    if exchange.differ:
-        raise refuse(
-            f"checkpoint.start_from = {start!r} with exchange {exchange}",
-            rule="a checkpoint of jaxpar's begins a run whose replicas are equal",
-            fix=f"jaxpar checkpoint export {start} --format safetensors, and start_from that folder",
-        )
     if _has_begun(job) or is_address(start):  # nothing is taken from it any more; or a bucket is read at the start
         return
     try:

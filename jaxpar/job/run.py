@@ -26,6 +26,7 @@ from jaxpar.bench.record import versions
 from jaxpar.bench.where import where
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Store, start_from
+from jaxpar.checkpoint.global_model import replicas_of
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, refuse
@@ -169,7 +170,7 @@ def _train(
         flops=step_flop(built), batch=job.train.global_batch, peak=_peak(devices),
         stream=stream if first else io.StringIO(), events=_events(folder, steps) if first else None,
     )  # fmt: skip
-    store.say = progress.say
+    store.say, store.replicas = progress.say, replicas_of(built.layout)
     with progress:
         progress.waits("restoring the state" if steps else "making the state")
         watchdog.at(0, "restoring" if steps else "starting")
@@ -250,8 +251,7 @@ def _begin(built: Built, progress: Progress) -> state.State:
         return made
     made = state.init_state(built.layout, built.optimizer, seed=train.seed, offload=train.offload)
     if spec.start_from:
-        of = built.layout.blueprint
-        made, origin = start_from.start(spec, made, built.optimizer, adapters=of.adapters, constants=of.constants)
+        made, origin = start_from.start(spec, made, built.layout, built.optimizer)
         progress.say(str(origin))
     return made
 

@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,8 @@ def _restored(job: Job, folder: Path, parallel: Parallel) -> tuple[Layout, Tree,
     like = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
     placed = state.shardings(layout, like)
     like = jax.tree.map(lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), like, placed)
-    store = Store(folder / "checkpoints", job.checkpoint, say=partial(print, file=sys.stderr), owned=False)
+    spec = replace(job.checkpoint, replicas="mean")  # replicas that differ are sampled as the one model of theirs
+    store = Store(folder / "checkpoints", spec, say=partial(print, file=sys.stderr), owned=False)
     trained, _ = store.restore(like)
     if not layout.blueprint.adapters:
         return layout, trained.eval_params, trained.model_state

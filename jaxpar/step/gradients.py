@@ -48,8 +48,18 @@ class Gradients(Protocol):
         """Returns gradients of the mean loss of a batch, the sums of its loss, and the model state afterwards."""
         ...
 
+    def global_model(self, params: Tree, model_state: Tree, own: Tree) -> tuple[Tree, Tree]:
+        """Returns parameters and model state that are evaluated: those of the one model that replicas train.
+
+        Args:
+          params: As the optimizer says that they are evaluated.
+          model_state: Of the state.
+          own: The state of the exchange.
+        """
+        return params, model_state
+
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
-        """Returns the sums of a batch: forward alone, without dropout."""
+        """Returns the sums of a batch by what `global_model` returns: forward alone, without dropout."""
         ...
 
     def update(

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 from jaxpar.errors import refuse
+from jaxpar.exchange.base import NO_MODEL
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.apart.members import Members
 from jaxpar.step.apart.predicting import of_mean_prediction
-from jaxpar.step.apart.replicas import Apart, of_one
+from jaxpar.step.apart.replicas import Apart, of_one, together
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.keyed.gradients import KeyedGradients, handed
 from jaxpar.step.keyed.loss import key_of
@@ -61,10 +62,11 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
         )
     if layout.parallel.exchange.apart:
         check_offload(layout, offload=numerics.offload)
-        one, together = of_one(layout), layout.parallel.exchange.averages_predictions
-        seen = of_mean_prediction(loss, layout.blueprint.name) if together else loss
-        kind = Members if layout.parallel.exchange.same_examples else Apart
-        return kind(layout, Whole(one, loss, numerics, frozen), Whole(one, seen, numerics, frozen))
+        exchange, one = layout.parallel.exchange, of_one(layout)
+        seen = of_mean_prediction(loss, layout.blueprint.name) if exchange.averages_predictions else loss
+        evaluated = one if exchange.global_model == NO_MODEL else together(layout)
+        kind = Members if exchange.same_examples else Apart
+        return kind(layout, Whole(one, loss, numerics, frozen), Whole(evaluated, seen, numerics, frozen))
     if layout.sizes["pipe"] == 1:
         return Whole(layout, loss, numerics, frozen)
     if numerics.remat == "offload":

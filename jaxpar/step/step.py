@@ -177,7 +177,7 @@ class Step:
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, by `state.eval_params`, without dropout and without an update."""
         batch = self._placing_whole.put(batch)  # of any size that the mesh divides: microbatches are of updates alone
-        return self._read("eval", self._eval, state, batch, held=self._held)
+        return self._read("eval", self._eval, state, batch, more=self._judged_by)
 
     @property
     def parts(self) -> int:
@@ -199,20 +199,20 @@ class Step:
         return self._read("parts", self._norm(), state, self.put(batch))
 
     def _read(
-        self, kind: str, program: Any, state: State, batch: Batch, *, held: Callable[[Any], Any] | None = None
+        self, kind: str, program: Any, state: State, batch: Batch, *, more: Callable[[State], tuple] = lambda state: ()
     ) -> Any:
         """Returns the result of a program that updates nothing.
 
         Args:
           kind: Of the program.
-          program: A function of parameters, model state, batch and what `held` returns, as `jax.jit` returns it.
+          program: A function of parameters, model state, batch and what `more` returns, as `jax.jit` returns it.
           state: Whose arrays it reads.
           batch: On its devices.
-          held: Returns what the program reads of the optimizer's state.
+          more: Returns what else the program reads of the state.
         """
 
         def arguments(state: State) -> tuple:
-            return state.params, state.model_state, batch, *([held(state.optimizer)] if held else ())
+            return state.params, state.model_state, batch, *more(state)
 
         check_there(state)
         key = _signature(kind, batch)
@@ -370,11 +370,15 @@ class Step:
         placed = self.placed.optimizer if placed is None else placed
         return jax.tree.map(lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, placed)
 
-    def _measure(self, params: Tree, model_state: Tree, batch: Batch, held: Any = None) -> Sums:
+    def _judged_by(self, state: State) -> tuple[Any, Tree]:
+        """Returns what says which parameters are evaluated: arrays of the optimizer's state, and the exchange's."""
+        return self._held(state.optimizer) if self._held else None, state.exchange
+
+    def _measure(self, params: Tree, model_state: Tree, batch: Batch, held: Any, own: Tree) -> Sums:
         if held is not None:
             judged = eval_params(self._on_device(held, held_for(self.placed.optimizer)), params)
             params = jax.lax.with_sharding_constraint(judged, self.placed.params)  # made where they are stored
-        return self._evaluated.evaluate(params, model_state, batch)
+        return self._evaluated.evaluate(*self._evaluated.global_model(params, model_state, own), batch)
 
 
 def _signature(kind: str, batch: Batch):

@@ -91,6 +91,7 @@ class DiLoCo(Outer):
     every: int = 20
     algorithm: str = ""
     differ = True
+    global_model = "anchor"
 
     def __post_init__(self):
         check_ranges(self, SECTION, {"every": (1, STEPS)})

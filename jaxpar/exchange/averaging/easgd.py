@@ -33,6 +33,7 @@ class Easgd(Exchange):
     alpha: float = 0.1
     beta: float = 0.9
     differ = True
+    global_model = "center"
 
     def __post_init__(self):
         check_ranges(self, SECTION, {"every": (1, STEPS), "alpha": (0.0, 1.0), "beta": (0.0, 1.0)})

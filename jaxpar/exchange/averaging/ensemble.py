@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.base import NO_MODEL, Exchange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,3 +18,4 @@ class Ensemble(Exchange):
     name: str = "ensemble"
     differ = True
     averages_predictions = True
+    global_model = NO_MODEL

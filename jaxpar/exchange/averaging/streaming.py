@@ -58,6 +58,7 @@ class Streaming(Outer):
     blend: float = 0.0
     wire: Literal["fp32", "bf16", "int8", "int4"] = "fp32"
     differ = True
+    global_model = "anchor"
 
     def __post_init__(self):
         check_ranges(

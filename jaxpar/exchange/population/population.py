@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxpar.errors import Problem, refuse
-from jaxpar.exchange.base import Exchange, Replicas, Tree
+from jaxpar.exchange.base import NO_MODEL, Exchange, Replicas, Tree
 
 if TYPE_CHECKING:
     import jax
@@ -26,6 +26,7 @@ class Population(Exchange):
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     differ = True
     same_examples = True
+    global_model = NO_MODEL
 
     def __post_init__(self):
         counts = {name: len(values) for name, values in self.values.items()}

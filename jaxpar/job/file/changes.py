@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.errors import JaxparError, Problem, nearest
+from jaxpar.exchange.base import Exchange
 from jaxpar.files import write_text
 from jaxpar.job.file.dump import dumps, shown
 from jaxpar.job.file.schema import Job
 from jaxpar.job.file.trained_job import NAME, job_of
 
 UNSAID = ("run.", "metrics.")
+EXCHANGE = "parallel.exchange"  # another one has other keys, and is one change
 # how it is read changes nothing, and the data itself is compared by its fingerprint
 FREE = ("data.ahead", "data.path", "data.pattern", "data.sets", "data.source")
-BINDING = ("data.", "model.", "optimizer.", "parallel.exchange.", "parallel.pipeline.weights", "sweep.",
+BINDING = ("data.", "model.", "optimizer.", EXCHANGE, "parallel.pipeline.weights", "sweep.",
            "train.adapters.", "train.freeze",
            "train.global_batch", "train.grow", "train.loss", "train.precision.compute", "train.seed")  # fmt: skip
 SPLIT = ("data.held_out", "data.seq")  # where held-out examples begin
@@ -54,13 +56,17 @@ def changes(folder: Path, job: Job) -> list[Change]:
     """
     if not (folder / NAME).exists():
         return []
-    was = _keys(job_of(folder))
-    now = _keys(job)
-    return [
+    before = job_of(folder)
+    was, now = _keys(before), _keys(job)
+    found = [
         Change(key, was.get(key, MISSING), now.get(key, MISSING))
         for key in now | was
         if not key.startswith(UNSAID) and was.get(key, MISSING) != now.get(key, MISSING)
     ]
+    if was[f"{EXCHANGE}.name"] == now[f"{EXCHANGE}.name"]:
+        return found
+    whole = Change(EXCHANGE, _settings(before.parallel.exchange), _settings(job.parallel.exchange))
+    return [whole, *(each for each in found if not each.key.startswith(f"{EXCHANGE}."))]
 
 
 def check(found: list[Change], job: Job, at: int) -> None:
@@ -113,6 +119,12 @@ def _binds(change: Change, job: Job, at: int) -> bool:
     if change.key == "train.steps":  # the rates of a run that is not at its end would be others
         return job.optimizer.decay != "constant" and at < int(change.was)
     return change.key.startswith(BINDING) and change.key not in FREE
+
+
+def _settings(exchange: Exchange) -> str:
+    """Returns an exchange as a table on one line, without what is its default."""
+    given = {each.name: getattr(exchange, each.name) for each in fields(exchange)}
+    return shown({f.name: given[f.name] for f in fields(exchange) if f.name == "name" or given[f.name] != f.default})
 
 
 def _keys(job: Any, prefix: str = "") -> dict[str, str]:

@@ -7,7 +7,7 @@ RUN has some            ─►  do the arrays of the newest good one fit, are jo
 from pathlib import Path
 
 from jaxpar.buckets import is_address
-from jaxpar.checkpoint import listing, paths, reading, start_from
+from jaxpar.checkpoint import listing, paths, reading, replicas, start_from
 from jaxpar.checkpoint.differences import differences, problems
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.job.file import changes
@@ -40,8 +40,8 @@ def check_run(job: Job, layout: Layout) -> list[Problem]:
             check_same_data(folder, None if job.data.is_text else open_data(job).fingerprint)
             changes.check(changed, job, _check_goes_on(job, layout, folder / "checkpoints", steps))
         elif job.checkpoint.start_from and not is_folder(job.checkpoint.start_from):
-            like, of = state.abstract(layout, resolve_optimizer(job, layout.blueprint)), layout.blueprint
-            start_from.check(job.checkpoint, like, adapters=of.adapters, constants=of.constants)
+            like = state.abstract(layout, resolve_optimizer(job, layout.blueprint))
+            start_from.check(job.checkpoint, like, layout)
     except JaxparError as error:
         return [*error.problems]
     return []
@@ -57,13 +57,15 @@ def _check_goes_on(job: Job, layout: Layout, folder: Path, steps: list[int]) -> 
     for step in reversed(steps):
         path = folder / listing.name_of(step)
         try:
-            saved = reading.listed(path).arrays
+            made = reading.listed(path)
         except reading.Damaged as error:
             damaged += error.problems
             continue
-        if job.checkpoint.replicas == "same":  # else arrays are made of others, as the mesh of devices says
-            wanted = paths.described(state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
-            if wrong := problems(differences(saved, wanted), str(folder.parent)):
-                raise JaxparError(*wrong)
+        how, run = job.checkpoint.replicas, str(folder.parent)
+        wanted = paths.described(state.abstract(layout, resolve_optimizer(job, layout.blueprint)))
+        if made.replicas and made.replicas.model and not layout.parallel.exchange.differ:
+            replicas.check_one_model(made, made.replicas, wanted, how=how, run=run)
+        elif how == "same" and (wrong := problems(differences(made.arrays, wanted), run)):
+            raise JaxparError(*wrong)  # else arrays are made of others, as the mesh of devices says
         return step
     raise JaxparError(*damaged)

@@ -18,17 +18,23 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxpar.exchange.all_reduce import AllReduce
-from jaxpar.exchange.base import Replicas
+from jaxpar.exchange.base import NO_MODEL, Replicas
 from jaxpar.exchange.between import AXIS, Between
+from jaxpar.exchange.global_model import global_params, merged
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
 from jaxpar.step.apart.predicting import REPLICA
-from jaxpar.step.gradients import Batch, Gradients, metrics, updated
+from jaxpar.step.gradients import Batch, Gradients, constrained, metrics, updated
 from jaxpar.step.losses import Sums
 from jaxpar.step.parameters.frozen import joined, without, zeroed
 from jaxpar.step.state import State, of_one_replica
 from jaxpar.step.whole import Whole
+
+
+def together(layout: Layout) -> Layout:
+    """Returns the layout of one model on all devices, whose replicas are equal."""
+    return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, exchange=AllReduce()))
 
 
 def of_one(layout: Layout) -> Layout:
@@ -41,7 +47,8 @@ class Apart(Gradients):
 
     Attributes:
       one: What differentiates the model of one replica.
-      evaluated: What measures it; an ensemble, if the exchange averages predictions.
+      evaluated: What measures the global model, on all devices; where there is none, the model of one replica, or an
+        ensemble, if the exchange averages predictions.
       exchange: How they agree. It sees nothing of parameters that are frozen: these are equal, and stay so.
     """
 
@@ -54,8 +61,19 @@ class Apart(Gradients):
         """Returns gradients, sums and model state of each replica: [replica, ...]."""
         return self.each(self.one.gradients)(params, model_state, self._rows(batch))
 
+    def global_model(self, params: Tree, model_state: Tree, own: Tree) -> tuple[Tree, Tree]:
+        """Returns parameters and state of the model that replicas train; where they train several, all of them."""
+        if self.exchange.global_model == NO_MODEL:
+            return params, model_state
+        params = global_params(self.exchange, params, own)
+        return constrained(self.layout, params, self.layout.stored), jax.tree.map(merged, model_state)
+
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
-        """Returns the sums over replicas, each of its own rows; or those of the mean prediction, of all rows."""
+        """Returns the sums of the global model; of replicas that train several, each of its own rows, or the sums of
+        the mean of what they predict, of all rows.
+        """
+        if self.exchange.global_model != NO_MODEL:
+            return self.evaluated.evaluate(params, model_state, batch)
         if not self.exchange.averages_predictions:
             sums = self.each(self.evaluated.evaluate)(params, model_state, self._rows(batch))
             return jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jaxpar.exchange.base import NO_MODEL
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.names import Compute, Tree, Use
 from jaxpar.step.gradients import Gradients
@@ -75,9 +76,16 @@ class KeyedGradients(Gradients):
         after, found = self.one.update(optimizer, given, batch, on_device)
         return dataclasses.replace(after, model_state=after.model_state["model"]), found
 
+    def global_model(self, params: Tree, model_state: Tree, own: Tree) -> tuple[Tree, Tree]:
+        """Returns parameters and model state that are evaluated."""
+        return self.one.global_model(params, model_state, own)
+
     def evaluate(self, params: Tree, model_state: Tree, batch: Mapping[str, Any]) -> Sums:
         """Returns the sums of a batch, with the key that every evaluation has."""
-        return self.one.evaluate(params, self._with(model_state, jax.random.key(self.seed)), batch)
+        key = jax.random.key(self.seed)
+        several = self.layout.parallel.exchange.global_model == NO_MODEL
+        given = self._with(model_state, key) if several else {"model": model_state, "key": key}
+        return self.one.evaluate(params, given, batch)
 
     def meeting(self, step: int) -> int:
         """Returns which meeting of replicas a step ends with."""

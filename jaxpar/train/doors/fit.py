@@ -24,6 +24,7 @@ from typing import Any
 
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Checkpoints, Store
+from jaxpar.checkpoint.global_model import replicas_of
 from jaxpar.checkpoint.processes import is_first, several
 from jaxpar.checkpoint.start_from import start
 from jaxpar.data.spec import Data, Source
@@ -148,7 +149,7 @@ def _store(
     there = store.steps() if store else []
     progress = _progress(step, folder, steps, there=bool(there), every=every)
     if store and folder:
-        store.say = progress.say
+        store.say, store.replicas = progress.say, replicas_of(step.layout)
         _check_same_data(folder, source, there)
     return store, progress
 
@@ -177,8 +178,7 @@ def _begin(
     else:
         check_there(state)
     if saved.start_from:
-        of = step.layout.blueprint
-        state, origin = start(saved, state, step.optimizer, adapters=of.adapters, constants=of.constants)
+        state, origin = start(saved, state, step.layout, step.optimizer)
         say(str(origin))
     return state, 0
 
