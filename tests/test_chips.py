@@ -18,7 +18,7 @@ from jaxpar.mesh.target import Target, description, find_plugin, parse_target
 PLANNED = [chip for chip in CHIPS if chip.gpu is None]
 MINE = {
     "name": '"Acme One"', "source": '"measured"', "memory": '"64 GiB"', "bf16_flops": "400e12", "f32_flops": "50e12",
-    "bandwidth": "2e12", "nvlink": "100e9", "network": "12.5e9", "domain": "8",
+    "bandwidth": "2e12", "nvlink": "100e9", "network": "12.5e9", "pcie": "32e9", "domain": "8",
 }  # fmt: skip
 
 
@@ -26,7 +26,8 @@ def test_the_table_has_the_chips_that_people_rent_and_own():
     keys = [chip.key for chip in CHIPS]
     assert len(set(keys)) == len(keys)
     assert {chip.key for chip in CHIPS if chip.gpu} == {"a100", "h100", "h200"}
-    assert {chip.key for chip in PLANNED} == {"b200", "gh200", "rtx4090", "rtx5090", "v5e", "v5p", "v6e"}
+    rented = {"b200", "b300", "gb200", "gb300", "gh200", "mi300x", "l40s", "a10"}
+    assert {chip.key for chip in PLANNED} == rented | {"rtx4090", "rtx5090", "v5e", "v5p", "v6e"}
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.key)
@@ -44,7 +45,9 @@ def test_every_chip_has_numbers_that_go_together_and_a_source(chip):
     ("kind", "key"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA B200", "b200"), ("NVIDIA GB200", None), ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B300", "b300"), ("NVIDIA GB300", "gb300"), ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA L40S", "l40s"), ("NVIDIA L40", None), ("NVIDIA A10", "a10"), ("NVIDIA A10G", None),
         ("NVIDIA GeForce RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA GeForce RTX 5090", "rtx5090"), ("NVIDIA RTX 6000 Ada Generation", None),
         ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"),
@@ -123,7 +126,8 @@ def test_the_example_of_the_documentation_is_a_chip(tmp_path):
     ("changed", "words"),
     [
         ({"bandwidth": "0"}, ["chip.bandwidth = 0 in", "1e+06 to 1e+17", "bandwidth = 2e12"]),
-        ({"nvlink": "0.0"}, ["chip.nvlink = 0.0", "bytes per second"]),
+        ({"nvlink": "-1.0"}, ["chip.nvlink = -1.0", "bytes per second"]),
+        ({"nvlink": "0", "pcie": None}, ["chip.nvlink = 0 without chip.pcie", "pcie = 32e9"]),
         ({"network": "0"}, ["chip.network = 0"]),
         ({"bandwidth": "-2e12"}, ["chip.bandwidth = -2"]),
         ({"bf16_flops": "400"}, ["chip.bf16_flops = 400 in", "FLOP per second", "400e12"]),

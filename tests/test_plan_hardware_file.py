@@ -10,6 +10,7 @@ import pytest
 from jaxpar.bench.links import table_of
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.links import Link
 from jaxpar.plan.machine import file
@@ -206,9 +207,10 @@ def test_one_node_is_not_told_of_a_network(example, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--chip", "rtx5090"], "jaxpar bench gemm --write rtx5090.toml"),
-        (["--chip", "gh200"], "whose links and share of the peak nobody measured"),
-        (["--chip", "v5p"], "a100, b200, h100, h200"),
+        (["--chip", "v5e"], "jaxpar bench gemm --write v5e.toml"),
+        (["--chip", "v6e"], "whose links and share of the peak nobody measured"),
+        (["--chip", "v5p"], "a10, a100, b200, b300, gb200, gb300, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090"),
+        (["--chip", "l40s", "--per-node", "4"], "--between 12.5GB, of one GPU's share of the network; or --per-node 8"),
         (["--chip", "h300"], "did you mean 'h"),
         (["--chip", "none.toml"], "the chip of none.toml: No such file"),
         (["--chip", "b200", "--verify", "1"], "--verify for NVIDIA B200 SXM"),
@@ -217,6 +219,38 @@ def test_one_node_is_not_told_of_a_network(example, capsys):
 def test_chips_that_cannot_be_planned_for_are_refused_with_the_way_out(words, said, capsys):
     assert main(["plan", JOB, "--devices", "8", *words]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("chip", "devices", "words", "machines"),
+    [
+        ("gb200", 144, [], "144 x NVIDIA GB200 NVL72, 2 nodes of 72"),
+        ("gb200", 16, ["--per-node", "4"], "16 x NVIDIA GB200 NVL72, 4 nodes of 4"),
+        ("gb300", 64, [], "64 x NVIDIA GB300 NVL72, 1 node of 72"),
+        ("b300", 16, [], "16 x NVIDIA B300 SXM, 2 nodes of 8"),
+        ("mi300x", 16, [], "16 x AMD Instinct MI300X, 2 nodes of 8"),
+        ("l40s", 8, [], "8 x NVIDIA L40S, 1 node of 8"),
+        ("l40s", 16, ["--per-node", "4", "--between", "100Gb/s"], "16 x NVIDIA L40S, 4 nodes of 4"),
+        ("a10", 8, [], "8 x NVIDIA A10, 1 node of 8"),
+        ("rtx4090", 4, ["--per-node", "4"], "4 x NVIDIA GeForce RTX 4090, 1 node of 4"),
+        ("gh200", 32, ["--per-node", "1", "--between", "50GB"], "32 x NVIDIA GH200 96GB, 32 nodes of 1"),
+    ],
+)
+def test_chips_that_people_rent_are_planned_for_as_assumed(chip, devices, words, machines, tmp_path, capsys):
+    """And the job that is written passes `check`."""
+    job = [JOB.replace("8b_fsdp8", "1b3_fsdp8"), "train.global_batch=288"]
+    asked = ["--devices", str(devices), "--chip", chip, *words, "--top", "1", "--write", str(tmp_path / "job.toml")]
+    assert main(["plan", *job, *asked]) == 0
+    said = capsys.readouterr().out
+    assert machines in said
+    assert "or on this chip" in said
+    assert main(["check", str(tmp_path / "job.toml")]) == 0
+
+
+def test_chips_without_nvlink_meet_over_pcie(example, capsys):
+    path = example(("nvlink = 100e9", "nvlink = 0\npcie = 25e9"))
+    chip = load_chip(path)
+    assert chip.nvlink == chip.pcie == 25e9
 
 
 def test_a_file_called_h100_is_not_compiled_as_one(example, capsys):

@@ -7,7 +7,8 @@ bf16_flops = 400e12          # FLOP per second, dense, adding in float32
 f32_flops = 50e12            # FLOP per second of float32 matmuls
 memory = "64 GiB"
 bandwidth = 2e12             # bytes per second of device memory
-nvlink = 100e9               # bytes per second one way, per chip, inside a machine
+nvlink = 100e9               # bytes per second one way, per chip, inside a machine; 0 where only PCIe joins them
+pcie = 32e9                  # bytes per second one way, per chip, to its host; may be left out, unless nvlink is 0
 source = "measured on acme-3"
 network = 12.5e9             # bytes per second one way, per chip, between machines; may be left out
 domain = 8                   # chips of a machine; may be left out
@@ -28,9 +29,10 @@ _RATES = {  # lowest and highest that can be meant, and the unit: a number witho
     "bandwidth": (1e6, 1e17, "bytes per second", "2e12"),
     "nvlink": (1e6, 1e17, "bytes per second", "100e9"),
     "network": (1e6, 1e17, "bytes per second", "12.5e9"),
+    "pcie": (1e6, 1e17, "bytes per second", "32e9"),
 }
 _WORDS = ("name", "source")
-_LEFT_OUT = ("network", "domain")
+_LEFT_OUT = ("network", "pcie", "domain")
 KEYS = (*_WORDS, "memory", *_RATES, "domain")
 MEASURED = ("gemm", "links")  # tables of the same file that are others'
 
@@ -57,10 +59,17 @@ def load_chip(path: str | Path) -> Chip:
             if key not in _LEFT_OUT:
                 problems.append(Problem(f"no chip.{key} in {path}", "[chip] says what the chip does", _fix(key)))
             continue
+        if key == "nvlink" and table[key] == 0 and not isinstance(table[key], bool):
+            continue
         try:
             found[key] = _value(key, table[key])
         except JaxparError as error:
             problems += [Problem(f"{problem.got} in {path}", problem.rule, problem.fix) for problem in error.problems]
+    if "nvlink" in table and "nvlink" not in found and not problems:
+        if "pcie" not in found:
+            rule = "chips of a machine without NVLink meet over PCIe"
+            raise refuse(f"chip.nvlink = 0 without chip.pcie in {path}", rule=rule, fix=_fix("pcie"))
+        found["nvlink"] = found["pcie"]
     if problems:
         raise JaxparError(*problems)
     return Chip(key=path.stem.lower(), matches="", **found)

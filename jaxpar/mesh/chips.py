@@ -1,7 +1,8 @@
 """Chips and their peak rates, each number with its data sheet.
 
     h200, h100, a100                        planned for, and compiled for where none is there
-    b200, gh200, rtx4090, rtx5090           planned for
+    b200, b300, gb200, gb300, gh200, mi300x planned for
+    l40s, a10, rtx4090, rtx5090             planned for; machines of these have no NVLink
     v5e, v5p, v6e
 
 A number that no source states is None, never a guess: code that needs it asks the user.
@@ -127,11 +128,50 @@ CHIPS = (
         "openxla/xla, target_config/specs/b200.txtpb: memory reported",
     ),
     Chip(
+        key="b300", name="NVIDIA B300 SXM", matches=r"\bb300\b", bf16_flops=2250e12, f32_flops=1100e12,
+        memory=288 * 10**9, reported=297_021_865_984, bandwidth=8e12, nvlink=900e9, network=100e9, domain=8,
+        source="NVIDIA HGX B300 datasheet: 36 PFLOPS bf16 and 18 TF32 with sparsity for 8, half without; NVLink 1.8 "
+        "TB/s both ways; DGX B300 datasheet: 2.3 TB at 64 TB/s for 8, 8 x 800 Gb/s; openxla/xla, "
+        "target_config/specs/b300.txtpb: memory reported",
+    ),
+    Chip(
+        key="gb200", name="NVIDIA GB200 NVL72", matches=r"\bgb200\b", bf16_flops=2500e12, f32_flops=1250e12,
+        memory=186 * 10**9, reported=197_897_748_480, bandwidth=8e12, nvlink=900e9, network=50e9, domain=72,
+        source="NVIDIA GB200 NVL72 datasheet: 360 PFLOPS bf16 and 180 TF32 with sparsity for 72, half without; "
+        "13.4 TB at 576 TB/s and NVLink 130 TB/s both ways for 72; ConnectX-7, 400 Gb/s a GPU; openxla/xla, "
+        "target_config/specs/gb200.txtpb: memory reported. Of boards of 4 (NVL4): --per-node 4",
+    ),
+    Chip(
+        key="gb300", name="NVIDIA GB300 NVL72", matches=r"\bgb300\b", bf16_flops=2500e12, f32_flops=1250e12,
+        memory=279 * 10**9, bandwidth=8e12, nvlink=900e9, network=100e9, domain=72,
+        source="NVIDIA GB300 NVL72 datasheet: 360 PFLOPS bf16 and 180 TF32 with sparsity for 72, half without; 20 TB "
+        "at 576 TB/s and NVLink 130 TB/s both ways for 72; ConnectX-8, 800 Gb/s a GPU",
+    ),
+    Chip(
         key="gh200", name="NVIDIA GH200 96GB", matches=r"\bgh200\b", bf16_flops=989.5e12, f32_flops=494.7e12,
         memory=96 * 10**9, bandwidth=4e12, nvlink=450e9,
         source="NVIDIA GH200 Grace Hopper Superchip datasheet, HBM3: 1,979 TFLOPS bf16 and 989 TF32 with sparsity, "
         "half without; 96 GB at 4 TB/s; NVLink 900 GB/s both ways. How many NVLink joins, and the network, are the "
         "machine's own",
+    ),
+    Chip(
+        key="mi300x", name="AMD Instinct MI300X", matches=r"\bmi300x\b", bf16_flops=1307.4e12, f32_flops=653.7e12,
+        memory=192 * 10**9, bandwidth=5.3e12, nvlink=448e9, network=50e9, domain=8, pcie=64e9,
+        source="AMD Instinct MI300X data sheet: 1,307.4 TFLOPS bf16 and 653.7 TF32 without sparsity; 192 GB at "
+        "5.3 TB/s; MI300X platform data sheet: 896 GB/s of Infinity Fabric both ways from each to the 7 others; 8 x "
+        "400 Gb/s as in the servers that are sold; PCIe 5.0 x16 128 GB/s both ways",
+    ),
+    Chip(
+        key="l40s", name="NVIDIA L40S", matches=r"\bl40s\b", bf16_flops=362.05e12, f32_flops=183e12,
+        memory=48 * 10**9, bandwidth=864e9, nvlink=32e9, pcie=32e9,
+        source="NVIDIA L40S datasheet: 362.05 TFLOPS bf16 and 183 TF32 without sparsity; 48 GB at 864 GB/s; no NVLink: "
+        "PCIe 4.0 x16, 64 GB/s both ways",
+    ),
+    Chip(
+        key="a10", name="NVIDIA A10", matches=r"\ba10\b", bf16_flops=125e12, f32_flops=62.5e12,
+        memory=24 * 10**9, bandwidth=600e9, nvlink=32e9, pcie=32e9,
+        source="NVIDIA A10 datasheet: 125 TFLOPS bf16 and 62.5 TF32 without sparsity; 24 GB at 600 GB/s; no NVLink: "
+        "PCIe 4.0 x16, 64 GB/s both ways",
     ),
     Chip(
         key="rtx4090", name="NVIDIA GeForce RTX 4090", matches=r"\brtx 4090\b(?! laptop)", bf16_flops=165.2e12,
@@ -169,7 +209,7 @@ CHIPS = (
 def find_chip(device_kind: str) -> Chip | None:
     """Returns the chip that JAX calls `device_kind`, or None if the table has no such chip.
 
-    >>> find_chip("NVIDIA GH200 480GB").key, find_chip("TPU v5 lite").key, find_chip("NVIDIA GB200")
+    >>> find_chip("NVIDIA GH200 480GB").key, find_chip("TPU v5 lite").key, find_chip("NVIDIA A10G")
     ('gh200', 'v5e', None)
     """
     return next((chip for chip in CHIPS if chip.matches and re.search(chip.matches, device_kind.lower())), None)

@@ -6,10 +6,10 @@
 
 One set of constants holds for all runs on a family of chips; each says where it comes from.
 
-Runs on A100 and H100 were there to fit. An H200 is an H100 with other memory, and a B200 comes in the same machine one
-generation later: both take the H100's shares and say "assumed". Of the other chips in the table there is none to
-assume: a GH200's or an RTX card's links are the machine's own, and a TPU's torus is not nodes with NICs. They are
-planned for with a file of measurements, `plan/machine/file.py`.
+Runs on A100 and H100 were there to fit. Other GPUs take the H100's shares of their own sheets and say "assumed", but
+for MI300X, whose share of the peak is published. Where a sheet does not say how many chips a machine has, 8 are
+assumed; where it does not say what joins machines, a plan for several asks (`joined`). A TPU's torus is not nodes with
+NICs: it is planned for with a file of measurements, `plan/machine/file.py`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxpar.errors import check_ranges, refuse
-from jaxpar.mesh.chips import Chip, find_chip
+from jaxpar.mesh.chips import CHIPS, Chip
 from jaxpar.mesh.links import Link
 from jaxpar.plan.machine.gemm import Gemm
 
@@ -133,32 +133,59 @@ class Hardware:
 
 
 def _chip(key: str) -> Chip:
-    chip = find_chip(key)
-    if chip is None:
-        raise refuse(f"chip {key!r}", rule="the chip is in the table of mesh/chips.py", fix='chip = "h100"')
-    return chip
+    return next(chip for chip in CHIPS if chip.key == key)
 
 
-def _as_on(known: Hardware, key: str) -> Hardware:
+USUAL = 8  # chips of a machine, where the sheet of a chip does not say it
+
+
+def _as_on(known: Hardware, key: str, *, top: float = 0.0, why: str = "") -> Hardware:
     """Returns nodes of another chip that reaches the same shares of its own sheet; matmuls' fixed cost lasts as long.
 
     Args:
       known: What its constants were fitted on.
-      key: A chip whose sheet says what joins it to others.
+      key: A chip.
+      top: Its share of the peak in matmuls without end, where that is published; 0 where it is not.
+      why: Where.
+
+    Returns:
+      Them. Of a chip whose sheet does not say what joins machines `between` is `inside`: see `joined`.
     """
     chip, sheet = _chip(key), known.chip
-    if chip.domain is None or chip.network is None or sheet.network is None:
-        raise refuse(f"chip {key!r}", rule="its sheet says what joins it to others", fix="a file of measurements")
     link = lambda link, mine, its: replace(link, bandwidth=link.bandwidth * (mine / its))  # noqa: E731
     half = known.gemm.half * (chip.bf16_flops / sheet.bf16_flops)
     cores, assumed = chip.gpu.cores if chip.gpu else 0, f"assumed as on {sheet.key.upper()}"
+    alone = "" if chip.domain else f"machines of {USUAL} assumed; "
+    inside = link(known.inside, chip.nvlink, sheet.nvlink)
+    gemm = replace(known.gemm, half=half, cores=cores, source=f"{assumed}; {known.gemm.source}")
     return replace(
-        known, chip=chip, per_node=chip.domain,
-        inside=link(known.inside, chip.nvlink, sheet.nvlink),
-        between=link(known.between, chip.network, sheet.network),
-        gemm=replace(known.gemm, half=half, cores=cores, source=f"{assumed}; {known.gemm.source}"),
-        source=f"{assumed}; {known.source}",
+        known, chip=chip, per_node=chip.domain or USUAL, inside=inside,
+        between=link(known.between, chip.network, sheet.network or 1.0) if chip.network else inside,
+        gemm=replace(gemm, top=top, source=why) if top else gemm,
+        source=f"{alone}{assumed}; {known.source}",
     )  # fmt: skip
+
+
+def joined(hardware: Hardware, devices: int, per_node: int | None, between: float) -> Hardware:
+    """Returns the machines of a known chip for a plan.
+
+    Args:
+      hardware: One of `HARDWARE`.
+      devices: How many the plan is for.
+      per_node: Chips of a machine; None is as many as usual.
+      between: Bytes per second to other machines of one chip, as it is said; 0 where it is not.
+
+    Raises:
+      JaxparError: If there are several machines, and neither the chip's sheet nor `between` says what joins them.
+    """
+    size = hardware.per_node if per_node is None else per_node
+    if devices > size and not between and hardware.chip.network is None:
+        raise refuse(
+            f"{devices} x {hardware.chip.name} on machines of {size}",
+            rule="a plan over several machines knows what joins them, which no sheet of this chip says",
+            fix=f"--between 12.5GB, of one GPU's share of the network; or --per-node {devices}",
+        )
+    return replace(hardware, per_node=size)
 
 
 STREAMING, FAR = 0.85, 10e-6  # share of the memory's bandwidth, seconds to another node: assumed for every chip
@@ -193,7 +220,14 @@ _FITTED: Mapping[str, Hardware] = {
 HARDWARE: Mapping[str, Hardware] = {
     **_FITTED,
     "h200": _as_on(_FITTED["h100"], "h200"),
-    "b200": _as_on(_FITTED["h100"], "b200"),
+    **{key: _as_on(_FITTED["h100"], key) for key in ("b200", "b300", "gb200", "gb300", "gh200")},
+    **{key: _as_on(_FITTED["h100"], key) for key in ("l40s", "a10", "rtx4090", "rtx5090")},
+    "mi300x": _as_on(
+        _FITTED["h100"],
+        "mi300x",
+        top=0.474,
+        why="620 of 1,307 TFLOPS in bf16 matmuls by torch: SemiAnalysis, MI300X vs H100 vs H200 (December 2024)",
+    ),
 }
 
 

@@ -29,7 +29,8 @@ from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.techniques.base import BYTES, Sent, Settings, Technique
 from jaxpar.plan.techniques.context_forms import moved
 
-LONG = 8192  # tokens of a row up to which no form but gather is weighed, as `jaxpar.models.blocks.chosen.LONG`
+# tokens of a row from which on heads for tokens are weighed, and rings too: `crossover` says where they are faster
+SHORT, LONG = 4096, 8192
 _FORMS = "context_by", "ulysses", "zero_context", "zero"
 
 
@@ -129,16 +130,20 @@ def forms(
 ) -> Sequence[Mapping[str, Any]]:
     """Returns the forms to try, each with and without the devices of context sharing the state.
 
-    Up to `LONG` tokens keys are gathered and nothing else is tried: there it is fastest, and scores are small.
+    Below `SHORT` tokens keys are gathered and nothing else is tried: there it is fastest, and scores are small. Up to
+    `LONG` the form with the most heads for tokens is tried besides, which is ahead of rings there.
     """
     gather = ("gather", 1)
     seq = model.dims.get("seq", 1)
-    if context == 1 or not isinstance(model, Shape) or seq <= LONG:
+    if context == 1 or not isinstance(model, Shape) or seq < SHORT:
         return [dict(zip(_FORMS, (*gather, False, zero), strict=True))]
     state = [(False, zero)]
     if pipe == 1:
         state.append((True, zero if fsdp > 1 else 3))
-    return [dict(zip(_FORMS, (*way, *held), strict=True)) for way in ways(model, context, tensor) for held in state]
+    found = ways(model, context, tensor)
+    if seq <= LONG and len(found) > 1:
+        found = [found[0], max(found[1:], key=lambda way: way[1])]
+    return [dict(zip(_FORMS, (*way, *held), strict=True)) for way in found for held in state]
 
 
 def ways(model: Shape, context: int, tensor: int) -> list[tuple[str, int]]:
