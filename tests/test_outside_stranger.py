@@ -11,7 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jaxpar
 from jaxpar.cli.main import main
+from jaxpar.hlo.attribution import users_frame
+from jaxpar.hlo.text import Frame
 from jaxpar.pipeline.draw.schedule import svg
 from jaxpar.pipeline.tables.library import schedule
 from jaxpar.pipeline.tables.price import Times
@@ -72,6 +75,61 @@ def test_the_wheel_runs_the_first_command_of_the_readme_in_another_folder(clone,
     assert done.returncode == 0, done.stderr
     assert "configs/quickstart.toml: not in this folder; taken from" in done.stderr
     assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").is_file()
+    (tmp_path / "job.toml").write_text(INSPECTED)
+    ours = ran(environment / "jaxpar", "inspect", "job.toml", folder=tmp_path)
+    assert ours.returncode == 0, ours.stderr
+    assert re.search(r"all-reduce.*tensor.*FeedForward.*layers\.py:\d+", ours.stdout), ours.stdout
+    (site,) = environment.parent.glob("lib/python*/site-packages")
+    (site / "thirdnet.py").write_text(THIRD)
+    other = INSPECTED.replace("layers = 1\ndim = 16\nheads = 2", 'name = "thirdnet:Net"')
+    (tmp_path / "other.toml").write_text(other)
+    theirs = ran(environment / "jaxpar", "inspect", "other.toml", "--allow-import", folder=tmp_path)
+    assert theirs.returncode == 0, theirs.stderr
+    assert re.search(r"all-reduce.*tensor.*Net.__call__.*thirdnet\.py:14", theirs.stdout), theirs.stdout
+
+
+INSPECTED = """
+[mesh]
+simulate = 4
+[parallel]
+data = 2
+tensor = 2
+[model]
+layers = 1
+dim = 16
+heads = 2
+[data]
+seq = 16
+[train]
+global_batch = 8
+"""
+THIRD = """from flax import nnx
+import jax
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(256, 32, rngs=rngs)
+        self.up = nnx.Linear(32, 128, rngs=rngs)
+        self.down = nnx.Linear(128, 32, rngs=rngs)
+        self.head = nnx.Linear(32, 256, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.down(jax.nn.relu(self.up(x)))
+        return self.head(x)
+"""
+
+
+def test_lines_of_models_count_wherever_they_are_installed():
+    site = "/usr/lib/python3.12/site-packages"
+    inner = [Frame(f"{site}/flax/nnx/nn/linear.py", 9, "__call__"), Frame(f"{site}/jax/_src/lax.py", 1, "dot")]
+    for file in (f"{site}/transformers/models/gpt2/modeling_flax_gpt2.py", "/opt/dist-packages/thirdnet/net.py"):
+        model = Frame(file, 7, "__call__")
+        assert users_frame([*inner, model, Frame("run.py", 1, "<module>")]) == model
+    home = str(Path(jaxpar.__file__).parent)
+    ours = Frame(f"{home}/models/blocks/layers.py", 7, "__call__")
+    assert users_frame([*inner, Frame(f"{home}/step/whole.py", 3, "f"), ours]) == ours
 
 
 def test_a_job_of_the_help_is_found_from_any_folder(tmp_path, monkeypatch, capsys):

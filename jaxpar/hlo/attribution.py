@@ -10,18 +10,22 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import flax
 import jax
+import jaxlib
+import optax
 
 from jaxpar.hlo.provenance import Trace
 from jaxpar.hlo.text import Array, Frame, Op
 from jaxpar.sharding.names import AGAIN, GRADIENT, MESSAGE, SCOPE
 
 _HOME = Path(__file__).parent.parent
-# files whose lines do not explain an instruction: jaxpar's own step, and installed libraries. The models are not among
-# them, as users read and copy them
+# files whose lines do not explain an instruction: jaxpar's own step, Python, and libraries of layers, transformations
+# or optimizers. Models are not among them, jaxpar's or a package's, wherever they are installed
 _MACHINERY = tuple(
     [str(_HOME / room) for room in ("sharding", "exchange", "parallel", "inspector", "job")]
     + [
@@ -29,9 +33,16 @@ _MACHINERY = tuple(
         for file in ("step.py", "gradients.py", "apart.py", "whole.py", "gathering.py", "inspectable.py")
     ]
     + [str(_HOME / "models" / file) for file in ("remat.py", "returned.py")]
-    + [sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")]
-    + [str(Path(jax.__file__).parents[1])]  # where it is linked to from another environment
+    + [
+        str(Path(module.__file__ or "").parent) for module in (jax, jaxlib, flax, optax)
+    ]  # linked to, they are elsewhere
     + ["<"]
+)
+_PYTHON = sysconfig.get_path("stdlib")
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/([^/.]+)")
+_LIBRARIES = frozenset(
+    "IPython _pytest absl chex diffrax distrax einops equinox etils flax haiku ipykernel jax jaxlib jaxopt jaxtyping "
+    "beartype lineax numpy optax optimistix orbax pluggy pytest runpy scipy treescope".split()
 )
 _LOSSES = str(_HOME / "step" / "losses.py")
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
@@ -251,7 +262,16 @@ def shorten(label: str) -> str:
 
 def users_frame(stack: Sequence[Frame]) -> Frame | None:
     """Returns the innermost line that is neither a library's nor the machinery of a step."""
-    return next((frame for frame in stack if not frame.file.startswith(_MACHINERY)), stack[0] if stack else None)
+    return next((frame for frame in stack if not _is_machinery(frame.file)), stack[0] if stack else None)
+
+
+@cache
+def _is_machinery(file: str) -> bool:
+    if file.startswith(_MACHINERY):
+        return True
+    if package := _INSTALLED.search(file):
+        return package[1] in _LIBRARIES
+    return file.startswith(_PYTHON)
 
 
 def equation_frame(equation: Any) -> Frame | None:
