@@ -1,7 +1,6 @@
 """The report as a page of text."""
 
-from collections.abc import Sequence
-
+from jaxpar.columns import folded, table, terminal_width
 from jaxpar.inspector.facts import Facts
 from jaxpar.inspector.pages.pipeline import sentences
 from jaxpar.mesh.collective import Collective
@@ -11,10 +10,17 @@ _ROWS = 24
 _BAR = 28
 
 
-def page(report: Facts) -> str:
-    """Returns the whole report, about a screen wide."""
-    parts = [_head(report), _memory(report), _pipeline(report), _ledger(report), _work(report), _flags(report)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+def page(report: Facts, *, width: int | None = None) -> str:
+    """Returns the whole report.
+
+    Args:
+      report: What to show.
+      width: Of a line, in columns; 0 is without limit, None as wide as the terminal.
+    """
+    width = terminal_width() if width is None else width
+    parts = [_head(report), _memory(report, width), _pipeline(report), _ledger(report, width), _work(report)]
+    parts.append(_flags(report))
+    return folded("\n\n".join(part for part in parts if part) + "\n", width)
 
 
 def _head(report: Facts) -> str:
@@ -25,23 +31,26 @@ def _head(report: Facts) -> str:
     return f"{report.title}\n{where}; compiled in {show_seconds(report.seconds)} by {versions}"
 
 
-def _memory(report: Facts) -> str:
+def _memory(report: Facts, width: int) -> str:
     room = "no capacity on simulated devices"
     if report.capacity is not None and report.chip is not None:
         room = f"{'fits' if report.fits else 'DOES NOT FIT'}: {report.room}"
-    scale = max([share.bytes for share in report.memory], default=1)
+    scale, bar = max([share.bytes for share in report.memory], default=1), min(_BAR, width // 8) if width else _BAR
     rows = [
         (
             share.cause,
             show_bytes(share.bytes),
             f"{share.bytes / report.total:.1%}",
             share.how,
-            "█" * max(1, round(_BAR * share.bytes / scale)) if share.bytes > 0 else "",
+            "█" * max(1, round(bar * share.bytes / scale)) if share.bytes > 0 else "",
             share.largest[0][0] if share.largest and share.how == "compiled" else "",
         )
         for share in report.memory
     ]
-    lines = [f"Memory per device: {show_bytes(report.total)}; {room}", *_table(rows, right=(1, 2))]
+    lines = [
+        f"Memory per device: {show_bytes(report.total)}; {room}",
+        *([table(rows, right=(1, 2), width=width)] if rows else []),
+    ]
     if report.knobs:
         lines.append("What would free most, each compiled:")
         lines += [f"  {change}  frees {show_bytes(freed)}" for change, freed in report.knobs]
@@ -55,12 +64,12 @@ def _pipeline(report: Facts) -> str:
     return "\n  ".join([f"Pipeline: {first}", *rest])
 
 
-def _ledger(report: Facts) -> str:
+def _ledger(report: Facts, width: int) -> str:
     if not report.ledger:
         return "Collectives: none"
     header = ("collective", "axes", "dtype", "group", "times", "payload", "wire/step", "", "because", "at")
     rows = [header, *(_row(entry) for entry in report.ledger[:_ROWS])]
-    lines = ["Collectives of a step, per device (compiled)", *_table(rows, right=(3, 4, 5, 6))]
+    lines = ["Collectives of a step, per device (compiled)", table(rows, right=(3, 4, 5, 6), width=width)]
     if len(report.ledger) > _ROWS:
         wire = sum(entry.step_wire for entry in report.ledger[_ROWS:])
         lines.append(
@@ -108,15 +117,3 @@ def _flags(report: Facts) -> str:
     lines += [f"  {flag}" for flag in report.flags]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join(lines)
-
-
-def _table(rows: Sequence[tuple[str, ...]], *, right: tuple[int, ...]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

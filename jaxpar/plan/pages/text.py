@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jaxpar.columns import folded, table, terminal_width
 from jaxpar.plan.enumerate import at
 from jaxpar.plan.measured.trust import trusted
 from jaxpar.plan.pages.bars import bars
@@ -12,18 +13,20 @@ from jaxpar.units import show_bytes, show_count, show_seconds
 _BAR = 28
 
 
-def page(plan: Plan, *, colour: bool = False) -> str:
-    """Returns the plan, about a screen wide; every number in it is modelled.
+def page(plan: Plan, *, colour: bool = False, width: int | None = None) -> str:
+    """Returns the plan; every number in it is modelled.
 
     Args:
       plan: What to show.
       colour: Whether to colour the causes.
+      width: Of a line, in columns; 0 is without limit, None as wide as the terminal.
     """
-    drawn = bars(plan, colour=colour)
+    width = terminal_width() if width is None else width
+    drawn = bars(plan, colour=colour, width=width)
     told = f"The first one costs {cost(plan.question, plan.best[0])}."
-    parts = [_head(plan), _left_out(plan), _table(plan), told, _hopeless(plan), drawn, _causes(plan)]
-    parts += [_on_host(plan), _leaner(plan), _doubts(plan)]
-    return "\n\n".join(part for part in parts if part)
+    parts = [_head(plan), _left_out(plan), _table(plan, width), told, _hopeless(plan), drawn, _causes(plan)]
+    parts += [_on_host(plan), _leaner(plan, width), _doubts(plan)]
+    return folded("\n\n".join(part for part in parts if part), width)
 
 
 def _head(plan: Plan) -> str:
@@ -81,11 +84,11 @@ def batch_of(asked: Question) -> str:
     return f"{asked.rows} examples{f' of {each:,} {unit}' * (each > 1)} per step"
 
 
-def _table(plan: Plan) -> str:
-    return _rows(plan, list(plan.best), [why(each, plan) for each in plan.best], ranks=True)
+def _table(plan: Plan, width: int) -> str:
+    return _rows(plan, list(plan.best), [why(each, plan) for each in plan.best], width, ranks=True)
 
 
-def _rows(plan: Plan, layouts: list[Ranked], words: list[str], *, ranks: bool = False) -> str:
+def _rows(plan: Plan, layouts: list[Ranked], words: list[str], width: int, *, ranks: bool = False) -> str:
     """Returns layouts one below the other: step, throughput, MFU, bubble where there is one, memory, and words."""
     speeds = [speed(plan.question, each) for each in layouts]
     head = ("layout", "step", f"{speeds[0].unit}/s", "MFU", "bubble", "per device", "against the first" * any(words))
@@ -94,13 +97,14 @@ def _rows(plan: Plan, layouts: list[Ranked], words: list[str], *, ranks: bool = 
         for each, fast, word in zip(layouts, speeds, words, strict=True)
     ]
     keep = [column for column in range(len(head)) if column != 4 or any(row[4] for row in rows)]
-    widths = {column: max(len(row[column]) for row in (head, *rows)) for column in keep}
-    lines = []
-    for rank, row in enumerate((head, *rows)):
-        cells = [row[i].ljust(widths[i]) if i in (0, len(head) - 1) else row[i].rjust(max(widths[i], 6)) for i in keep]
-        number = f"{rank or '':>3}  " if ranks else "  "
-        lines.append((number + "  ".join(cells)).rstrip())
-    return "\n".join(lines)
+    numbers = [[f"{rank or '':>3}"] if ranks else [] for rank in range(len(rows) + 1)]
+    cells = [
+        [*number, *(row[i] if i in (0, len(head) - 1) else f"{row[i]:>6}" for i in keep)]
+        for number, row in zip(numbers, (head, *rows), strict=True)
+    ]
+    first, last = int(ranks), len(cells[0]) - 1
+    right = [column for column in range(last) if column != first]
+    return table(cells, right=right, indent="" if ranks else "  ", width=width)
 
 
 def hopeless(plan: Plan) -> tuple[str, list[str]]:
@@ -158,12 +162,12 @@ def _causes(plan: Plan) -> str:
     return "\n".join(lines[:-1])
 
 
-def _leaner(plan: Plan) -> str:
+def _leaner(plan: Plan, width: int) -> str:
     """Returns the Pareto front in a few lines: what less memory would cost."""
     rows = leaner(plan, 5)
     if not rows:
         return ""
-    return "\n".join(["With less memory, the fastest would be:", _rows(plan, rows, [""] * len(rows))])
+    return "\n".join(["With less memory, the fastest would be:", _rows(plan, rows, [""] * len(rows), width)])
 
 
 def leaner(plan: Plan, count: int) -> list[Ranked]:
