@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpar.cli.main import main
+from jaxpar.job.file.parse import load
+from jaxpar.job.plan import question
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape
@@ -265,3 +267,17 @@ def test_in_a_browser_nothing_is_cut_off_pale_or_run(browser, tmp_path, name):
         assert browser.complaints(file) == []
         grounds.add(browser.ask("getComputedStyle(document.body).backgroundColor"))
     assert len(grounds) == 2
+
+
+def test_a_page_names_both_ways_to_count_attention(capsys):
+    """Of 1M tokens nearly all is attention, of which a causal mask drops half."""
+    shape = replace(LLAMA_8B, seq=2**20)
+    assert shape.step_flop(2) - shape.masked_flop(2) < 0.55 * shape.step_flop(2)
+    assert replace(shape, causal=False).masked_flop(2) == 0
+    assert main(["plan", JOB, "--devices", "64", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    whole = float(re.search(r"^  1  .* ([\d.]+)%", shown, re.MULTILINE)[1])
+    half = float(re.search(r"of the causal half alone the first one's is ([\d.]+)%", shown)[1])
+    job = question(load(JOB, []), devices=64, chip="h100", per_node=None, given={})
+    kept = 1 - job.model.masked_flop(1) / job.model.step_flop(1)
+    assert half == pytest.approx(whole * kept, abs=0.1)

@@ -43,6 +43,10 @@ class Model(Protocol):
         """Returns the FLOP of a step over so many rows, nothing computed twice: backward is twice forward."""
         ...
 
+    def masked_flop(self, rows: int) -> float:
+        """Returns how many of these are attention that a mask drops, as far as it is known."""
+        return 0.0
+
     def attention(self, software: SoftwareModel) -> str:
         """Returns how attention is taken to run, in words; "" where nothing is known of it."""
         ...
@@ -117,6 +121,10 @@ class Transformer:
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of a step; see `Shape.step_flop`."""
         return float(self.shape.step_flop(rows))
+
+    def masked_flop(self, rows: int) -> float:
+        """Returns the FLOP that a causal mask drops; see `Shape.masked_flop`."""
+        return float(self.shape.masked_flop(rows))
 
     def attention(self, software: SoftwareModel) -> str:
         """Returns whose kernels run attention, and what they keep."""

@@ -1,7 +1,7 @@
 """The speed of a layout, in the numbers that people compare, and what would help where it is hopeless.
 
     throughput   examples of a step x tokens of an example / seconds
-    MFU          FLOP of the model, nothing computed twice / (seconds x devices x bfloat16 peak)
+    MFU          FLOP of the model, nothing computed twice, all of attention / (seconds x devices x bfloat16 peak)
     bubble       share of the step in which stages wait for others
     cost         devices x seconds: GPU-hours of a billion tokens, and of all steps; times a price, where one is given
 
@@ -68,6 +68,16 @@ def speed(question: Question, ranked: Ranked) -> Speed:
         bubble=ranked.time.bubble / seconds if ranked.candidate.pipe > 1 else None,
         hours=question.devices * seconds / 3600 / (question.rows * each) * many(unit)[0],
     )
+
+
+def masked_less(question: Question, ranked: Ranked) -> float:
+    """Returns the MFU of a layout without attention that a causal mask drops; 0 where none is dropped.
+
+    Half of the square of scores; Llama 3's and Megatron's newer reports count so, PaLM's and `Speed.mfu` all of it.
+    """
+    masked = question.model.masked_flop(question.rows)
+    whole = question.model.step_flop(question.rows)
+    return speed(question, ranked).mfu * (1 - masked / whole) if masked else 0.0
 
 
 def many(unit: str) -> tuple[float, str]:

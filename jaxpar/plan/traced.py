@@ -95,6 +95,10 @@ class Traced:
         """Returns the FLOP of its matmuls and convolutions, three times over for forward and backward."""
         return 3.0 * rows * sum(each.flop * each.times for each in self.trace.matmuls)
 
+    def masked_flop(self, rows: int) -> float:
+        """Returns 0: what a mask drops is not known of a traced model."""
+        return 0.0
+
     def attention(self, software: SoftwareModel) -> str:
         """Returns what tracing shows: matmuls, and what is kept between them."""
         return "as traced, without a GPU's fused kernel" if any(p.kind == "batched" for p in self.trace.matmuls) else ""

@@ -171,3 +171,7 @@ class Shape:
         """
         weights, core = self.layers * self.layer_flop + self.head_flop, self.layers * self.core_flop
         return round(rows * self.seq * ((2 + self.trained) * weights + 3 * core))
+
+    def masked_flop(self, rows: int) -> int:
+        """Returns the FLOP of a step in scores and values that a causal mask drops: half of attention's core."""
+        return round(rows * self.seq * 3 * self.layers * self.core_flop / 2) if self.causal else 0

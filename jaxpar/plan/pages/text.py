@@ -7,7 +7,7 @@ from jaxpar.plan.enumerate import at
 from jaxpar.plan.measured.trust import trusted
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
-from jaxpar.plan.speed import cost, speed, ways_out
+from jaxpar.plan.speed import cost, masked_less, speed, ways_out
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -24,7 +24,16 @@ def page(plan: Plan, *, colour: bool = False, width: int | None = None) -> str:
     width = terminal_width() if width is None else width
     drawn = bars(plan, colour=colour, width=width)
     told = f"The first one costs {cost(plan.question, plan.best[0])}."
-    parts = [_head(plan), _left_out(plan), _table(plan, width), told, _hopeless(plan), drawn, _causes(plan)]
+    parts = [
+        _head(plan),
+        _left_out(plan),
+        _table(plan, width),
+        _masked(plan),
+        told,
+        _hopeless(plan),
+        drawn,
+        _causes(plan),
+    ]
     parts += [_on_host(plan), _leaner(plan, width), _doubts(plan)]
     return folded("\n\n".join(part for part in parts if part), width)
 
@@ -82,6 +91,14 @@ def batch_of(asked: Question) -> str:
     """Returns the batch of a step in words: `128 examples of 4,096 tokens per step`."""
     unit, each = asked.model.unit
     return f"{asked.rows} examples{f' of {each:,} {unit}' * (each > 1)} per step"
+
+
+def _masked(plan: Plan) -> str:
+    """Returns which attention an MFU counts; nothing where none is masked."""
+    less = masked_less(plan.question, plan.best[0])
+    if not less:
+        return ""
+    return f"MFU counts all of attention, masked or not; of the causal half alone the first one's is {less:.1%}."
 
 
 def _table(plan: Plan, width: int) -> str:
