@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import time
 
 import pytest
 from interrupted import JOB
@@ -40,6 +41,7 @@ KINDS = {
     "stream without a state": ['data.source="interrupted:plain_stream"', 'data.evaluation="interrupted:held"'],
 }
 ONCE = 15  # a seed that means the first time that a run comes to a phase
+LASTED: list[float] = []  # seconds from each signal to the end of its run
 SECONDS = {"seconds", "tokens_per_second", "input_wait_seconds"}
 
 
@@ -92,8 +94,10 @@ def start(processes, kind, run, verb="train", **stop):
         phase = receive.recv()
     except EOFError:  # the run ended before the thread met its moment
         phase = None
+    at = time.monotonic()
     process.join(120)
     assert process.exitcode is not None, said(run)
+    LASTED.append(time.monotonic() - at)
     return process.exitcode, phase
 
 
@@ -154,7 +158,8 @@ def test_what_a_signal_does_in_each_phase(number, phase, processes, tmp_path):
         status, met = start(processes, kind, run, verb, aim=phase, seed=ONCE, number=number)
         if met is not None:
             break
-    print(f"{number.name} in {phase}: hit {met}, status {status}")
+    words = [line for line in said(run).splitlines() if "stopped" in line or number.name in line][-1:]
+    print(f"| {phase} | {number.name} | {met} | {status} | {LASTED[-1]:.2f} s | {' '.join(words)[-90:]} |")
     ends_at_once = 130 if number == signal.SIGINT else -number
     assert met is not None
     if met in ("start", "packing", "sample"):
