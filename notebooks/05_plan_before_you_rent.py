@@ -203,7 +203,7 @@ plt.show()
 # **Predict** the opposite: all 64 GPUs in one NVLink domain. There is nothing a pipeline could avoid.
 
 # %%
-together = on_64(per_node=64, top=100)
+together = on_64(per_node=64, top=2000)
 first = together.best[0]
 pipe = next(each for each in together.best if each.candidate.pipe > 1)
 print(f"first:          {first}, {seconds(first.time.total)}")

@@ -183,7 +183,7 @@ def trusted(run: Run) -> Trust:
     """Returns how far off a prediction for the run's own software is expected to be."""
     used = run.candidate
     like = Residual(
-        group="", stack=run.practice, chip=run.hardware.chip.key, devices=used.devices, pipe=used.pipe,
+        system="", group="", stack=run.practice, chip=run.hardware.chip.key, devices=used.devices, pipe=used.pipe,
         tensor=used.tensor, error=0.0,
     )  # fmt: skip
     return trust(like, published())

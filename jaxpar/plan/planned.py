@@ -39,6 +39,11 @@ class Model(Protocol):
         """The unit of throughput, and how many an example has: ("tokens", 8192)."""
         ...
 
+    @property
+    def published(self) -> bool:
+        """Whether runs of such models are published, by which predictions of it can be judged."""
+        return False
+
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of a step over so many rows, nothing computed twice: backward is twice forward."""
         ...
@@ -117,6 +122,11 @@ class Transformer:
     def unit(self) -> tuple[str, int]:
         """Tokens, and how many a row has."""
         return "tokens", self.shape.seq
+
+    @property
+    def published(self) -> bool:
+        """True: all published runs are of decoders."""
+        return True
 
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of a step; see `Shape.step_flop`."""

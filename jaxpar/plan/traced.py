@@ -91,6 +91,11 @@ class Traced:
         """Examples."""
         return "examples", 1
 
+    @property
+    def published(self) -> bool:
+        """False: all published runs are of decoders."""
+        return False
+
     def step_flop(self, rows: int) -> float:
         """Returns the FLOP of its matmuls and convolutions, three times over for forward and backward."""
         return 3.0 * rows * sum(each.flop * each.times for each in self.trace.matmuls)

@@ -76,6 +76,6 @@ def residual(each: Judged) -> Residual:
     """Returns a held-out prediction as `jaxpar.plan.measured.trust` keeps it."""
     run = each.run
     return Residual(
-        group=run.group, stack=run.practice, chip=run.hardware.chip.key, devices=run.candidate.devices,
-        pipe=run.candidate.pipe, tensor=run.candidate.tensor, error=round(each.error, 5),
+        system=run.row["system"], group=run.group, stack=run.practice, chip=run.hardware.chip.key,
+        devices=run.candidate.devices, pipe=run.candidate.pipe, tensor=run.candidate.tensor, error=round(each.error, 5),
     )  # fmt: skip

@@ -1,11 +1,13 @@
-"""How far off a prediction is: what those of published runs say whose constants never saw the group of the run.
+"""How far off a prediction is: what those of published runs say whose constants never saw the system of the run.
 
     expected error     mean of the errors' sizes, of the runs that are most like it
     interval           what nine in ten of those stay below
     apart              how far errors of two runs of one group differ, whose machine and software are the same
 
 Alike are runs on the same chip, with or without a pipeline and a tensor axis, on about as many devices. Their errors
-are in `held_out.csv`, as `jaxpar bench planner --runs package --leave-out group --write FILE` writes them.
+are in `without_system.csv`, which `jaxpar bench planner --runs package --leave-out system --write FILE` writes. A
+system is a training program, such as Megatron-LM, in all its versions and on all chips: jaxpar, for which a plan is
+made, is none of them. All are tuned runs of decoders; nothing is published of other models.
 """
 
 import csv
@@ -20,7 +22,7 @@ import numpy as np
 
 from jaxpar.plan.search import Question, Ranked
 
-NEAREST = 40  # runs that a prediction is compared with: fewer have no tenth to speak of, more are not like it
+NEAREST = 60  # runs that a prediction is compared with: fewer are of one or two systems, more are not like it
 SHARE = 0.9  # of the runs that an interval has to hold
 # how unlike two runs are: another chip, one of them with a pipeline, with a tensor axis, ten times the devices
 CHIP, PIPE, TENSOR, DECADE, STACK = 2.0, 1.0, 0.5, 1.0, 0.5
@@ -28,10 +30,11 @@ CHIP, PIPE, TENSOR, DECADE, STACK = 2.0, 1.0, 0.5, 1.0, 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
-    """The error of a prediction by constants that never saw the run's group.
+    """The error of a prediction by constants that never saw the run's system.
 
     Attributes:
-      group: Of the run.
+      system: The program that made the run.
+      group: Of the run: one system, chip and version.
       stack: Its software, by the name in `jaxpar.bench.published.stacks`.
       chip: Key of its chip.
       devices: How many.
@@ -40,6 +43,7 @@ class Residual:
       error: Predicted over published seconds, less 1.
     """
 
+    system: str
     group: str
     stack: str
     chip: str
@@ -83,18 +87,22 @@ class Trust:
         missing = ["of this software"] * (not self.stack) + ["on this chip"] * (not self.chip)
         none = f", none {' or '.join(missing)}" if missing else ""
         return (
-            f"{self.mean:.0%} on average, nine of ten within {self.most:.0%}, as {self.runs} published runs most like "
-            f"it{none}; layouts within {self.apart:.1%} are equal"
+            f"{self.mean:.0%} on average, nine of ten within {self.most:.0%}, as {self.runs} tuned runs of others most "
+            f"like it{none}; layouts within {self.apart:.1%} are equal"
         )
 
 
 @cache
-def published() -> tuple[Residual, ...]:
-    """Returns the errors of the published runs that the package knows."""
-    text = files("jaxpar.plan.measured").joinpath("held_out.csv").read_text(encoding="utf-8")
+def published(without: str = "system") -> tuple[Residual, ...]:
+    """Returns the errors of the published runs that the package knows.
+
+    Args:
+      without: By constants that never saw a run's "system", or its "group" alone.
+    """
+    text = files("jaxpar.plan.measured").joinpath(f"without_{without}.csv").read_text(encoding="utf-8")
     return tuple(
         Residual(
-            group=row["group"], stack=row["stack"], chip=row["chip"], devices=int(row["devices"]),
+            system=row["system"], group=row["group"], stack=row["stack"], chip=row["chip"], devices=int(row["devices"]),
             pipe=int(row["pipe"]), tensor=int(row["tensor"]), error=float(row["error"]),
         )
         for row in csv.DictReader(text.splitlines())
@@ -105,7 +113,7 @@ def trust(asked: Residual, known: Sequence[Residual]) -> Trust:
     """Returns how far a prediction is expected to be off.
 
     Args:
-      asked: What is predicted; its error and its group do not count.
+      asked: What is predicted; its error, its system and its group do not count.
       known: Published runs.
     """
     near = sorted(known, key=asked.unlike)[:NEAREST]
@@ -120,19 +128,27 @@ def trust(asked: Residual, known: Sequence[Residual]) -> Trust:
     )  # fmt: skip
 
 
+def told(question: Question, ranked: Ranked) -> str:
+    """Returns how far the seconds of a layout are expected to be off, in words."""
+    known = trusted(question, ranked)
+    if question.model.published:
+        return str(known)
+    return f"not known: all published runs are of decoders; layouts within {known.apart:.1%} are taken for equal"
+
+
 def trusted(question: Question, ranked: Ranked) -> Trust:
     """Returns how far the seconds of a layout are expected to be off; no run of jaxpar's own is published."""
     layout = ranked.candidate
     asked = Residual(
-        group="", stack="JAXPAR", chip=question.hardware.chip.key, devices=question.devices, pipe=layout.pipe,
-        tensor=layout.tensor, error=0.0,
+        system="", group="", stack="JAXPAR", chip=question.hardware.chip.key, devices=question.devices,
+        pipe=layout.pipe, tensor=layout.tensor, error=0.0,
     )  # fmt: skip
     return trust(asked, published())
 
 
 def held(known: Sequence[Residual]) -> float:
-    """Returns the share of runs whose error is within the interval that the runs of other groups give it."""
+    """Returns the share of runs whose error is within the interval that the runs of other systems give it."""
     inside = [
-        abs(each.error) <= trust(each, [other for other in known if other.group != each.group]).most for each in known
+        abs(each.error) <= trust(each, [other for other in known if other.system != each.system]).most for each in known
     ]
     return sum(inside) / len(inside)

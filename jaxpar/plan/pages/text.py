@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxpar.columns import folded, table, terminal_width
 from jaxpar.plan.enumerate import at
-from jaxpar.plan.measured.trust import trusted
+from jaxpar.plan.measured.trust import told, trusted
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
 from jaxpar.plan.speed import cost, masked_less, speed, ways_out
@@ -54,7 +54,7 @@ def _head(plan: Plan) -> str:
         "all numbers are modelled:",
         f"matmuls reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
         f"matmuls: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
-        f"expected error of a step: {trusted(asked, plan.best[0])}",
+        f"expected error of a step: {told(asked, plan.best[0])}",
         memory,
         f"attention: {attention}" if attention else "",
     ]
