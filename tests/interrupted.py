@@ -135,7 +135,9 @@ def run(folder, words, send, aim=None, seed=0, number=0):
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it, and so would a run
+    # `nohup pytest &` ignores both, and so would a run
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.setswitchinterval(0.0005)
     if aim:
         threading.Thread(target=interrupt, args=(aim, seed, number, send), daemon=True).start()
