@@ -64,11 +64,12 @@ class Noisy:
     """A code that adds a random number to each element."""
 
     block: int = 4
+    common = False
 
     def encode(self, rows, key):
         return {"code": rows + jax.random.uniform(key, rows.shape)}
 
-    def encode_mean(self, rows, key, replicas):
+    def encode_mean(self, rows, key, replicas, came):
         return self.encode(rows, key)
 
     def without_filling(self, code, counts):
@@ -100,6 +101,19 @@ def test_what_either_code_loses_is_remembered():
     np.testing.assert_allclose(
         found["w"] + missed["w"].mean(0) + missing["w"], lost.mean(0) + pieces, atol=1e-5
     )  # the mean of gradients of zero, and both memories
+
+
+def test_places_that_all_draw_are_those_of_the_mean_and_lose_nothing_more():
+    """Of a share of an eighth the noise is 7 times the square; of places drawn apart, and again, 7 + 56 / replicas."""
+    exchange = jp.Exchange("randomk", share=0.125, feedback=False, block=16, smallest=8)
+    given = np.stack([RNG.normal(size=64).astype(np.float32)] * 4)
+    between = replicas(4)
+    run = jax.jit(lambda step: exchanged(exchange, {"w": given}, {}, {}, {"w": 0}, between, step)[0]["w"])
+    found = np.stack([run(jnp.int32(step)) for step in range(200)])
+    kept = found != 0
+    assert {*kept.reshape(-1, 16).sum(-1)} == {2}
+    np.testing.assert_allclose(found[kept], np.broadcast_to(given[0] * 8, found.shape)[kept], rtol=1e-6)
+    assert 6 < ((found - given[0]) ** 2).sum(-1).mean() / (given[0] ** 2).sum() < 8  # 1 / share - 1 = 7
 
 
 def test_noise_of_gradients_weighs_parts_by_their_tokens():

@@ -19,7 +19,9 @@ class Easgd(Exchange):
     """Elastic averaging SGD (Zhang, Choromanska, LeCun 2015, arXiv:1412.6651, equations 5 and 6).
 
     At a meeting each replica w becomes w - alpha (w - center), and the center (1 - beta) center + beta mean(w), of the
-    replicas before it. The paper's beta is alpha times their number. With alpha 0 no replica hears of another.
+    replicas before it. The paper's beta is alpha times their number, and its alpha the learning rate times rho: here it
+    stays as it is where the rate changes. A meeting is after the replicas' own updates; the paper's algorithm 1 draws
+    before the gradient step. With alpha 0 no replica hears of another.
 
     Attributes:
       name: easgd (every so many steps each replica is drawn to a center, and the center to their mean).

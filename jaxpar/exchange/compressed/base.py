@@ -4,7 +4,9 @@
                                                                 all replicas ◄─ decode ◄─ all-gather ◄─┘
 
 What a code loses is added to the next step's gradient (error feedback: Seide et al. 2014; Karimireddy et al. 2019,
-arXiv:1901.09847), by who made the code: each replica for its own gradients, and for its piece of the mean.
+arXiv:1901.09847), by who made the code: each replica for its own gradients, and for its piece of the mean. What is
+remembered is of gradients: the papers remember updates, the rate in them, which is the same while the rate is. The
+optimizer's chain, clipping by a norm included, has the decoded mean, after the code.
 """
 
 from abc import abstractmethod
@@ -46,6 +48,7 @@ class Compressed(Chosen):
     """
 
     block: int = 1024
+    common = False  # whether replicas draw the same random numbers
 
     def __post_init__(self):
         super().__post_init__()
@@ -73,8 +76,17 @@ class Compressed(Chosen):
     def coded(self, elements: int) -> tuple[Bytes, ...]:
         """Returns what the code of a row of so many elements is made of."""
 
-    def encode_mean(self, rows: "jax.Array", key: "jax.Array", replicas: int) -> dict[str, "jax.Array"]:
-        """Returns the code of the mean over replicas, for which they have another where it has more elements."""
+    def encode_mean(
+        self, rows: "jax.Array", key: "jax.Array", replicas: int, came: "dict[str, jax.Array] | None" = None
+    ) -> dict[str, "jax.Array"]:
+        """Returns the code of the mean over replicas, for which they have another where it has more elements.
+
+        Args:
+          rows: The mean. Shape [1, blocks * block].
+          key: Of what is drawn.
+          replicas: How many.
+          came: The codes that it is the mean of, [replicas, ...] each.
+        """
         return self.encode(rows, key)
 
     def coded_mean(self, elements: int, replicas: int) -> tuple[Bytes, ...]:

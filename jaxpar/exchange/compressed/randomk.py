@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 class RandomK(Largest):
     """Random-k sparsification (Stich, Cordonnier, Jaggi 2018, arXiv:1809.07599): others in every step.
 
-    Without feedback values are scaled up by what does not travel, so that the expectation is the gradient.
+    Without feedback values are scaled up by what does not travel, so that the expectation is the gradient. All replicas
+    draw the same places, so that the mean of their codes has these too, and loses nothing more: with a share of 0.1 the
+    noise of the mean is 9 times its square; of places that each draws, and once more for the mean, it would be
+    9 + 90 / replicas times.
 
     Attributes:
       name: randomk (of each block of gradients some elements travel, others in every step).
@@ -26,6 +29,18 @@ class RandomK(Largest):
     """
 
     name: str = "randomk"
+    common = True
+
+    def encode_mean(
+        self, rows: "jax.Array", key: "jax.Array", replicas: int, came: "dict[str, jax.Array] | None" = None
+    ) -> dict[str, "jax.Array"]:
+        """Returns the mean at the places that all have drawn."""
+        import jax.numpy as jnp
+
+        if came is None:
+            return self.encode(rows, key)
+        seeds, blocks = came["seed"][:1], rows.reshape(len(rows), -1, self.block)
+        return {"values": jnp.take_along_axis(blocks, self._places(seeds, blocks.shape[1]), axis=-1), "seed": seeds}
 
     def encode(self, rows: "jax.Array", key: "jax.Array") -> dict[str, "jax.Array"]:
         """Returns values [rows, blocks, kept], and a seed of each row."""

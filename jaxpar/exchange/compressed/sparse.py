@@ -28,7 +28,9 @@ class Sparse(TopK):
 
     name: str = "sparse"
 
-    def encode_mean(self, rows: "jax.Array", key: "jax.Array", replicas: int) -> dict[str, "jax.Array"]:
+    def encode_mean(
+        self, rows: "jax.Array", key: "jax.Array", replicas: int, came: "dict[str, jax.Array] | None" = None
+    ) -> dict[str, "jax.Array"]:
         """Returns all elements of a sum that may be other than zero."""
         if self._dense(replicas):
             return {"all": rows}

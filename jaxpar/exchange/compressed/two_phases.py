@@ -32,8 +32,15 @@ class Codec(Protocol):
         """Returns the code of rows of elements."""
         ...
 
-    def encode_mean(self, rows: jax.Array, key: jax.Array, replicas: int) -> dict[str, jax.Array]:
-        """Returns the code of a mean."""
+    @property
+    def common(self) -> bool:
+        """Whether replicas draw the same random numbers."""
+        ...
+
+    def encode_mean(
+        self, rows: jax.Array, key: jax.Array, replicas: int, came: dict[str, jax.Array] | None = None
+    ) -> dict[str, jax.Array]:
+        """Returns the code of a mean of the codes that came."""
         ...
 
     def without_filling(self, code: dict[str, jax.Array], counts: np.ndarray) -> dict[str, jax.Array]:
@@ -67,7 +74,8 @@ def exchanged(
 
     def inside(local: Arrays, lost: Arrays, pieces: Arrays, step: jax.Array):
         # replicas draw apart, the devices of one alike: of a parameter that these hold whole all must decode the same
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), step), jax.lax.axis_index(AXIS))
+        key = jax.random.fold_in(jax.random.key(0), step)
+        key = key if codec.common else jax.random.fold_in(key, jax.lax.axis_index(AXIS))
         first, second = jax.random.split(key)
         row = _Rows({path: x.shape[1:] for path, x in local.items()}, dims, between.replicas, codec.block)
         given = row.of({path: x[0] + lost[path][0] if lost else x[0] for path, x in local.items()})
@@ -76,7 +84,7 @@ def exchanged(
         came = {name: jax.lax.all_to_all(x, AXIS, 0, 0) for name, x in code.items()}
         mean = jnp.where(row.real, jnp.mean(codec.decode(came), axis=0, keepdims=True), 0)
         mean = mean + row.of_piece(pieces) if lost else mean
-        code = codec.without_filling(codec.encode_mean(mean, second, between.replicas), row.filled)
+        code = codec.without_filling(codec.encode_mean(mean, second, between.replicas, came), row.filled)
         missing = mean - codec.decode(code) if lost else None
         every = {name: jax.lax.all_gather(x, AXIS, axis=0, tiled=True) for name, x in code.items()}
         found = row.apart(codec.decode(every))
