@@ -3,13 +3,16 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jaxpar.bench.gpu.jobs import stand_in_attention
 from jaxpar.cli.main import main
 from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question as asked_of
+from jaxpar.models.islands import _kernel
 from jaxpar.plan.enumerate import pick
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
@@ -68,9 +71,29 @@ def test_outside_the_report_says_whose_attention_it_assumes(words, said, capsys)
     assert said in capsys.readouterr().out
 
 
-def test_outside_what_is_compared_with_a_compiled_program_is_planned_as_it_is_compiled(capsys):
-    assert main(["plan", JOB, "--devices", "8", "--attention", "fused", "--verify", "1"]) == 1
-    assert "cuDNN" in capsys.readouterr().err
+@pytest.mark.parametrize("attention", ["fused", "unfused"])
+def test_outside_what_is_compiled_is_what_the_plan_recommends(attention, monkeypatch, capsys):
+    """The first layouts of the same table, with a stand-in for cuDNN's kernel where the plan is of that."""
+    compiled, words = [], ["plan", JOB, "--devices", "8", "--top", "2", "--attention", attention]
+
+    def observe(job, target):
+        sizes = job.parallel.sizes
+        compiled.append((sizes["fsdp"], sizes["context"], sizes["tensor"], job.train.accumulate, _kernel.get()))
+        return SimpleNamespace(total=60 * 2**30, memory=(), timeline=None, flop=SimpleNamespace(squeezed=0, total=1))
+
+    monkeypatch.setattr("jaxpar.job.verify.observe", observe)
+    assert main(words) == 0
+    before = capsys.readouterr().out
+    assert main([*words, "--verify", "2"]) == 0
+    after = capsys.readouterr().out
+    table = [line for line in before.splitlines() if line.startswith(("  1  ", "  2  "))]
+    assert table == [line for line in after.splitlines() if line.startswith(("  1  ", "  2  "))]
+    meant = asked_of(load(JOB, []), devices=8, chip="h100", per_node=None, given={"attention": attention})
+    kernel = stand_in_attention.attention if attention == "fused" else None
+    first = [ranked.candidate for ranked in search(meant, top=2).best]
+    rows = meant.rows // (first[0].data * first[0].fsdp)
+    assert compiled[0] == (first[0].fsdp, first[0].context, first[0].tensor, rows // first[0].microbatch, kernel)
+    assert [(each.fsdp, each.context, each.tensor) for each in first] == [each[:3] for each in compiled]
 
 
 def test_outside_every_layout_shows_step_throughput_mfu_and_bubble(tmp_path, capsys):

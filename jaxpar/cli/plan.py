@@ -79,12 +79,6 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
     for key, number, least in (("--top", args.top, 1), ("--verify", args.verify, 0)):
         if number < least:
             raise refuse(f"{key} {number}", rule=f"a whole number, at least {least}", fix=f"{key} 3")
-    if args.verify and args.attention == "fused":
-        raise refuse(
-            f"--attention fused with --verify {args.verify}",
-            rule="--compare takes attention 'xla': without a GPU, XLA cannot compile cuDNN's kernels",
-            fix="without --attention, or without --verify",
-        )
     check_file("--write", args.write, "planned.toml", anew=True)
     check_file("--html", args.html, "plan.html")
     job = load(args.job, args.overrides, allow_import=args.allow_import)
@@ -92,7 +86,7 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         from jaxpar.mesh.devices import leave_alone
 
         leave_alone()
-    attention = args.attention or ("unfused" if args.verify else "fused")
+    attention = args.attention or "fused"
     asked = question(
         job, devices=args.devices, chip=args.chip, per_node=args.per_node,
         given={"inside": args.inside, "between": args.between, "memory": args.memory, "attention": attention,

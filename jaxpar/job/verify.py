@@ -1,9 +1,15 @@
-"""Layouts of a plan, compiled for the GPUs that were asked about: what XLA makes of them, and how long it takes."""
+"""Layouts of a plan, compiled for the GPUs that were asked about: what XLA makes of them, and how long it takes.
+
+XLA cannot compile cuDNN's kernels where no GPU is. Where a plan is of these, a kernel with their operands and results
+and nothing inside stands in, so that all memory around it is that of the program that runs; its seconds are the plan's.
+"""
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 
+from jaxpar.bench.gpu.jobs import stand_in_attention
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.schema import Job
 from jaxpar.job.inspect import observe
@@ -11,6 +17,7 @@ from jaxpar.job.plan import compiled_chip, machines, planned
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.memory_pool import Pool
 from jaxpar.mesh.target import Target
+from jaxpar.models.islands import in_place_of_cudnn
 from jaxpar.plan.machine.hardware import HARDWARE
 from jaxpar.plan.search import Question, Ranked
 from jaxpar.plan.validation import Checked
@@ -49,14 +56,17 @@ def _as_asked(asked: Question, memory: int) -> Chip:
 
 
 def _checked(job: Job, ranked: Ranked, asked: Question, target: Target) -> Checked:
+    fused = asked.software.attention == "fused"
     try:
-        report = observe(planned(job, ranked.candidate, asked.model.layers), target)
+        with in_place_of_cudnn(stand_in_attention.attention) if fused else nullcontext():
+            report = observe(planned(job, ranked.candidate, asked.model.layers), target)
     except JaxparError as error:
         return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
     causes = {share.cause: share.bytes for share in report.memory}
     seconds, exposed = (report.timeline.seconds, report.timeline.exposed) if report.timeline else (None, {})
+    kernels = ranked.time.get("attention", 0.0) if fused and seconds is not None else 0.0
     return Checked(
-        ranked=ranked, seconds=seconds, bytes=report.total, fits=report.total <= asked.room,
-        causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",
+        ranked=ranked, seconds=seconds and seconds + kernels, bytes=report.total, fits=report.total <= asked.room,
+        kernels=kernels, causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",
         squeezed=report.flop.squeezed / (report.flop.total or 1),
     )  # fmt: skip

@@ -23,6 +23,7 @@ class Checked:
       refusal: Why there is nothing.
       causes: Cause to bytes, compiled.
       exposed: Mesh axes to seconds that computation waits for their collectives, modelled.
+      kernels: Seconds of cuDNN's kernels among `seconds`, as predicted: none is compiled where no GPU is.
       squeezed: Share of its FLOP that XLA computes again of its own accord, to fit the memory.
     """
 
@@ -33,6 +34,7 @@ class Checked:
     refusal: str = ""
     causes: Mapping[str, float] = field(default_factory=dict)
     exposed: Mapping[str, float] = field(default_factory=dict)
+    kernels: float = 0.0
     squeezed: float = 0.0
 
     @property
@@ -54,7 +56,7 @@ class Checked:
             "refusal": self.refusal,
             "fits": self.fits,
             "predicted": self.ranked.to_dict(),
-            "replayed": {"seconds": self.seconds, "exposed": dict(self.exposed)},
+            "replayed": {"seconds": self.seconds, "kernels": self.kernels, "exposed": dict(self.exposed)},
             "compiled": {"bytes": self.bytes, "squeezed": self.squeezed} | dict(self.causes),
         }
 
@@ -65,6 +67,7 @@ class Checked:
             return line + self.refusal
         time, memory = self.errors
         line += f"{show_seconds(self.seconds)} ({time:+.0%}), {show_bytes(self.bytes)} ({memory:+.0%})"
+        line += f", {show_seconds(self.kernels)} of it cuDNN's attention, as predicted" * (self.kernels > 0)
         line += f", {self.squeezed:.0%} of its FLOP repeated by XLA to save memory" * (self.squeezed >= 0.005)
         return line + ", DOES NOT FIT" * (not self.fits)
 
