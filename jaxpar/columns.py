@@ -43,7 +43,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent:
     from rich.text import Text
 
     made = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for column, size in enumerate(_narrowed(widths, right, width - len(indent))):
+    for column, size in enumerate(_column_widths(widths, right, width - len(indent))):
         numbers = column in right
         made.add_column(justify="right" if numbers else "left", no_wrap=numbers, overflow="fold", width=size)
     for row in rows:
@@ -53,7 +53,7 @@ def table(rows: Sequence[Sequence[str]], *, right: Collection[int] = (), indent:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _narrowed(widths: Sequence[int], right: Collection[int], room: int) -> list[int]:
+def _column_widths(widths: Sequence[int], right: Collection[int], room: int) -> list[int]:
     """Returns widths of columns for which there is room: the widest column of words gives up its own first."""
     made = list(widths)
     words = [column for column in range(len(made)) if column not in right]
@@ -65,7 +65,7 @@ def _narrowed(widths: Sequence[int], right: Collection[int], room: int) -> list[
     return made
 
 
-def folded(text: str, width: int) -> str:
+def fold(text: str, width: int) -> str:
     """Returns text whose lines are no longer than a width, in columns; 0 is without limit. Coloured lines stay."""
     if not width:
         return text

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.cli.main import main
-from jaxpar.columns import LEAST, folded, table, terminal_width
+from jaxpar.columns import LEAST, fold, table, terminal_width
 
 CONFIG = "configs/gpu_llama_8b_fsdp8.toml"
 WORDS = st.text("abc ,/:-", max_size=60)
@@ -31,10 +31,10 @@ def test_a_table_that_fits_and_one_without_a_limit_are_the_same():
 
 @given(st.text("ab \n", max_size=300), st.integers(LEAST, 100))
 def test_folded_lines_are_no_longer_than_the_width_and_keep_their_words(text, width):
-    shown = folded(text, width)
+    shown = fold(text, width)
     assert all(len(line) <= width for line in shown.split("\n") if " " in line.strip())
     assert "".join(shown.split()) == "".join(text.split())
-    assert folded(text, 0) == text
+    assert fold(text, 0) == text
 
 
 @pytest.mark.parametrize("width", [80, 120])

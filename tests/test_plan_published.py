@@ -21,7 +21,7 @@ from jaxpar.plan.machine.hardware import HARDWARE, Gemm
 from jaxpar.plan.machine.kernels import CUDNN, FLASH_1, FLASH_2
 from jaxpar.plan.machine.software import JAXPAR_FUSED, MAXTEXT, TORCHTITAN
 from jaxpar.plan.measured.calibrate import BELIEF, calibrate
-from jaxpar.plan.measured.trust import Residual, held, published, told, trust
+from jaxpar.plan.measured.trust import Residual, expected_error, held, published, trust
 from jaxpar.plan.memory import memory
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.model.state_bytes import PAPER
@@ -264,9 +264,9 @@ def test_the_stated_interval_holds_for_nine_runs_of_ten():
 def test_no_error_is_stated_where_no_run_is_published():
     asked = Question(model=Transformer(shape=LLAMA_8B), devices=8, rows=64, hardware=H100, software=JAXPAR_FUSED)
     first = first_of(asked)
-    assert "tuned runs of others most like it" in told(asked, first)
+    assert "tuned runs of others most like it" in expected_error(asked, first)
     other = SimpleNamespace(model=SimpleNamespace(published=False), hardware=H100, devices=8)
-    assert told(other, first).startswith("not known: all published runs are of decoders; layouts within")
+    assert expected_error(other, first).startswith("not known: all published runs are of decoders; layouts within")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpar.checkpoint import reading
 from jaxpar.checkpoint.manifest import Array, Manifest, Replicas
 from jaxpar.exchange.base import MEAN, NO_MODEL
-from jaxpar.exchange.global_model import merged, several_models
+from jaxpar.exchange.global_model import merge_replicas, several_models
 from jaxpar.parallel.layout import Layout
 
 
@@ -63,7 +63,7 @@ def read(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct])
     return _read(path, made, wanted, reading.evaluated)
 
 
-def trained(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read_to_train(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Returns arrays of one model as they go on to be trained; see `read`."""
     return _read(path, made, wanted, reading.arrays)
 
@@ -94,7 +94,7 @@ def _read(path: Path, made: Manifest, wanted: Mapping[str, jax.ShapeDtypeStruct]
 
 @cache
 def _merging(on: jax.sharding.Sharding):
-    return jax.jit(merged, out_shardings=on)
+    return jax.jit(merge_replicas, out_shardings=on)
 
 
 def _dtype(saved: Array, like: jax.ShapeDtypeStruct):

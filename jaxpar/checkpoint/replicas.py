@@ -44,7 +44,7 @@ def read(path: Path, made: Manifest, like: Any, *, how: str, run: str) -> tuple[
     if made.replicas and made.replicas.model and not any(each.startswith(EXCHANGE) for each in wanted):
         if not _have_replicas(wanted):
             check_one_model(made, made.replicas, paths.described(like), how=how, run=run)
-            return global_model.trained(path, made, wanted), f"{made.replicas} goes on as one model"
+            return global_model.read_to_train(path, made, wanted), f"{made.replicas} goes on as one model"
     other = changed(made.arrays, wanted, how)
     found = [each for each in differences(made.arrays, paths.described(like)) if each.path not in other]
     if wrong := problems(found, run):

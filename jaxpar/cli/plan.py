@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.cli.options import add_job, check_file, wants_colour
-from jaxpar.columns import folded, terminal_width
+from jaxpar.columns import fold, terminal_width
 
 EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 64 --chip h100
@@ -101,14 +101,14 @@ def run(args: argparse.Namespace) -> tuple[Any, int]:
         row["speed"] = speed(asked, each).to_dict()
     if args.advise:
         advice = advise(plan)
-        print(folded(f"\n{advice}", terminal_width()))
+        print(fold(f"\n{advice}", terminal_width()))
         result["advice"] = advice.to_dict()
     checked = []
     if args.verify:
         from jaxpar.job.verify import verify
 
         checked = list(verify(job, asked, plan.best[: args.verify]))
-        print(folded("\n" + compared(checked), terminal_width()))
+        print(fold("\n" + compared(checked), terminal_width()))
         result |= {"verified": [each.to_dict() for each in checked], "agreement": agreement(checked)}
     first = proposed(plan, checked).candidate
     made = planned(job, first, asked.model.layers, asked.hardware)

@@ -14,7 +14,7 @@ from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import MEAN, NO_MODEL, Exchange, Tree, by_path
 
 
-def merged(x: jax.Array) -> jax.Array:
+def merge_replicas(x: jax.Array) -> jax.Array:
     """Returns one array of those of replicas [replica, ...]: the mean of floating-point numbers, else the first.
 
     What is no floating-point number, such as a count, is equal on all replicas; of random keys any one will do.
@@ -41,7 +41,7 @@ def global_params(exchange: Exchange, params: Tree, own: Tree) -> Tree:
         raise several_models(exchange.name)
     shared, _ = ({}, None) if exchange.global_model == MEAN else by_path(own[exchange.global_model])
     flat, structure = by_path(params)
-    return structure.unflatten([shared.get(path, merged(x)) for path, x in flat.items()])
+    return structure.unflatten([shared.get(path, merge_replicas(x)) for path, x in flat.items()])
 
 
 def several_models(name: str) -> JaxparError:

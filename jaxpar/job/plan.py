@@ -23,7 +23,7 @@ from jaxpar.pipeline.tables.library import LIBRARY
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.machine.file import load_hardware
-from jaxpar.plan.machine.hardware import HARDWARE, Hardware, joined
+from jaxpar.plan.machine.hardware import HARDWARE, Hardware, known_machines
 from jaxpar.plan.machine.software import JAXPAR, JAXPAR_FUSED
 from jaxpar.plan.model.shape import Shape
 from jaxpar.plan.planned import Model, Transformer
@@ -178,7 +178,7 @@ def _choices(remat: str, schedules: tuple[str, ...]) -> Choices:
 def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> Hardware:
     """Returns the machines of a chip that is known, or of a file."""
     if chip in HARDWARE:
-        return joined(HARDWARE[chip], devices, per_node, between)
+        return known_machines(HARDWARE[chip], devices, per_node, between)
     if chip.endswith(".toml"):
         found = load_hardware(chip, devices=devices, per_node=per_node or 0, between=between)
         return found if per_node is None else dataclasses.replace(found, per_node=per_node)

@@ -70,7 +70,7 @@ def speed(question: Question, ranked: Ranked) -> Speed:
     )
 
 
-def masked_less(question: Question, ranked: Ranked) -> float:
+def mfu_without_mask(question: Question, ranked: Ranked) -> float:
     """Returns the MFU of a layout without attention that a causal mask drops; 0 where none is dropped.
 
     Half of the square of scores; Llama 3's and Megatron's newer reports count so, PaLM's and `Speed.mfu` all of it.

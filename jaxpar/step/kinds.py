@@ -7,7 +7,7 @@ from jaxpar.exchange.base import NO_MODEL
 from jaxpar.parallel.layout import Layout
 from jaxpar.step.apart.members import Members
 from jaxpar.step.apart.predicting import of_mean_prediction
-from jaxpar.step.apart.replicas import Apart, of_one, together
+from jaxpar.step.apart.replicas import Apart, of_one, synchronous
 from jaxpar.step.gradients import Gradients
 from jaxpar.step.keyed.gradients import KeyedGradients, handed
 from jaxpar.step.keyed.loss import key_of
@@ -64,7 +64,7 @@ def _of_layout(layout: Layout, loss: Callable, numerics: Numerics, frozen: froze
         check_offload(layout, offload=numerics.offload)
         exchange, one = layout.parallel.exchange, of_one(layout)
         seen = of_mean_prediction(loss, layout.blueprint.name) if exchange.averages_predictions else loss
-        evaluated = one if exchange.global_model == NO_MODEL else together(layout)
+        evaluated = one if exchange.global_model == NO_MODEL else synchronous(layout)
         kind = Members if exchange.same_examples else Apart
         return kind(layout, Whole(one, loss, numerics, frozen), Whole(evaluated, seen, numerics, frozen))
     if layout.sizes["pipe"] == 1:

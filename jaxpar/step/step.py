@@ -177,7 +177,7 @@ class Step:
     def evaluate(self, state: State, batch: Batch) -> Sums:
         """Returns the sums and counts of one batch, by `state.eval_params`, without dropout and without an update."""
         batch = self._placing_whole.put(batch)  # of any size that the mesh divides: microbatches are of updates alone
-        return self._read("eval", self._eval, state, batch, more=self._judged_by)
+        return self._read("eval", self._eval, state, batch, more=self._evaluation_inputs)
 
     @property
     def parts(self) -> int:
@@ -370,7 +370,7 @@ class Step:
         placed = self.placed.optimizer if placed is None else placed
         return jax.tree.map(lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, placed)
 
-    def _judged_by(self, state: State) -> tuple[Any, Tree]:
+    def _evaluation_inputs(self, state: State) -> tuple[Any, Tree]:
         """Returns what says which parameters are evaluated: arrays of the optimizer's state, and the exchange's."""
         return self._held(state.optimizer) if self._held else None, state.exchange
 

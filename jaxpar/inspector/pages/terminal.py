@@ -1,6 +1,6 @@
 """The report as a page of text."""
 
-from jaxpar.columns import folded, table, terminal_width
+from jaxpar.columns import fold, table, terminal_width
 from jaxpar.inspector.facts import Facts
 from jaxpar.inspector.pages.pipeline import sentences
 from jaxpar.mesh.collective import Collective
@@ -20,7 +20,7 @@ def page(report: Facts, *, width: int | None = None) -> str:
     width = terminal_width() if width is None else width
     parts = [_head(report), _memory(report, width), _pipeline(report), _ledger(report, width), _work(report)]
     parts.append(_flags(report))
-    return folded("\n\n".join(part for part in parts if part) + "\n", width)
+    return fold("\n\n".join(part for part in parts if part) + "\n", width)
 
 
 def _head(report: Facts) -> str:

@@ -8,8 +8,8 @@ One set of constants holds for all runs on a family of chips; each says where it
 
 Runs on A100 and H100 were there to fit. Other GPUs take the H100's shares of their own sheets and say "assumed", but
 for MI300X, whose share of the peak is published. Where a sheet does not say how many chips a machine has, 8 are
-assumed; where it does not say what joins machines, a plan for several asks (`joined`). A TPU's torus is not nodes with
-NICs: it is planned for with a file of measurements, `plan/machine/file.py`.
+assumed; where it does not say what joins machines, a plan for several asks (`known_machines`). A TPU's torus is not
+nodes with NICs: it is planned for with a file of measurements, `plan/machine/file.py`.
 """
 
 from collections.abc import Mapping
@@ -149,7 +149,7 @@ def _as_on(known: Hardware, key: str, *, top: float = 0.0, why: str = "") -> Har
       why: Where.
 
     Returns:
-      Them. Of a chip whose sheet does not say what joins machines `between` is `inside`: see `joined`.
+      Them. Of a chip whose sheet does not say what joins machines `between` is `inside`: see `known_machines`.
     """
     chip, sheet = _chip(key), known.chip
     link = lambda link, mine, its: replace(link, bandwidth=link.bandwidth * (mine / its))  # noqa: E731
@@ -166,7 +166,7 @@ def _as_on(known: Hardware, key: str, *, top: float = 0.0, why: str = "") -> Har
     )  # fmt: skip
 
 
-def joined(hardware: Hardware, devices: int, per_node: int | None, between: float) -> Hardware:
+def known_machines(hardware: Hardware, devices: int, per_node: int | None, between: float) -> Hardware:
     """Returns the machines of a known chip for a plan.
 
     Args:

@@ -128,7 +128,7 @@ def trust(asked: Residual, known: Sequence[Residual]) -> Trust:
     )  # fmt: skip
 
 
-def told(question: Question, ranked: Ranked) -> str:
+def expected_error(question: Question, ranked: Ranked) -> str:
     """Returns how far the seconds of a layout are expected to be off, in words."""
     known = trusted(question, ranked)
     if question.model.published:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jaxpar.html.bars import bar
 from jaxpar.html.frame import document, in_ascii, style, tile
 from jaxpar.html.markup import HOW, Markup, badge, join, percent, swatch, table, tag
-from jaxpar.plan.measured.trust import told
+from jaxpar.plan.measured.trust import expected_error
 from jaxpar.plan.pages.looks import css, of_bytes, of_seconds
 from jaxpar.plan.pages.pareto_svg import scatter
 from jaxpar.plan.pages.text import batch_of, hopeless, leaner, on_host, spare, why
@@ -69,7 +69,7 @@ def _where(plan: Plan) -> Markup:
         f"{asked.devices} × {hardware.chip.name}",
         f"{nodes} node{'s' * (nodes > 1)} of {min(hardware.per_node, asked.devices)}",
         batch_of(asked),
-        f"expected error of a step: {told(asked, plan.best[0])}",
+        f"expected error of a step: {expected_error(asked, plan.best[0])}",
         *[f"attention: {words}" for words in [asked.model.attention(asked.software)] if words],
     ]
     return tag("p", " · ".join(words), cls="jx-where")

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from jaxpar.columns import folded, table, terminal_width
+from jaxpar.columns import fold, table, terminal_width
 from jaxpar.plan.enumerate import at
-from jaxpar.plan.measured.trust import told, trusted
+from jaxpar.plan.measured.trust import expected_error, trusted
 from jaxpar.plan.pages.bars import bars
 from jaxpar.plan.search import CHUNKED, Plan, Question, Ranked, complexity, describe, weigh
-from jaxpar.plan.speed import cost, masked_less, speed, ways_out
+from jaxpar.plan.speed import cost, mfu_without_mask, speed, ways_out
 from jaxpar.units import show_bytes, show_count, show_seconds
 
 _BAR = 28
@@ -35,7 +35,7 @@ def page(plan: Plan, *, colour: bool = False, width: int | None = None) -> str:
         _causes(plan),
     ]
     parts += [_on_host(plan), _leaner(plan, width), _doubts(plan)]
-    return folded("\n\n".join(part for part in parts if part), width)
+    return fold("\n\n".join(part for part in parts if part), width)
 
 
 def _head(plan: Plan) -> str:
@@ -54,7 +54,7 @@ def _head(plan: Plan) -> str:
         "all numbers are modelled:",
         f"matmuls reach at most {hardware.gemm.top:.0%} of the peak, collectives {inside} GB/s per GPU{far}",
         f"matmuls: {hardware.gemm.source.partition(';')[0]}; links: {hardware.source.partition(';')[0]}",
-        f"expected error of a step: {told(asked, plan.best[0])}",
+        f"expected error of a step: {expected_error(asked, plan.best[0])}",
         memory,
         f"attention: {attention}" if attention else "",
     ]
@@ -95,7 +95,7 @@ def batch_of(asked: Question) -> str:
 
 def _masked(plan: Plan) -> str:
     """Returns which attention an MFU counts; nothing where none is masked."""
-    less = masked_less(plan.question, plan.best[0])
+    less = mfu_without_mask(plan.question, plan.best[0])
     if not less:
         return ""
     return f"MFU counts all of attention, masked or not; of the causal half alone the first one's is {less:.1%}."

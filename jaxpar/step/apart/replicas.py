@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import NO_MODEL, Replicas
 from jaxpar.exchange.between import AXIS, Between
-from jaxpar.exchange.global_model import global_params, merged
+from jaxpar.exchange.global_model import global_params, merge_replicas
 from jaxpar.parallel.layout import Layout
 from jaxpar.sharding.constrain import activation_names
 from jaxpar.sharding.names import Tree
@@ -32,7 +32,7 @@ from jaxpar.step.state import State, of_one_replica
 from jaxpar.step.whole import Whole
 
 
-def together(layout: Layout) -> Layout:
+def synchronous(layout: Layout) -> Layout:
     """Returns the layout of one model on all devices, whose replicas are equal."""
     return dataclasses.replace(layout, parallel=dataclasses.replace(layout.parallel, exchange=AllReduce()))
 
@@ -66,7 +66,7 @@ class Apart(Gradients):
         if self.exchange.global_model == NO_MODEL:
             return params, model_state
         params = global_params(self.exchange, params, own)
-        return constrained(self.layout, params, self.layout.stored), jax.tree.map(merged, model_state)
+        return constrained(self.layout, params, self.layout.stored), jax.tree.map(merge_replicas, model_state)
 
     def evaluate(self, params: Tree, model_state: Tree, batch: Batch) -> Sums:
         """Returns the sums of the global model; of replicas that train several, each of its own rows, or the sums of
