@@ -374,7 +374,7 @@ class Step:
         """Returns what says which parameters are evaluated: arrays of the optimizer's state, and the exchange's."""
         return self._held(state.optimizer) if self._held else None, state.exchange
 
-    def _measure(self, params: Tree, model_state: Tree, batch: Batch, held: Any, own: Tree) -> Sums:
+    def _measure(self, params: Tree, model_state: Tree, batch: Batch, held: Any = None, own: Tree = ()) -> Sums:
         if held is not None:
             judged = eval_params(self._on_device(held, held_for(self.placed.optimizer)), params)
             params = jax.lax.with_sharding_constraint(judged, self.placed.params)  # made where they are stored
