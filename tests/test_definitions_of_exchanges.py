@@ -116,6 +116,16 @@ def test_places_that_all_draw_are_those_of_the_mean_and_lose_nothing_more():
     assert 6 < ((found - given[0]) ** 2).sum(-1).mean() / (given[0] ** 2).sum() < 8  # 1 / share - 1 = 7
 
 
+def test_ternary_codes_have_more_noise_than_their_papers_as_the_mean_is_coded_again():
+    given = np.stack([RNG.normal(size=2**14).astype(np.float32)] * 8)
+    code, between = jp.Exchange("ternary", smallest=8), replicas(8)
+    run = jax.jit(lambda step: exchanged(code, {"w": given}, {}, {}, {"w": 0}, between, step)[0]["w"])
+    noise = lambda found: ((found - given[0]) ** 2).sum() / (given[0] ** 2).sum()  # noqa: E731
+    assert np.mean([noise(run(jnp.int32(step))) for step in range(5)]) == pytest.approx(1.8, rel=0.15)
+    each = [code.decode(code.encode(jnp.asarray(given[:1]), jax.random.key(i)))[0] for i in range(8)]
+    assert noise(np.mean(each, axis=0)) == pytest.approx(0.22, rel=0.15)
+
+
 def test_noise_of_gradients_weighs_parts_by_their_tokens():
     step = jp.train_step(jp.compose(Linear, jp.Parallel(data=4), jax.devices()[:4]), loss, optax.sgd(0.1))
     x, mask = RNG.normal(size=(16, 16)).astype(np.float32), np.float32([1] * 7 + [0] * 5 + [1] * 3 + [0])

@@ -51,7 +51,7 @@ class File:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replicas:
+class SavedReplicas:
     """Replicas that made their steps apart.
 
     Attributes:
@@ -92,7 +92,7 @@ class Manifest:
     blocks: dict[str, tuple[Block, ...]] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
     format: int = FORMAT
-    replicas: Replicas | None = None
+    replicas: SavedReplicas | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -110,7 +110,7 @@ _READER = pydantic.TypeAdapter(Manifest)
 
 def write(
     folder: Path, *, step: int, written: float, scores: Mapping[str, float], arrays: Mapping[str, Array],
-    blocks: Mapping[str, Sequence[Block]], replicas: Replicas | None = None,
+    blocks: Mapping[str, Sequence[Block]], replicas: SavedReplicas | None = None,
 ) -> Manifest:  # fmt: skip
     """Makes a folder a checkpoint: lists the blocks that all processes wrote, and waits until the list is on the disk.
 

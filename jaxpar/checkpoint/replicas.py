@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.checkpoint import global_model, paths, reading
+from jaxpar.checkpoint import one_model, paths, reading
 from jaxpar.checkpoint.differences import differences, problems
-from jaxpar.checkpoint.manifest import Array, Manifest, Replicas
+from jaxpar.checkpoint.manifest import Array, Manifest, SavedReplicas
 from jaxpar.errors import JaxparError, refuse
 from jaxpar.exchange.base import NO_MODEL
 from jaxpar.exchange.global_model import several_models
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
-AXIS, EXCHANGE = "data", "exchange/"
+AXIS = "data"
 TOLD = {"mean": "all with the mean of them", "broadcast": "all with the first"}
 
 
@@ -41,10 +41,9 @@ def read(path: Path, made: Manifest, like: Any, *, how: str, run: str) -> tuple[
       JaxparError: If it does not fit: every difference by path, before anything is read.
     """
     wanted = paths.flat(like)
-    if made.replicas and made.replicas.model and not any(each.startswith(EXCHANGE) for each in wanted):
-        if not _have_replicas(wanted):
-            check_one_model(made, made.replicas, paths.described(like), how=how, run=run)
-            return global_model.read_to_train(path, made, wanted), f"{made.replicas} goes on as one model"
+    if made.replicas and made.replicas.model and not _have_replicas(wanted):
+        check_one_model(made, made.replicas, paths.described(like), how=how, run=run)
+        return one_model.read_to_train(path, made, wanted), f"{made.replicas} goes on as one model"
     other = changed(made.arrays, wanted, how)
     found = [each for each in differences(made.arrays, paths.described(like)) if each.path not in other]
     if wrong := problems(found, run):
@@ -54,7 +53,9 @@ def read(path: Path, made: Manifest, like: Any, *, how: str, run: str) -> tuple[
     return arrays | brought({name: arrays[name] for name in other}, wanted, how), said
 
 
-def check_one_model(made: Manifest, replicas: Replicas, listed: Mapping[str, Array], *, how: str, run: str) -> None:
+def check_one_model(
+    made: Manifest, replicas: SavedReplicas, listed: Mapping[str, Array], *, how: str, run: str
+) -> None:
     """Checks that a job of one model can go on from replicas that differ.
 
     Args:
@@ -75,7 +76,7 @@ def check_one_model(made: Manifest, replicas: Replicas, listed: Mapping[str, Arr
             rule="a run goes on with another number of replicas only as it is told to",
             fix=f'checkpoint.replicas = "mean", which takes {replicas}; or the exchange and data={replicas.count}',
         )
-    if wrong := problems(differences(global_model.described(made.arrays, replicas), listed), run):
+    if wrong := problems(differences(one_model.described(made.arrays, replicas), listed), run):
         raise JaxparError(*wrong)
 
 

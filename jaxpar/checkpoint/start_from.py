@@ -20,9 +20,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.buckets import opened
-from jaxpar.checkpoint import global_model, listing, paths, reading
+from jaxpar.checkpoint import listing, one_model, paths, reading
 from jaxpar.checkpoint.differences import Difference, differences
-from jaxpar.checkpoint.manifest import Array, Manifest, Replicas
+from jaxpar.checkpoint.manifest import Array, Manifest, SavedReplicas
 from jaxpar.checkpoint.spec import Checkpoints
 from jaxpar.errors import JaxparError, Problem
 from jaxpar.exchange.base import NO_MODEL
@@ -55,7 +55,7 @@ class Origin:
     fresh: tuple[str, ...]
     unused: tuple[str, ...]
     judged: int = 0
-    replicas: Replicas | None = None
+    replicas: SavedReplicas | None = None
 
     def __str__(self) -> str:
         renamed = sum(new != old for new, old in self.taken.items())
@@ -74,7 +74,7 @@ def start(
     """Returns a new run's state with parameters of another run, and where each comes from.
 
     What the model keeps in 8 bits is rounded, where it is taken of floats; arrays that the model makes, and no run
-    changes, are not taken. Replicas that differ all begin with what is taken.
+    changes, are not taken. SavedReplicas that differ all begin with what is taken.
 
     Args:
       spec: `start_from`, `take`, `rename` and `cast`.
@@ -86,15 +86,15 @@ def start(
       JaxparError: If the checkpoint is damaged, a pattern matches nothing, or an array does not fit.
     """
     path, found, made, origin = _look(spec, state, layout)
-    mine = global_model.replicas_of(layout)
-    saved = global_model.described(found.arrays, found.replicas)
-    here = global_model.described(paths.described(state), mine)
+    mine = one_model.replicas_of(layout)
+    saved = one_model.described(found.arrays, found.replicas)
+    here = one_model.described(paths.described(state), mine)
     leaves = paths.flat(state)
     for new in [new for new in origin.taken if new in made]:
         whole, scales = f"params/{new}", f"params/{SCALES}/{new}"
         on, each, old = (leaves[whole].sharding, leaves[scales].sharding), made[new], _full(origin.taken[new], saved)
         one = jax.ShapeDtypeStruct(leaves[whole].shape, each.wide, sharding=on[0])
-        read = global_model.read(path, found, {old: one})
+        read = one_model.read(path, found, {old: one})
         round_it = jax.jit(partial(rounded, lead=each.lead, inputs=each.inputs), out_shardings=on)
         leaves[whole], leaves[scales] = jax.block_until_ready(round_it(read.pop(old)))  # no two in floats at once
     wanted = {}
@@ -106,7 +106,7 @@ def start(
         wanted[_full(old, saved)] = jax.ShapeDtypeStruct(here[name].shape, leaf.dtype, sharding=on)
         if on == leaf.sharding:
             leaf.delete()  # so that no device holds the new and the taken one
-    read = global_model.read(path, found, wanted)
+    read = one_model.read(path, found, wanted)
     taken = {_full(new, here): read[_full(old, saved)] for new, old in origin.taken.items() if new not in made}
     if mine is not None:
         return _of_replicas(layout, optimizer, state, taken), origin
@@ -166,9 +166,9 @@ def _look(spec: Checkpoints, state: State, layout: Layout) -> tuple[Path, Manife
     if found.replicas and found.replicas.model == NO_MODEL:
         raise several_models(found.replicas.exchange)
     adapters, constants = layout.blueprint.adapters, layout.blueprint.constants
-    both = (paths.described(state), global_model.replicas_of(layout)), (found.arrays, found.replicas)
+    both = (paths.described(state), one_model.replicas_of(layout)), (found.arrays, found.replicas)
     mine, theirs = (
-        {p: a for p, a in _takable(global_model.described(*each)).items() if p not in constants} for each in both
+        {p: a for p, a in _takable(one_model.described(*each)).items() if p not in constants} for each in both
     )
     made = {} if any(begins(name, SCALES) for name in theirs) else {p: a for p, a in adapters.items() if a.wide}
     origin = plan(spec, path, theirs, _in_floats(mine, made))

@@ -57,7 +57,7 @@ class Store:
     say: Callable[[str], None] = _warn
     owned: bool = True
     committed: Callable[[], None] | None = None
-    replicas: manifest.Replicas | None = None
+    replicas: manifest.SavedReplicas | None = None
     _pending: writing.Write | None = field(default=None, init=False)
     _unsaved: JaxparError | None = field(default=None, init=False)
 

@@ -45,7 +45,7 @@ class Write:
 
 
 def begin(
-    folder: Path, step: int, state: Any, scores: Mapping[str, float], replicas: manifest.Replicas | None = None
+    folder: Path, step: int, state: Any, scores: Mapping[str, float], replicas: manifest.SavedReplicas | None = None
 ) -> Write:
     """Starts writing a checkpoint; returns as soon as its arrays are copied."""
     listed = paths.described(state)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxpar.buckets import local_folder
-from jaxpar.checkpoint import global_model, listing, reading
+from jaxpar.checkpoint import listing, one_model, reading
 from jaxpar.data.spec import OURS
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.data.tokens import KEPT as KEPT_TOKENIZER
@@ -81,10 +81,10 @@ def write(where: Path, step: int | None, to: Path) -> dict[str, Any]:
     alone = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     wanted = {
         name: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=alone)
-        for name, array in global_model.described(found.arrays, found.replicas).items()
+        for name, array in one_model.described(found.arrays, found.replicas).items()
         if name.startswith("params/")
     }
-    params = {name.removeprefix("params/"): value for name, value in global_model.read(path, found, wanted).items()}
+    params = {name.removeprefix("params/"): value for name, value in one_model.read(path, found, wanted).items()}
     if job.train.adapters.rank:
         params = by_path(merged(as_blueprint(resolve_model(job, resolve_loss(job))), params))
     files = export(params, settings, to, origin=run / KEPT if is_folder(run / KEPT) else None)

@@ -26,7 +26,7 @@ from jaxpar.bench.record import versions
 from jaxpar.bench.where import where
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Store, start_from
-from jaxpar.checkpoint.global_model import replicas_of
+from jaxpar.checkpoint.one_model import replicas_of
 from jaxpar.cluster.connect import HEARTBEAT, connect
 from jaxpar.cluster.environment import Cluster, detect
 from jaxpar.errors import JaxparError, describe_exception, refuse

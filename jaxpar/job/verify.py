@@ -1,13 +1,16 @@
 """Layouts of a plan, compiled for the GPUs that were asked about: what XLA makes of them, and how long it takes.
 
 XLA cannot compile cuDNN's kernels where no GPU is. Where a plan is of these, a kernel with their operands and results
-and nothing inside stands in, so that all memory around it is that of the program that runs; its seconds are the plan's.
+and nothing inside stands in, so that all memory around it is that of the program that runs; its seconds are the plan's,
+without what remat runs of it again.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+
+import jax
 
 from jaxpar.bench.gpu.jobs import stand_in_attention
 from jaxpar.errors import JaxparError
@@ -56,15 +59,20 @@ def _as_asked(asked: Question, memory: int) -> Chip:
 
 
 def _checked(job: Job, ranked: Ranked, asked: Question, target: Target) -> Checked:
-    fused = asked.software.attention == "fused"
+    calls: list[jax.Array] = []  # of the stand-in: rings meet their pieces by blocks of plain JAX, which are compiled
+
+    def stand_in(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
+        calls.append(q)
+        return stand_in_attention.attention(q, k, v, causal=causal)
+
     try:
-        with in_place_of_cudnn(stand_in_attention.attention) if fused else nullcontext():
+        with in_place_of_cudnn(stand_in) if asked.software.attention == "fused" else nullcontext():
             report = observe(planned(job, ranked.candidate, asked.model.layers), target)
     except JaxparError as error:
         return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
     causes = {share.cause: share.bytes for share in report.memory}
     seconds, exposed = (report.timeline.seconds, report.timeline.exposed) if report.timeline else (None, {})
-    kernels = ranked.time.get("attention", 0.0) if fused and seconds is not None else 0.0
+    kernels = ranked.time.get("attention", 0.0) if calls and seconds is not None else 0.0
     return Checked(
         ranked=ranked, seconds=seconds and seconds + kernels, bytes=report.total, fits=report.total <= asked.room,
         kernels=kernels, causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",

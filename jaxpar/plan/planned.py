@@ -49,7 +49,7 @@ class Model(Protocol):
         ...
 
     def masked_flop(self, rows: int) -> float:
-        """Returns how many of these are attention that a mask drops, as far as it is known."""
+        """Returns the FLOP of attention under a mask among them; 0 where the model does not tell."""
         return 0.0
 
     def attention(self, software: SoftwareModel) -> str:

@@ -73,7 +73,7 @@ def speed(question: Question, ranked: Ranked) -> Speed:
 def mfu_without_mask(question: Question, ranked: Ranked) -> float:
     """Returns the MFU of a layout without attention that a causal mask drops; 0 where none is dropped.
 
-    Half of the square of scores; Llama 3's and Megatron's newer reports count so, PaLM's and `Speed.mfu` all of it.
+    Half of the square of scores. `Speed.mfu` counts all of it, as PaLM (arXiv:2204.02311, appendix B) does.
     """
     masked = question.model.masked_flop(question.rows)
     whole = question.model.step_flop(question.rows)

@@ -371,7 +371,7 @@ class Step:
         return jax.tree.map(lambda x, on: jax.device_put(x, on.with_memory_kind("device")), optimizer, placed)
 
     def _evaluation_inputs(self, state: State) -> tuple[Any, Tree]:
-        """Returns what says which parameters are evaluated: arrays of the optimizer's state, and the exchange's."""
+        """Returns the state of optimizer and exchange from which the evaluated parameters are computed."""
         return self._held(state.optimizer) if self._held else None, state.exchange
 
     def _measure(self, params: Tree, model_state: Tree, batch: Batch, held: Any = None, own: Tree = ()) -> Sums:

@@ -68,6 +68,6 @@ def after(judged: Sequence[Judged], by: str) -> str:
 
 
 def interval(judged: Sequence[Judged]) -> str:
-    """Returns how many runs are within the interval that is stated for them, from runs of other systems."""
+    """Returns the share of runs inside their stated error interval, which runs of other systems give, as a line."""
     share = held([residual(each) for each in judged])
     return f"stated interval of 90 %, from runs of other systems: holds {share:.1%} of {len(judged)} runs"

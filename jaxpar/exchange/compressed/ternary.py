@@ -16,8 +16,8 @@ class Ternary(Compressed):
     An element is its sign times the block's largest magnitude with the probability that it is as large, else 0, so that
     the expectation is the gradient. Two things are not as in the paper. Its server sends the sum of what workers sent
     with more bits; here the mean is coded once more: of normal gradients on 8 replicas its noise is 1.8 times its
-    square, not 0.22 times. And the paper clips gradients at 2.5 standard deviations before they are coded; here nothing
-    does.
+    square, not 0.22 times (`pytest tests/test_definitions_of_exchanges.py -k ternary`). And the paper clips gradients
+    at 2.5 standard deviations before they are coded; here nothing does.
 
     Attributes:
       name: ternary (gradients travel as -1, 0 or 1 times a scale, drawn at random).

@@ -129,7 +129,7 @@ def trust(asked: Residual, known: Sequence[Residual]) -> Trust:
 
 
 def expected_error(question: Question, ranked: Ranked) -> str:
-    """Returns how far the seconds of a layout are expected to be off, in words."""
+    """Returns the expected error of a layout's step time as text, or that none is known."""
     known = trusted(question, ranked)
     if question.model.published:
         return str(known)

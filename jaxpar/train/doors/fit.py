@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Checkpoints, Store
-from jaxpar.checkpoint.global_model import replicas_of
+from jaxpar.checkpoint.one_model import replicas_of
 from jaxpar.checkpoint.processes import is_first, several
 from jaxpar.checkpoint.start_from import start
 from jaxpar.data.spec import Data, Source

@@ -17,22 +17,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint import reading
-from jaxpar.checkpoint.manifest import Array, Manifest, Replicas
+from jaxpar.checkpoint.manifest import Array, Manifest, SavedReplicas
 from jaxpar.exchange.base import MEAN, NO_MODEL
 from jaxpar.exchange.global_model import merge_replicas, several_models
 from jaxpar.parallel.layout import Layout
 
 
-def replicas_of(layout: Layout) -> Replicas | None:
+def replicas_of(layout: Layout) -> SavedReplicas | None:
     """Returns the replicas of a layout's checkpoints; None where they make their steps together."""
     exchange = layout.parallel.exchange
     if not exchange.apart:
         return None
     count, model = exchange.count(layout.sizes["data"]), exchange.global_model if exchange.differ else ""
-    return Replicas(count=count, exchange=exchange.name, model=model)
+    return SavedReplicas(count=count, exchange=exchange.name, model=model)
 
 
-def described(arrays: Mapping[str, Array], replicas: Replicas | None) -> dict[str, Array]:
+def described(arrays: Mapping[str, Array], replicas: SavedReplicas | None) -> dict[str, Array]:
     """Returns the arrays of one model: without the dim of replicas, and without those of the exchange.
 
     Args:
@@ -111,7 +111,7 @@ def _shared(name: str, made: Manifest) -> str:
     return source if source in made.arrays else ""  # one that is frozen is equal on all replicas
 
 
-def _has_replicas(path: str, replicas: Replicas) -> bool:
+def _has_replicas(path: str, replicas: SavedReplicas) -> bool:
     part = path.partition("/")[0]
     return part == "model_state" or (part in ("params", "optimizer") and bool(replicas.model))
 
