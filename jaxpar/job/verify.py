@@ -8,7 +8,7 @@ without what remat runs of it again.
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import jax
 
@@ -20,8 +20,10 @@ from jaxpar.job.plan import compiled_chip, machines, planned
 from jaxpar.mesh.chips import Chip
 from jaxpar.mesh.memory_pool import Pool
 from jaxpar.mesh.target import Target
-from jaxpar.models.islands import in_place_of_cudnn
+from jaxpar.models import islands
+from jaxpar.models.blocks import fused as parts
 from jaxpar.plan.machine.hardware import HARDWARE
+from jaxpar.plan.planned import Transformer
 from jaxpar.plan.search import Question, Ranked
 from jaxpar.plan.validation import Checked
 
@@ -59,22 +61,39 @@ def _as_asked(asked: Question, memory: int) -> Chip:
 
 
 def _checked(job: Job, ranked: Ranked, asked: Question, target: Target) -> Checked:
-    calls: list[jax.Array] = []  # of the stand-in: rings meet their pieces by blocks of plain JAX, which are compiled
+    meant = planned(job, ranked.candidate, asked.model.layers)
+    fused, pieces = asked.software.attention == "fused", _by_kernel(asked, ranked)
+    calls: list[jax.Array] = []  # of the stand-in, which runs whole sequences
 
     def stand_in(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
         calls.append(q)
         return stand_in_attention.attention(q, k, v, causal=causal)
 
     try:
-        with in_place_of_cudnn(stand_in) if asked.software.attention == "fused" else nullcontext():
-            report = observe(planned(job, ranked.candidate, asked.model.layers), target)
+        with ExitStack() as kernels_of_gpus:
+            if fused:
+                kernels_of_gpus.enter_context(islands.in_place_of_cudnn(stand_in))
+            if pieces:  # compiled as they are called, as nothing runs them
+                kernels_of_gpus.enter_context(parts.in_place_of_cudnn(parts.CUDNN))
+            report = observe(meant, target)
     except JaxparError as error:
         return Checked(ranked=ranked, seconds=None, bytes=None, fits=False, refusal=str(error.problems[0]))
     causes = {share.cause: share.bytes for share in report.memory}
     seconds, exposed = (report.timeline.seconds, report.timeline.exposed) if report.timeline else (None, {})
-    kernels = ranked.time.get("attention", 0.0) if calls and seconds is not None else 0.0
+    kernels = ranked.time.get("attention", 0.0) if (calls or pieces) and seconds is not None else 0.0
     return Checked(
         ranked=ranked, seconds=seconds and seconds + kernels, bytes=report.total, fits=report.total <= asked.room,
         kernels=kernels, causes=causes, exposed=exposed, refusal="" if report.timeline else "no time",
         squeezed=report.flop.squeezed / (report.flop.total or 1),
     )  # fmt: skip
+
+
+def _by_kernel(asked: Question, ranked: Ranked) -> bool:
+    """Returns whether a plan has cuDNN's kernel meet pieces of sequences that travel."""
+    travel = ranked.candidate.context > 1 and ranked.candidate.context_by != "gather"
+    return (
+        travel
+        and asked.software.attention == "fused"
+        and isinstance(asked.model, Transformer)
+        and not asked.model.in_blocks
+    )
