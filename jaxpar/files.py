@@ -5,6 +5,7 @@ import json
 import os
 import re
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +74,28 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, default=str) + "\n")
 
 
+def partial_path(path: Path) -> Path:
+    """Returns where a file is written before it is renamed to `path`: no other process writes there.
+
+    Two processes may write one file at the same time, such as the tokenizer of data that two jobs share. With one name
+    for both, the second rename would find nothing. The node's name counts because process ids repeat across nodes.
+    """
+    return path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}.part")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a text so that a reader sees the old file or the new one, never half of it.
 
     Raises:
       JaxparError: If it cannot be written: the disk is full, the folder is another's.
     """
-    part = path.with_name(path.name + ".part")
+    part = partial_path(path)
     try:
         part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            part.unlink()
         raise refuse(
             f"{path}: {error.strerror}",
             rule="a run writes into a folder of its own",

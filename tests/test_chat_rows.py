@@ -193,7 +193,7 @@ def test_a_row_is_a_conversation_as_long_as_the_model_takes(config, length, seq,
     path = jsonl(tmp_path / "talks.jsonl", TALKS[:1] * 30)
     spec = Data(source="jsonl", path=str(path), messages="messages", tokenizer=str(made))
     assert (spec.documents, spec.seq) == ("alone", seq)
-    batch = jp.open_data(spec).batch(0, 4)
+    batch = jp.open_data(spec, tmp_path / "data").batch(0, 4)
     assert (batch["inputs"][:, 0] == saved(made).ids["<|user|>"]).all()
     assert batch["mask"].any(1).all()
 
@@ -208,12 +208,16 @@ def test_conversations_longer_than_a_row_are_counted(folder, tmp_path):
     path = jsonl(tmp_path / "talks.jsonl", [*TALKS * 5, long, long])
     spec = Data(source="jsonl", path=str(path), messages="messages", tokenizer=str(folder(PLAIN)), seq=128)
     assert lengths(spec).startswith("2 of 17 conversations at the beginning are longer than data.seq = 128")
-    assert jp.open_data(spec).notes[0].startswith("2 of 17 conversations are longer than data.seq = 128")
+    assert (
+        jp.open_data(spec, tmp_path / "data")
+        .notes[0]
+        .startswith("2 of 17 conversations are longer than data.seq = 128")
+    )
     assert lengths(Data(**{**vars(spec), "seq": 600})) == ""
     short = Data(**{**vars(spec), "seq": 8192})
-    longest = len(jp.open_data(short).batch(0, 16)["mask"].any(0).nonzero()[0])
+    longest = len(jp.open_data(short, tmp_path / "data").batch(0, 16)["mask"].any(0).nonzero()[0])
     assert "tokens: data.seq = 512 fills up less of each row" in lengths(short)
-    assert jp.open_data(short).notes[0].startswith("the longest of 17 conversations has 511 tokens")
+    assert jp.open_data(short, tmp_path / "data").notes[0].startswith("the longest of 17 conversations has 511 tokens")
     assert longest <= 511
 
 
@@ -227,7 +231,7 @@ def test_learned_tokens_are_those_of_transformers(kind, folder, tmp_path):
     spec = Data(
         source=kind, path=str(path), messages="messages", tokenizer=str(made), seq=256, shuffle=False, held_out=0.0
     )
-    batch = jp.open_data(spec).batch(0, len(TALKS))
+    batch = jp.open_data(spec, tmp_path / "data").batch(0, len(TALKS))
     for row, talk in enumerate(TALKS):
         want = theirs.apply_chat_template(talk, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = np.asarray(want["input_ids"]), np.asarray(want["assistant_masks"])

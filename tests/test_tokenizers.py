@@ -231,6 +231,34 @@ def test_sigkill_at_any_moment_loses_no_token(folders, tmp_path):
     assert tokens_of(tmp_path / "data") == tokens_of(tmp_path / "whole")
 
 
+COPY = """
+import sys
+from pathlib import Path
+from jaxpar.data.tokenizers.saved import saved
+tokenizer = saved(sys.argv[1])
+print("begun", flush=True)
+sys.stdin.readline()
+for _ in range(300):
+    tokenizer.copy(Path(sys.argv[2]))
+"""
+
+
+def test_processes_copy_one_tokenizer_into_one_folder_at_once(folders, tmp_path):
+    """Two jobs that begin together over one folder of data must not take the unfinished file from each other."""
+    command = [sys.executable, "-c", COPY, str(folders["gpt2"]), str(tmp_path / "tokenizer")]
+    children = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    for child in children:
+        assert child.stdout.readline() == b"begun\n"
+    for child in children:
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+    for child in children:
+        child.communicate()
+        assert child.returncode == 0
+    names = {path.name for path in folders["gpt2"].iterdir()}
+    assert {path.name for path in (tmp_path / "tokenizer").iterdir()} <= names
+
+
 def test_a_run_keeps_its_tokenizer_and_reads_text_back(folders, tmp_path):
     write_text(tmp_path, 400)
     source = jp.open_data(job(tmp_path, folders["llama2"]), tmp_path / "data")

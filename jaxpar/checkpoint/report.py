@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.checkpoint import listing, manifest
 from jaxpar.errors import JaxparError, plain, refuse
-from jaxpar.files import check_local
+from jaxpar.files import check_local, partial_path
 from jaxpar.units import show_bytes
 
 
@@ -73,7 +73,7 @@ def export(where: Path, step: int | None, to: Path) -> dict[str, Any]:
         raise listing.refuse_older(path)
     if to.exists():
         raise refuse(f"--to {to} is there already", rule="--to is a folder that does not exist yet", fix=f"--to {to}-2")
-    part = to.with_name(to.name + ".part")
+    part = partial_path(to)
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(part, ignore_errors=True)

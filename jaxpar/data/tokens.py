@@ -1,6 +1,5 @@
 """Tokenizers, and the tokens of a text: documents are set apart by token 0."""
 
-import os
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -12,7 +11,7 @@ from jaxpar.data.corpus import Corpus, blocks, pieces
 from jaxpar.data.tokenizers.encoders import END, around, load
 from jaxpar.data.tokenizers.saved import saved
 from jaxpar.errors import JaxparError, refuse, users_code
-from jaxpar.files import sync
+from jaxpar.files import partial_path, sync
 
 KEPT = "tokenizer"  # the folder in RUN/data where a tokenizer of Hugging Face's is kept
 AT_ONCE = 16  # pieces that threads of the tokenizer work on at the same time; their tokens take ten times their bytes
@@ -86,7 +85,7 @@ def train_bpe(corpus: Corpus, vocab: int, file: Path, read: Callable[[int], None
     tokenizer.train_from_iterator(texts(), trainer)
     if tokenizer.get_vocab_size() > vocab:
         raise refuse(f"data.vocab = {vocab}", rule="a byte-level bpe has at least 257 tokens", fix="vocab = 1024")
-    part = file.with_suffix(f".{os.getpid()}.part")
+    part = partial_path(file)
     tokenizer.save(str(part))
     sync(part)
     part.replace(file)

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.files import partial_path
 from jaxpar.mesh.absent import description_of
 
 FORM = 2  # of an entry: one more whenever the fields or their meaning change
@@ -71,7 +72,7 @@ def read(file: Path) -> dict[str, Any] | None:
 def write(file: Path, fields: dict[str, Any]) -> None:
     """Writes a file so that a reader sees all of it or none; where it cannot, warns: the program is in hand."""
     body = zlib.compress(json.dumps(fields).encode(), level=1)
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    part = partial_path(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         part.write_bytes(hashlib.sha256(body).digest() + body)

@@ -13,7 +13,6 @@ before it, and no save waits for a stream.
 import base64
 import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.files import make_folder
+from jaxpar.files import make_folder, partial_path
 
 EVERY = 10.0  # seconds between two states
 BYTES = "bytes in base64"
@@ -63,7 +62,7 @@ class States:
             half = len(kept) // 2
             kept = [*kept[:half:2], *kept[half:]]
         if len(kept) < len(lines):
-            part = self.file.with_suffix(f".{os.getpid()}.part")
+            part = partial_path(self.file)
             part.write_text("".join(json.dumps(each, default=_plain) + "\n" for each in kept), encoding="utf-8")
             part.replace(self.file)
         self._from = None

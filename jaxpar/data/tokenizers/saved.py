@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxpar.data.tokenizers.files import CONFIG, MAP, NAME, TEMPLATE, read_config, read_ids, read_template
 from jaxpar.errors import nearest, refuse
+from jaxpar.files import partial_path
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # classes of transformers 4.57 that put special tokens around a text by their own two keys, whatever tokenizer.json says
@@ -88,9 +89,12 @@ class Saved:
         for name in (NAME, CONFIG, MAP, TEMPLATE):
             source = self.file if name == NAME else self.file.with_name(name)
             if source.is_file():
-                part = folder / f"{name}.part"
-                shutil.copyfile(source, part)
-                part.replace(folder / name)
+                part = partial_path(folder / name)
+                try:
+                    shutil.copyfile(source, part)
+                    part.replace(folder / name)
+                finally:
+                    part.unlink(missing_ok=True)
 
     def check_model(self, vocab: int, key: str = "model.vocab") -> None:
         """Checks that a model has a row for every token, and no more than padding explains.

@@ -10,7 +10,6 @@ Format: github.com/huggingface/safetensors. Large models come as several files a
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.errors import refuse
-from jaxpar.files import check_plain
+from jaxpar.files import check_plain, partial_path
 
 DTYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "F8_E5M2": jnp.float8_e5m2, "F8_E4M3": jnp.float8_e4m3fn,
@@ -232,7 +231,7 @@ def _write(file: Path, tensors: Sequence[Made]) -> Path:
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the data is aligned
-    part = file.with_name(f"{file.name}.{os.getpid()}.part")
+    part = partial_path(file)
     try:
         with part.open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
