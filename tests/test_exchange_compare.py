@@ -89,12 +89,19 @@ def test_methods_are_compared_on_one_page(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("job.toml").write_text(JOB)
     rows_of_the_job()
-    words = ["--methods", "sync,local:2,ssp:0,async,backup:1", "--json", "found.json", "--html", "page.html"]
+    words = [
+        "--methods",
+        "sync,local:2,ssp:0,async,backup:1,async-easgd:2",
+        "--json",
+        "found.json",
+        "--html",
+        "page.html",
+    ]
     assert main(["exchange", "compare", "job.toml", *words]) == 0
     said, page = capsys.readouterr().out, Path("page.html").read_text()
     curves = {each["method"]: each for each in json.loads(Path("found.json").read_text())["curves"]}
     assert {name: each["simulated"] for name, each in curves.items()} == {
-        "sync": False, "local:2": False, "ssp:0": True, "async": True, "backup:1": True,
+        "sync": False, "local:2": False, "ssp:0": True, "async": True, "backup:1": True, "async-easgd:2": True,
     }  # fmt: skip
     np.testing.assert_allclose(curves["ssp:0"]["loss"], curves["sync"]["loss"], rtol=1e-4)
     assert curves["ssp:0"]["eval_loss"] == pytest.approx(curves["sync"]["eval_loss"], rel=1e-4)
@@ -103,6 +110,8 @@ def test_methods_are_compared_on_one_page(tmp_path, monkeypatch, capsys):
     assert curves["local:2"]["bytes"][-1] == pytest.approx(curves["sync"]["bytes"][-1] * 3 / 2)
     assert curves["async"]["staleness"] > 1
     assert curves["async"]["seconds"][-1] < curves["sync"]["seconds"][-1]
+    # each of 4 workers fetches the center and returns its part every other step: the parameters once each way
+    assert curves["async-easgd:2"]["bytes"][-1] == pytest.approx(curves["async"]["bytes"][-1] / 2, rel=0.2)
     assert curves["backup:1"]["seconds"][-1] < curves["sync"]["seconds"][-1]
     assert re.search(r"^async +simulated +\d\.\d{4} +144 ", said, re.MULTILINE)
     assert page.count('class="jx-field"') == 3

@@ -1,6 +1,8 @@
 """Staleness on a virtual clock: what comes when, and that what is computed is what was said."""
 
+from collections import Counter
 from functools import cache
+from itertools import pairwise
 from math import pi, sin
 
 import jax
@@ -17,6 +19,7 @@ from jaxpar.errors import JaxparError
 from jaxpar.exchange.base import by_path
 from jaxpar.exchange.clock import barriers
 from jaxpar.exchange.clock.delays import Constant, Exponential, Lognormal, Pareto, Times, Trace, parse
+from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import mean_staleness
 from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
@@ -24,7 +27,7 @@ from jaxpar.exchange.clock.two_levels import TwoLevels
 from jaxpar.exchange.sent import Sent
 from jaxpar.mesh.collective import Collective
 from jaxpar.mesh.links import Link
-from jaxpar.train import on_clock
+from jaxpar.train import elastic_on_clock, on_clock
 
 EXPONENTIAL = Times(law=Exponential())
 
@@ -280,6 +283,54 @@ def test_shards_of_a_server_have_versions_of_their_own():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(late.params))
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_workers_meet_the_center_at_their_own_pace(every):
+    table = AsynchronousEasgd(every=every).local_steps(4, 30, EXPONENTIAL)
+    by_worker = [[each for each in table if each.worker == worker] for worker in range(4)]
+    assert [each.share for each in table] == list(range(120))
+    for steps in by_worker:
+        assert [each.meets for each in steps] == [number % every == 0 for number in range(len(steps))]
+        assert all(one.seconds < other.seconds for one, other in pairwise(steps))
+    assert len({len(steps) for steps in by_worker}) > 1  # nobody waits: the fast make more steps
+    meetings = [each for each in table if each.meets]
+    for number, each in enumerate(meetings):
+        before = [place for place, one in enumerate(meetings[:number]) if one.worker == each.worker]
+        assert each.staleness == number - (before[-1] + 1 if before else 0)
+    late = AsynchronousEasgd(every=2).local_steps(1, 4, Times(law=Constant(), compute=1.0, travel=0.25))
+    assert [each.seconds for each in late] == [1.5, 2.5, 4.0, 5.0]  # two ways of a quarter at every other step
+
+
+def test_asynchronous_elastic_averaging_is_algorithm_1_of_its_paper():
+    """Zhang, Choromanska, LeCun 2015: beside the lines of algorithm 1 in numpy, on least squares."""
+    step, losses = step_on(chain=SGD), []
+    table = AsynchronousEasgd(every=2, beta=0.6).local_steps(3, 5, EXPONENTIAL)
+    state = elastic_on_clock.run(step, table, 0.2, share_of(3), lambda _, loss: losses.append(loss))
+    begun = jp.init_state(step.layout, SGD)
+    structure = jax.tree.structure(begun.params)
+    flat = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])  # noqa: E731
+    sizes = np.cumsum([np.size(x) for x in jax.tree.leaves(begun.params)])[:-1]
+    tree = lambda vector: structure.unflatten(  # noqa: E731
+        [
+            piece.reshape(x.shape)
+            for piece, x in zip(np.split(vector, sizes), jax.tree.leaves(begun.params), strict=True)
+        ]
+    )
+    center, workers, clocks = flat(begun.params), {}, Counter()
+    for each in table:
+        x = workers.get(each.worker, flat(begun.params))
+        gradient = flat(step.differentiated(tree(x), begun.model_state, share_of(3)(each.share))[0])
+        if clocks[each.worker] % 2 == 0:
+            way = 0.2 * (x - center)
+            moved, center = x - way, center + way
+        else:
+            moved = x
+        workers[each.worker] = moved - 0.1 * gradient
+        clocks[each.worker] += 1
+    np.testing.assert_allclose(flat(state.params), center, rtol=1e-5, atol=1e-7)
+    assert len(losses) == 15
+    assert np.isfinite(losses).all()
+
+
 # what is refused
 
 
@@ -296,6 +347,7 @@ def test_shards_of_a_server_have_versions_of_their_own():
         (lambda: Stale(bound=-1), "bound = -1"),
         (lambda: Backup(extra=2).shares(4), "2 backups of 4 workers"),
         (lambda: Downpour(shards=0), "shards = 0"),
+        (lambda: AsynchronousEasgd(every=0), "every = 0"),
         (lambda: TwoLevels(servers=3).shares(8), "3 servers of 8 workers"),
         (lambda: on_the_clock(Downpour(shards=9), 1, 1), "9 shards of a model of 4 parameters"),
     ],

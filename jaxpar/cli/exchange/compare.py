@@ -21,7 +21,7 @@ def add(inner) -> None:
         "--methods",
         required=True,
         help="sync, an exchange (local:20, diloco:20, topk:0.01), or, simulated on a virtual clock, async, ssp:STEPS, "
-        "backup:WORKERS, downpour:SHARDS, servers:COUNT; with commas",
+        "backup:WORKERS, downpour:SHARDS, servers:COUNT, async-easgd:STEPS; with commas",
     )
     one.add_argument(
         "--delays",

@@ -1,6 +1,7 @@
 """The simulated methods by name, and the one number that each may be given after a colon."""
 
 from jaxpar.errors import JaxparError, refuse
+from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import Simulated
 from jaxpar.exchange.clock.sharded import Downpour
 from jaxpar.exchange.clock.stale import Backup, Stale
@@ -13,10 +14,11 @@ SIMULATED = {
     "backup": (Backup, "extra"),
     "downpour": (Downpour, "shards"),
     "servers": (TwoLevels, "servers"),
+    "async-easgd": (AsynchronousEasgd, "every"),
 }
 
 
-def simulated(name: str, number: str) -> Simulated:
+def simulated(name: str, number: str) -> Simulated | AsynchronousEasgd:
     """Returns a method as it is written, such as `ssp` with 3.
 
     Raises:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from jaxpar.errors import JaxparError, Problem, nearest, refuse
 from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
+from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import Simulated
 from jaxpar.exchange.clock.table import SIMULATED, simulated
 from jaxpar.exchange.table import EXCHANGES
@@ -28,7 +29,7 @@ class Method:
     """
 
     name: str
-    how: Exchange | Simulated
+    how: Exchange | Simulated | AsynchronousEasgd
 
     @property
     def runs(self) -> bool:
@@ -58,7 +59,7 @@ def parse(text: str, job: Job) -> list[Method]:
     return found
 
 
-def _one(text: str, job: Job) -> Exchange | Simulated:
+def _one(text: str, job: Job) -> Exchange | Simulated | AsynchronousEasgd:
     name, _, number = text.partition(":")
     if name in SIMULATED:
         return simulated(name, number)

@@ -15,6 +15,7 @@ from jaxpar.exchange.all_reduce import AllReduce
 from jaxpar.exchange.base import Exchange
 from jaxpar.exchange.clock import barriers
 from jaxpar.exchange.clock.delays import Times
+from jaxpar.exchange.clock.elastic import AsynchronousEasgd
 from jaxpar.exchange.clock.events import Simulated, mean_staleness
 from jaxpar.job.build import assemble
 from jaxpar.job.check import check, device_count
@@ -28,7 +29,7 @@ from jaxpar.parallel.layout import Layout
 from jaxpar.step.keyed.loss import key_of
 from jaxpar.step.state import State, init_state
 from jaxpar.step.step import Step
-from jaxpar.train import loop, on_clock
+from jaxpar.train import elastic_on_clock, loop, on_clock
 from jaxpar.train.feed import Feed
 
 
@@ -76,9 +77,11 @@ def train(job: Job, method: Method, times: Times, link: Link) -> Curve:
       JaxparError: With what is wrong with the job by this method.
     """
     how = method.how
-    return (
-        _run(job, method, how, times, link) if isinstance(how, Exchange) else _simulate(job, method, how, times, link)
-    )
+    if isinstance(how, Exchange):
+        return _run(job, method, how, times, link)
+    if isinstance(how, AsynchronousEasgd):
+        return _elastic(job, method, how, times, link)
+    return _simulate(job, method, how, times, link)
 
 
 def check_all(job: Job, methods: Sequence[Method]) -> None:
@@ -109,7 +112,7 @@ def _by(job: Job, exchange: Exchange) -> Job:
     return replace(job, parallel=replace(job.parallel, exchange=exchange))
 
 
-def _examples(job: Job, how: Simulated, name: str) -> int:
+def _examples(job: Job, how: Simulated | AsynchronousEasgd, name: str) -> int:
     """Returns the examples of a gradient of a simulated method.
 
     Raises:
@@ -158,7 +161,7 @@ def _run(job: Job, method: Method, exchange: Exchange, times: Times, link: Link)
 
 def _simulate(job: Job, method: Method, how: Simulated, times: Times, link: Link) -> Curve:
     workers = replicas(job)
-    shares, size, source = how.shares(workers), _examples(job, how, method.name), open_data(job)
+    size, source = _examples(job, how, method.name), open_data(job)
     held = _held(assemble(_of_one(job, workers, job.train.steps, size), _devices(job, workers)).layout)
     updates = how.updates(workers, job.train.steps, replace(times, travel=link.time(held)))
     alone = _of_one(job, workers, sum(update.shard == 0 for update in updates), size)
@@ -172,20 +175,48 @@ def _simulate(job: Job, method: Method, how: Simulated, times: Times, link: Link
             used += len(update.pushes)
             rows.append((used * size, 2 * held * used / workers, update.seconds, loss))
 
-    @lru_cache(maxsize=8)
-    def batch(index: int) -> dict[str, np.ndarray]:
-        return source.batch(index, job.train.global_batch)
-
-    def examples(share: int) -> Mapping[str, Any]:
-        index, place = divmod(share, shares)
-        return some(batch(index), np.arange(place * size, (place + 1) * size))
-
+    examples = _shares(source, job.train.global_batch, size)
     state = on_clock.run(step, updates, examples, told, seed=job.train.seed)
     samples, sent, seconds, losses = np.array(rows).T
     return Curve(
         method=method, samples=samples, bytes=sent, seconds=seconds, loss=losses,
         eval_loss=_evaluated(job, step, source, state), staleness=mean_staleness(updates),
     )  # fmt: skip
+
+
+def _elastic(job: Job, method: Method, how: AsynchronousEasgd, times: Times, link: Link) -> Curve:
+    """Returns how workers train that meet a center: an entry for each local step, in the order of their ends."""
+    workers = replicas(job)
+    size, source = _examples(job, how, method.name), open_data(job)
+    step = assemble(_of_one(job, workers, job.train.steps, size), _devices(job, workers))
+    held = _held(step.layout)
+    table = how.local_steps(workers, job.train.steps, replace(times, travel=link.time(held)))
+    rows: list[tuple[float, float, float]] = []
+    state = elastic_on_clock.run(
+        step, table, how.alpha(workers), _shares(source, job.train.global_batch, size),
+        lambda local, loss: rows.append((local.seconds, 2 * held * local.meets / workers, loss)), seed=job.train.seed,
+    )  # fmt: skip
+    seconds, sent, losses = np.array(sorted(rows, key=lambda row: row[0])).T
+    staleness = [each.staleness for each in table if each.meets]
+    return Curve(
+        method=method, samples=size * np.arange(1, len(rows) + 1), bytes=np.cumsum(sent), seconds=seconds, loss=losses,
+        eval_loss=_evaluated(job, step, source, state), staleness=float(np.mean(staleness)),
+    )  # fmt: skip
+
+
+def _shares(source: Source, global_batch: int, size: int) -> on_clock.Examples:
+    """Returns what gives the examples of a share, so many of a global batch each."""
+    shares = global_batch // size
+
+    @lru_cache(maxsize=8)
+    def batch(index: int) -> dict[str, np.ndarray]:
+        return source.batch(index, global_batch)
+
+    def examples(share: int) -> Mapping[str, Any]:
+        index, place = divmod(share, shares)
+        return some(batch(index), np.arange(place * size, (place + 1) * size))
+
+    return examples
 
 
 def _devices(job: Job, workers: int) -> list[Any]:

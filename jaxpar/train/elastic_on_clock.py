@@ -1,0 +1,83 @@
+"""Asynchronous elastic averaging on a virtual clock: local steps and meetings as a table says. *Simulated*.
+
+    gradient at the worker's parameters ─► worker and center are drawn to each other, if they meet ─► update
+
+The numbers are those that such a run would have; the seconds are the table's. Each worker has parameters, optimizer
+state and model state of its own. They are computed one after the other on the devices of one worker.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpar.errors import refuse
+from jaxpar.exchange.clock.elastic import LocalStep
+from jaxpar.optim.eval_params import held_for
+from jaxpar.step.state import State, init_state, salted
+from jaxpar.step.step import Step
+
+
+def run(
+    step: Step,
+    table: Sequence[LocalStep],
+    alpha: float,
+    examples: Callable[[int], Mapping[str, Any]],
+    told: Callable[[LocalStep, float], None],
+    *,
+    seed: int = 0,
+) -> State:
+    """Returns the state after all steps: its parameters are the center, all else is that of the last worker.
+
+    Args:
+      step: Of one worker's layout: it differentiates.
+      table: Local steps in the order in which they begin.
+      alpha: How much of the way to the other a worker and the center go where they meet.
+      examples: The batch of a share.
+      told: Called after every local step with its mean loss.
+      seed: Of the initial parameters.
+
+    Raises:
+      JaxparError: If the optimizer's state says what is evaluated.
+    """
+    state = init_state(step.layout, step.optimizer, seed=seed)
+    if held_for(state.optimizer):
+        raise refuse(
+            "a virtual clock with an optimizer whose state says what is evaluated, such as schedule_free",
+            rule="here each worker has an optimizer state, and what is evaluated is the center's parameters",
+            fix="an optimizer that is evaluated as it trains",
+        )
+    names = sorted({each.worker for each in table})
+    workers = {
+        name: replace(
+            state, model_state=salted(state.model_state, jnp.uint32(name)) if names[1:] else state.model_state
+        )
+        for name in names
+    }
+    center = state.params
+
+    @jax.jit
+    def meet(params: Any, center: Any) -> tuple[Any, Any]:
+        way = jax.tree.map(lambda x, c: alpha * (x - c), params, center)
+        return jax.tree.map(jnp.subtract, params, way), jax.tree.map(jnp.add, center, way)
+
+    @jax.jit
+    def update(params: Any, optimizer: Any, gradients: Any) -> tuple[Any, Any]:
+        changes, optimizer = step.optimizer.update(gradients, optimizer, params)
+        return optax.apply_updates(params, changes), optimizer  # pyright: ignore[reportReturnType]
+
+    for each in table:
+        state = workers[each.worker]
+        tree, sums, model_state = step.differentiated(state.params, state.model_state, examples(each.share))
+        total, count = sums["loss"]
+        params = state.params
+        if each.meets:
+            params, center = meet(params, center)
+        params, optimizer = update(params, state.optimizer, tree)
+        state = replace(state, params=params, optimizer=optimizer, model_state=model_state)
+        workers[each.worker] = state
+        told(each, float(total) / max(float(count), 1e-30))
+    return replace(state, params=center)
