@@ -240,6 +240,15 @@ class Step:
         with self._users_code(batch), self.traced():
             return self._differentiated(params, model_state, batch)
 
+    def compile_gradients(self, params: Tree, model_state: Tree, batch: Batch) -> Callable[[Tree, Tree, Batch], Any]:
+        """Returns the compiled program of `differentiated` for arguments of these shapes; threads may call it at once.
+
+        A batch for it is placed by `put`.
+        """
+        batch = self.put(batch)
+        with self._users_code(batch), self.traced():
+            return self._differentiated.lower(params, model_state, batch).compile()
+
     def _compile(self, key: Any, lowered):
         """Compiles a program in which nobody waits for ever: all processes agree on it, and its stages meet.
 

@@ -155,7 +155,7 @@ def _run(job: Job, method: Method, exchange: Exchange, times: Times, link: Link)
         bytes=number * barriers.sent_bytes(sent),
         seconds=barriers.seconds(sent, step.layout.sizes["data"], len(number), times, link),
         loss=np.array(jax.device_get(losses), np.float64),
-        eval_loss=_evaluated(job, step, source, state),
+        eval_loss=evaluate(job, step, source, state),
     )
 
 
@@ -180,7 +180,7 @@ def _simulate(job: Job, method: Method, how: Simulated, times: Times, link: Link
     samples, sent, seconds, losses = np.array(rows).T
     return Curve(
         method=method, samples=samples, bytes=sent, seconds=seconds, loss=losses,
-        eval_loss=_evaluated(job, step, source, state), staleness=mean_staleness(updates),
+        eval_loss=evaluate(job, step, source, state), staleness=mean_staleness(updates),
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def _elastic(job: Job, method: Method, how: AsynchronousEasgd, times: Times, lin
     staleness = [each.staleness for each in table if each.meets]
     return Curve(
         method=method, samples=size * np.arange(1, len(rows) + 1), bytes=np.cumsum(sent), seconds=seconds, loss=losses,
-        eval_loss=_evaluated(job, step, source, state), staleness=float(np.mean(staleness)),
+        eval_loss=evaluate(job, step, source, state), staleness=float(np.mean(staleness)),
     )  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def _held(layout: Layout) -> float:
     return float(sum(part.size * jnp.dtype(part.dtype).itemsize for part in layout.parts.values()))
 
 
-def _evaluated(job: Job, step: Step, source: Source, state: State) -> float:
+def evaluate(job: Job, step: Step, source: Source, state: State) -> float:
     size = job.train.global_batch
     run = loop.Run(step=step, source=source, steps=0, global_batch=size, eval_batches=job.train.eval_batches)
     found = loop.evaluate(run, state, Feed(source, step.layout, size)) or {}
