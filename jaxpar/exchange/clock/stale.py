@@ -5,14 +5,14 @@
                               └ v1                └ v2
 
 A worker reads, computes, pushes, and reads again. The server makes an update when somebody reads: by the mean of what
-was pushed since it last made one. Where nobody waits that is one gradient; where all wait for all it is the mean of
+was pushed since it last made one (Ho et al. add up what was pushed: with their sum the rate is as many times smaller).
+Where nobody waits that is one gradient; where all wait for all it is the mean of
 all, which is a synchronous step.
 """
 
 import heapq
+import itertools
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from jaxpar.errors import check_ranges, refuse
 from jaxpar.exchange.clock.delays import Times
@@ -103,7 +103,9 @@ class _Run:
 class Backup:
     """Synchronous SGD with backup workers (Chen et al. 2016, arXiv:1604.00981): the slowest of each step are dropped.
 
-    Of N + b workers the first N make an update. The other gradients are lost, and their examples with them.
+    Of N + b workers the first N whose gradients are of the newest version make an update. A worker that is late sends
+    its gradient all the same, which is dropped when it comes, and its examples with it; then it reads again. So it is
+    late for the next update too, or takes no part in it.
 
     Attributes:
       extra: Workers that are not waited for, b.
@@ -133,10 +135,28 @@ class Backup:
 
     def updates(self, workers: int, steps: int, times: Times) -> list[Update]:
         """Returns all updates in the order of their times."""
-        count, now, made = self.shares(workers), 0.0, []
-        for step, seconds in enumerate(times.matrix(workers, steps)):
-            first = np.sort(np.argsort(seconds, kind="stable")[:count])
-            now += float(seconds[first].max()) + 2 * times.travel
-            pushes = (Push(int(worker), step * workers + int(worker), (step,)) for worker in first)
-            made.append(Update(now, tuple(pushes), step))
+        count, made = self.shares(workers), []
+        seconds = [times.of(worker) for worker in range(workers)]
+        flying: list[tuple[float, int, Push]] = []
+        begun = itertools.count()
+
+        def read(now: float, worker: int) -> None:
+            push = Push(worker, next(begun), (len(made),))
+            heapq.heappush(flying, (now + next(seconds[worker]) + 2 * times.travel, worker, push))
+
+        for worker in range(workers):
+            read(0.0, worker)
+        while len(made) < steps:
+            pushes: list[Push] = []
+            while True:
+                now, worker, push = heapq.heappop(flying)
+                if push.read != (len(made),):
+                    read(now, worker)
+                    continue
+                pushes.append(push)
+                if len(pushes) == count:
+                    break
+            made.append(Update(now, tuple(sorted(pushes, key=lambda push: push.share)), len(made)))
+            for worker in sorted(push.worker for push in pushes):
+                read(now, worker)
         return made

@@ -14,10 +14,11 @@ class Ternary(Compressed):
     """TernGrad (Wen et al. 2017, arXiv:1705.07878, equations 1 to 4), with a scale for each block.
 
     An element is its sign times the block's largest magnitude with the probability that it is as large, else 0, so that
-    the expectation is the gradient. Two things are not as in the paper. Its server sends the sum of what workers sent
+    the expectation is the gradient. Three things are not as in the paper. Its server sends the sum of what workers sent
     with more bits; here the mean is coded once more: of normal gradients on 8 replicas its noise is 1.8 times its
-    square, not 0.22 times (`pytest tests/test_definitions_of_exchanges.py -k ternary`). And the paper clips gradients
-    at 2.5 standard deviations before they are coded; here nothing does.
+    square, not 0.22 times (`pytest tests/test_definitions_of_exchanges.py -k ternary`). The paper clips gradients at
+    2.5 standard deviations before they are coded; here nothing does. And its workers share the largest of their scales;
+    here each has its own.
 
     Attributes:
       name: ternary (gradients travel as -1, 0 or 1 times a scale, drawn at random).
