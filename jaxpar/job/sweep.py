@@ -1,12 +1,13 @@
 """The end of a sweep: its members, the best first, and who copied whom.
 
 RUN/metrics.jsonl    loss/0, learning_rate/0, ... of each member, in every step; with pbt from/0, ... where they copied
-RUN/lineage.jsonl    a line for each copy: step, member, from, its settings before and after
+                     with evolution and swarm score/0, ... where a round's scores were read
+RUN/lineage.jsonl    with pbt a line for each copy: step, member, from, its settings before and after
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,23 @@ def ended(folder: Path, sweep: Sweep) -> list[str]:
     if sweep.method == "pbt":
         lines = [json.dumps(line) + "\n" for line in lineage(rows, sweep.values)]
         write_text(folder / LINEAGE, "".join(lines))
-    return table(rows[-1], sweep)
+    return [*table(rows[-1], sweep), *best_rounds(rows, sweep)]
+
+
+def best_rounds(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> list[str]:
+    """Returns a line with the best settings of any round that is over, where members train in rounds."""
+    found = [
+        (score, number, member)
+        for number, row in enumerate(rows)
+        for member in range(sweep.count)
+        if (score := row.get(f"score/{member}")) is not None
+    ]
+    if not found:
+        return []
+    score, number, member = min(found, key=lambda each: _worth(each[0]))
+    settings = ", ".join(f"{ROOM}{name} = {rows[number - 1][f'{name}/{member}']:.4g}" for name in sweep.values)
+    first = rows[number]["step"] - sweep.every
+    return [f"best of the rounds before: loss {_shown(score)} in the round from step {first}, {settings}"]
 
 
 def lineage(rows: Iterable[Mapping[str, Any]], values: Mapping[str, tuple[float, ...]]) -> Iterator[dict[str, Any]]:

@@ -118,8 +118,12 @@ def race(
     loss, before, worker, write_share = np.array(log).T
     return Race(
         state=replace(state, params=read(), model_state=model_states[0]),
-        loss=loss, staleness=np.arange(len(log)) - before.astype(int), worker=worker.astype(int), write_share=write_share, seconds=seconds,
-    )  # fmt: skip
+        loss=loss,
+        staleness=np.arange(len(log)) - before.astype(int),
+        worker=worker.astype(int),
+        write_share=write_share,
+        seconds=seconds,
+    )
 
 
 def _write(shared: np.ndarray, gradient: np.ndarray, rate: float) -> int:

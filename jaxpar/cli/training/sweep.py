@@ -16,9 +16,10 @@ EXAMPLE = """\
        3                    0.004     0.1295  0.1162
   best member: 3, eval loss 0.1295, optimizer.learning_rate = 0.004
 
-[sweep] is of three kinds: a grid; random draws; or population based training (pbt), in which the worst members copy the
-best every so many steps, and RUN/lineage.jsonl has who copied whom. All members are one compiled program, and each sees
-all examples: parallel.data divides their number. `jaxpar train JOB` does the same.
+[sweep] is of five kinds: a grid; random draws; population based training (pbt), in which the worst members copy the
+best every so many steps, and RUN/lineage.jsonl has who copied whom; or, in rounds that each begin anew, evolution (a
+genetic algorithm) and swarm (particle swarm optimization). All members are one compiled program, and each sees all
+examples: parallel.data divides their number. `jaxpar train JOB` does the same.
 """
 
 

@@ -18,6 +18,7 @@ from jaxpar.errors import JaxparError, Problem, nearest
 
 RANGES = ("uniform", "log_uniform")
 KINDS = ("choice", *RANGES)
+MOVING = ("pbt", "evolution", "swarm")  # methods that change settings while members train
 LARGEST = 3.4e38  # of float32
 EXAMPLE = "{ log_uniform = [1e-4, 1e-2] }"
 
@@ -36,7 +37,7 @@ def check(over: Mapping[str, Any], method: str) -> None:
 
     Args:
       over: Setting by its whole name to what it may be.
-      method: grid, random or pbt.
+      method: grid, random, pbt, evolution or swarm.
 
     Raises:
       JaxparError: With all of them.
@@ -65,6 +66,11 @@ def within(over: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Returns the lowest and the highest value of each setting that is drawn from a range."""
     found = {name: _kind(value) for name, value in over.items()}
     return {name: (min(values), max(values)) for name, (kind, values) in found.items() if kind in RANGES}
+
+
+def logarithmic(over: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the settings that are drawn from a logarithmic range."""
+    return tuple(name for name, value in over.items() if _kind(value)[0] == "log_uniform")
 
 
 def _kind(value: Any) -> tuple[str, Sequence[float]]:
@@ -98,8 +104,8 @@ def _wrong(value: Any, method: str) -> tuple[str, str] | None:
         return "a range has its lowest and its highest number", EXAMPLE
     if kind == "log_uniform" and values[0] <= 0:
         return "a logarithm is of a positive number", EXAMPLE
-    if method == "pbt" and kind not in RANGES:
-        return "pbt multiplies settings, within the range that they are drawn from", EXAMPLE
+    if method in MOVING and kind not in RANGES:
+        return f"{method} changes settings within the range that they are drawn from", EXAMPLE
     return None
 
 

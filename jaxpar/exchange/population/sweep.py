@@ -7,13 +7,19 @@ from typing import Any, Literal
 
 from jaxpar.errors import JaxparError, Problem, check_ranges, nearest, refuse
 from jaxpar.exchange.population import draws
+from jaxpar.exchange.population.evolution import Evolution
 from jaxpar.exchange.population.pbt import Pbt, check_factors
 from jaxpar.exchange.population.population import Population
+from jaxpar.exchange.population.swarm import Swarm
 from jaxpar.exchange.settings import STEPS
 from jaxpar.optim.optimizer import SWEPT, Optimizer
 
 ROOM = "optimizer."  # whose settings may differ
 MOST = 4096  # members
+IN_ROUNDS = ("evolution", "swarm")  # methods in which members train anew in each round
+OF_METHOD = {  # the settings of a sweep that belong to some methods alone
+    "every": ("pbt", "evolution", "swarm"), "share": ("pbt", "evolution"), "factors": ("pbt",), "spread": ("evolution",)
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,42 +27,52 @@ class Sweep:
     """Members of a population: the same job with other settings of its optimizer, one compiled program for all.
 
     Attributes:
-      method: grid (every combination of the lists), random (draws), or pbt (draws; every so many steps the worst
-        copy the best, with other settings: population based training, Jaderberg et al. 2017, arXiv:1711.09846).
+      method: grid (every combination of the lists); random (draws); pbt (draws; every so many steps the worst
+        copy the best, with other settings: population based training, Jaderberg et al. 2017, arXiv:1711.09846);
+        evolution or swarm (draws; in rounds of so many steps, each from the start: a genetic algorithm, Young et al.
+        2015, or particle swarm optimization, Kennedy and Eberhart 1995).
       over: Settings to their values: optimizer.learning_rate = [1e-3, 3e-3] in [sweep.over]; or, but for a grid,
         { log_uniform = [1e-4, 1e-2] } or { uniform = [0.8, 0.99] }. Of the optimizer's learning_rate, final,
         weight_decay, beta1, beta2 and clip. {} is no sweep. Each member sees all examples, and parallel.data divides
         the members.
       members: How many are drawn; a grid has all combinations.
       seed: Of the draws.
-      every: With pbt, steps from one copying to the next; members are ranked by their mean loss since the last.
-      share: With pbt, the share of members that copy, and of those that may be copied.
+      every: With pbt, steps from one copying to the next; members are ranked by their mean loss since the last. With
+        evolution and swarm, steps of a round, over which schedules run; members are ranked by the mean loss of its
+        last fifth.
+      share: With pbt, the share of members that copy, and of those that may be copied; with evolution of those that
+        survive a round.
       factors: With pbt, by one of which each setting of a copy is multiplied, within the range that it was drawn from.
+      spread: With evolution, the standard deviation of a mutation, as a share of the range.
     """
 
-    method: Literal["grid", "random", "pbt"] = "grid"
+    method: Literal["grid", "random", "pbt", "evolution", "swarm"] = "grid"
     over: dict[str, Any] = field(default_factory=dict)
     members: int = 0
     seed: int = 0
     every: int = 100
     share: float = 0.2
     factors: tuple[float, ...] = (0.8, 1.2)
+    spread: float = 0.1
 
     def __post_init__(self):
         usual = Sweep.__dataclass_fields__
         check_ranges(self, "sweep", {
             "members": (0, MOST), "seed": (0, 2**32 - 1), "every": (1, STEPS), "share": (0.0, 0.5),
+            "spread": (0.0, 1.0),
         })  # fmt: skip
         check_factors(self.factors)
         if not self.over:
             return
-        of_pbt = [key for key in ("every", "share", "factors") if getattr(self, key) != usual[key].default]
-        if of_pbt and self.method != "pbt":
-            raise refuse(
-                f"sweep.{of_pbt[0]} = {getattr(self, of_pbt[0])} with sweep.method = {self.method!r}",
-                rule="members copy each other in population based training alone",
-                fix=f'sweep.method = "pbt", or leave {of_pbt[0]} out',
-            )
+        for key, methods in OF_METHOD.items():
+            if getattr(self, key) != usual[key].default and self.method not in methods:
+                raise refuse(
+                    f"sweep.{key} = {getattr(self, key)} with sweep.method = {self.method!r}",
+                    rule=f"{key} is a setting of {' and '.join(methods)}",
+                    fix=f'sweep.method = "{methods[0]}", or leave {key} out',
+                )
+        if self.method in IN_ROUNDS and self.every < 2:
+            raise refuse(f"sweep.every = {self.every}", rule="a round has two steps or more", fix="sweep.every = 100")
         over, drawn = draws.flat(self.over), self.method != "grid"
         draws.check(over, self.method)
         if not drawn and (combinations := math.prod(map(len, over.values()))) > MOST:
@@ -122,10 +138,19 @@ class Sweep:
 
     def population(self) -> Population:
         """Returns the members as what they are for a step: replicas that differ."""
-        if self.method != "pbt":
+        if self.method not in draws.MOVING:
             return Population(values=self.values)
         over = {name.removeprefix(ROOM): value for name, value in draws.flat(self.over).items()}
-        return Pbt(
-            values=self.values, every=self.every, share=self.share, factors=self.factors, within=draws.within(over),
-            seed=self.seed,
-        )  # fmt: skip
+        moving: dict[str, Any] = {
+            "values": self.values, "every": self.every, "within": draws.within(over), "seed": self.seed
+        }  # fmt: skip
+        if self.method == "pbt":
+            return Pbt(**moving, share=self.share, factors=self.factors)
+        moving["logarithmic"] = draws.logarithmic(over)
+        if self.method == "swarm":
+            return Swarm(**moving)
+        return Evolution(**moving, share=self.share, spread=self.spread)
+
+    def steps(self, steps: int) -> int:
+        """Returns over how many steps a member trains, of so many of the run: those of a round, where it has rounds."""
+        return self.every if self.over and self.method in IN_ROUNDS else steps

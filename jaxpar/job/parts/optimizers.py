@@ -101,7 +101,7 @@ def _whole(job: Job, names: Callable[[], muon.Names] = dict) -> optax.GradientTr
     spec = job.optimizer.at(job.train.global_batch)
     if _asks_names(job):
         spec = replace(spec, arguments={**spec.arguments, muon.DIMS: muon.matrices(names)})
-    return chain.build(spec, job.train.steps, swept, own=own_functions(job), names=names)
+    return chain.build(spec, job.sweep.steps(job.train.steps), swept, own=own_functions(job), names=names)
 
 
 def _asks_names(job: Job) -> bool:

@@ -1,0 +1,61 @@
+"""A genetic algorithm: the best settings survive, all others are replaced by children of two parents."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxpar.errors import check_ranges
+from jaxpar.exchange.base import Tree
+from jaxpar.exchange.population.rounds import Rounds
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evolution(Rounds):
+    """A genetic algorithm over settings, as Young et al. (2015, doi:10.1145/2834892.2834896) tune networks by.
+
+    After each round the best `share` of the members stay as they are (elitism), and train again beside the others. Each
+    other member becomes a child: of two parents, each the better of two members drawn at random (tournament), it takes
+    each setting from one or the other (uniform crossover), and adds a normal number times `spread` (mutation). A child
+    that would leave a range stays at its edge.
+
+    Attributes:
+      name: evolution (the best settings survive, others become children of the better ones).
+      share: Of all members, those that survive; at least one.
+      spread: Standard deviation of a mutation, as a share of the range.
+    """
+
+    name: str = "evolution"
+    share: float = 0.2
+    spread: float = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_ranges(self, "", {"share": (0.0, 0.5), "spread": (0.0, 1.0)})
+
+    @property
+    def survivors(self) -> int:
+        """How many members stay as they are."""
+        return max(1, int(self.share * self.members))
+
+    def remember(self, places: "jax.Array") -> Tree:
+        """Returns nothing: all that counts is in the members."""
+        return ()
+
+    def propose(
+        self, places: "jax.Array", scores: "jax.Array", memory: Tree, key: "jax.Array"
+    ) -> "tuple[jax.Array, Tree]":
+        """Returns the survivors and the children in the places of the others; see `Rounds.propose`."""
+        import jax
+        import jax.numpy as jnp
+
+        members, settings = places.shape
+        rank = jnp.argsort(jnp.argsort(scores))  # 0 is the best
+        draw, cross, mutate = jax.random.split(key, 3)
+        rivals = jax.random.randint(draw, (members, 2, 2), 0, members)  # [child, parent, rival]
+        parents = jnp.take_along_axis(rivals, jnp.argmin(rank[rivals], -1)[..., None], -1)[..., 0]
+        first = jax.random.bernoulli(cross, 0.5, (members, settings))
+        children = jnp.where(first, places[parents[:, 0]], places[parents[:, 1]])
+        children = jnp.clip(children + self.spread * jax.random.normal(mutate, places.shape), 0.0, 1.0)
+        return jnp.where((rank < self.survivors)[:, None], places, children), memory
