@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import pydantic
 
 from jaxpar.errors import JaxparError, refuse
-from jaxpar.files import partial_path, sync
+from jaxpar.files import sync
 
 FORMAT = 1
 PART = 2**26  # bytes that have a hash of their own
@@ -66,7 +66,7 @@ def write_tokens(file: Path, chunks: Iterable[bytes]) -> tuple[int, tuple[str, .
     Raises:
       JaxparError: If it cannot be written.
     """
-    part = partial_path(file)
+    part = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.part")
     try:
         with part.open("wb", buffering=0) as out:
             hashed = Hashed(out)
@@ -129,7 +129,7 @@ def full(part: Path, error: OSError) -> JaxparError:
 def write_list(file: Path, packed: Packed) -> None:
     """Writes the list of a file of tokens; a reader sees the old one or the new one."""
     rest = json.dumps(asdict(packed)).encode() + b"\n"
-    part = partial_path(list_of(file))
+    part = file.with_suffix(f".{os.uname().nodename}-{os.getpid()}.json.part")
     try:
         part.write_bytes(_digest(rest).encode() + b"\n" + rest)
         sync(part)

@@ -43,7 +43,8 @@ class Streaming(Outer):
       delay: Steps from when a fragment's mean is taken to when it is applied.
       blend: Of a replica's own parameters, how much it keeps when the fragment's are applied.
       wire: In what a replica's way travels: fp32, bf16, int8 or int4, of which the last two are rounded at random, in
-        blocks with a scale, as by `qsgd` (the paper's 4 bits are floats, E3M0). Norms, biases and what has fewer than 4,096 elements travel in fp32.
+        blocks with a scale, as by `qsgd` (the paper's 4 bits are floats, E3M0). Norms, biases and what has fewer than
+        4,096 elements travel in fp32.
       lr: The outer optimizer's learning rate.
       momentum: Its momentum; 0 for none.
       nesterov: Whether its momentum is Nesterov's.
