@@ -132,6 +132,14 @@ def test_all_reduces_over_replicas_are_hidden_by_a_share_of_their_own():
     assert seconds(copies=None) == pytest.approx((1 - MAXTEXT.overlap) * seconds(copies=0.0))
 
 
+@pytest.mark.parametrize("zero", [1, 2])
+def test_parameters_gathered_after_the_update_are_waited_for(zero):
+    work, layout = Work(parameters=1e9, layers=32, compute=10.0), Candidate(fsdp=64, zero=zero)
+    seconds = lambda **change: float(around(work, layout, H100, replace(TORCHTITAN, **change))["sharding"])  # noqa: E731
+    assert seconds(interference=0.0) == pytest.approx(0.0, abs=1e-12)
+    assert seconds(interference=0.0, exposed_update=True) == pytest.approx(float(H100.gather(2e9, 64, 1)))
+
+
 @pytest.mark.slow
 def test_predicted_mfu_falls_with_scale_and_nobody_shards_over_thousands():
     """From two nodes to a hundred thousand GPUs, with as much work for each."""

@@ -51,6 +51,7 @@ class SoftwareModel:
         take it out again, and as many for the slots of a pipeline; 0 where it stays where it was computed.
       eager: Whether gradients are reduced for every microbatch, rather than their sum once a step.
       layerwise: Whether each layer's parameters are gathered, and its gradients reduced, by collectives of its own.
+      exposed_update: Whether a step ends with a gather of updated parameters, and nothing hides it.
       overlap: Share of collectives over fsdp and data that computation hides, while there is enough of it.
       copies: The same for all-reduces of gradients over data, where that is another share.
       interference: By which share of the time that their bytes would take inside a node hidden collectives of fsdp
@@ -93,6 +94,7 @@ class SoftwareModel:
     keep: float = 0.0
     eager: bool = False
     layerwise: bool = True
+    exposed_update: bool = False
     overlap: float
     copies: float | None = None
     interference: float = 0.0

@@ -42,6 +42,17 @@ def pieces(layers: Any, candidate: Candidate, software: SoftwareModel) -> Any:
     return np.where(together | (not software.layerwise), 1, layers + 1)
 
 
+def updated(parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
+    """Returns the seconds in which devices of fsdp send each other what each has updated, once a step.
+
+    One gather of all shards, by ZeRO-1 and 2: else nothing.
+    """
+    sharers, stride = _over(candidate, software)
+    return np.where(
+        np.isin(candidate.zero, (1, 2)), hardware.gather(software.wire[0] * parameters, sharers, stride), 0.0
+    )
+
+
 def gradients(
     parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any
 ) -> tuple[Any, Any]:
@@ -49,7 +60,7 @@ def gradients(
 
     The parameters are those of `layers`, and of embedding and head. One program on all stages gathers and reduces once,
     around its table; but stage 2 scatters in every tick that makes gradients, of those that are idle too. What stages 1
-    and 2 gather once for all of a step comes at once.
+    and 2 gather once for all of a step comes at once, and is no part of it where nothing hides it: see `updated`.
     """
     over, count = _over(candidate, software), pieces(layers, candidate, software)
     around = software.everywhere & np.greater(candidate.pipe, 1)
@@ -59,14 +70,16 @@ def gradients(
     gather, scatter = (
         hardware.gather(size * parameters, *over, pieces=pieces) for size, pieces in zip(wires, counts, strict=True)
     )
-    whole = hardware.gather(software.wire[0] * parameters, *over)
+    whole = 0.0
+    if not software.exposed_update:
+        whole = updated(parameters, candidate, hardware, software)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
     eager = _eager(candidate, software)
     zero = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
     nothing = 0.0 * gather
     gathers = np.where(software.keeps_gathered(candidate), 1, 2)
     each = np.select(zero, [nothing, nothing, ticks * scatter, ~around * (gathers * gather + scatter)])
-    once = [2 * scatter, ~eager * scatter + whole, whole, around * (gather + scatter)]
+    once = [2 * scatter, ~eager * scatter + whole, nothing + whole, around * (gather + scatter)]
     return each, np.select(zero, once)
 
 
@@ -143,6 +156,8 @@ def around(work: Work, candidate: Candidate, hardware: Hardware, software: Softw
         layer = software.wire[0] * work.parameters / (work.layers + 1)
         alone = ENDS * hardware.gather(layer, *_over(candidate, software)) * candidate.microbatches
         left = left + np.where(np.equal(candidate.zero, 3), alone, 0.0)
+    if software.exposed_update:
+        left = left + updated(*parts, hardware, software)
     return {"sharding": left}
 
 
