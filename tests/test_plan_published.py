@@ -17,7 +17,7 @@ from jaxpar.bench.published.judged import judge, judge_all, score
 from jaxpar.bench.published.read import load
 from jaxpar.errors import JaxparError
 from jaxpar.plan.candidate import Candidate
-from jaxpar.plan.machine.hardware import HARDWARE, Gemm
+from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm
 from jaxpar.plan.machine.kernels import CUDNN, FLASH_1, FLASH_2
 from jaxpar.plan.machine.software import JAXPAR_FUSED, MAXTEXT, TORCHTITAN
 from jaxpar.plan.measured.calibrate import BELIEF, calibrate
@@ -138,6 +138,29 @@ def test_parameters_gathered_after_the_update_are_waited_for(zero):
     seconds = lambda **change: float(around(work, layout, H100, replace(TORCHTITAN, **change))["sharding"])  # noqa: E731
     assert seconds(interference=0.0) == pytest.approx(0.0, abs=1e-12)
     assert seconds(interference=0.0, exposed_update=True) == pytest.approx(float(H100.gather(2e9, 64, 1)))
+
+
+@pytest.mark.parametrize(("devices", "rings"), [(64, 64), (1024, 9 * 32 + 3)])
+def test_arrays_that_devices_own_travel_in_a_ring_each(devices, rings):
+    """One after another, each with its launch and its hops: a thousand devices own no more than there are arrays."""
+    nodes = devices // 8
+    hops = nodes * 7 * A100.inside.latency + (nodes - 1) * A100.between.latency
+    slow, fast = 1 / (8 * A100.between.bandwidth), 1 / A100.inside.bandwidth
+    bytes_ = 2e9 * (max(slow, fast) + TOGETHER * min(slow, fast))
+    work, layout = Work(parameters=1e9, layers=32, compute=10.0), Candidate(fsdp=devices, zero=1)
+    how = replace(TORCHTITAN, interference=0.0, exposed_update=True, broadcast_arrays=9)
+    found = float(around(work, layout, A100, how)["sharding"])
+    assert found == pytest.approx(rings * (A100.launch + hops) + bytes_)
+
+
+def test_the_last_bucket_of_gradients_has_nothing_to_hide_behind():
+    work, layout = Work(parameters=1e9, layers=32, compute=10.0), Candidate(data=4, fsdp=8, zero=1)
+    how = replace(TORCHTITAN, interference=0.0, wire=(2.0, 2.0), exposed_update=True, reduce_whole=True)
+    shards = float(H100.gather(2e9, 8, 1))
+    assert float(around(work, layout, H100, how)["sharding"]) == pytest.approx(shards)
+    how = replace(how, bucket=3e8)  # 2 GB in 7
+    summed = 2 * float(H100.gather(2e9, 32, 1, pieces=7))  # whole, over all devices
+    assert float(around(work, layout, H100, how)["sharding"]) == pytest.approx(summed / 7 + shards)
 
 
 @pytest.mark.slow

@@ -51,7 +51,12 @@ class SoftwareModel:
         take it out again, and as many for the slots of a pipeline; 0 where it stays where it was computed.
       eager: Whether gradients are reduced for every microbatch, rather than their sum once a step.
       layerwise: Whether each layer's parameters are gathered, and its gradients reduced, by collectives of its own.
-      exposed_update: Whether a step ends with a gather of updated parameters, and nothing hides it.
+      bucket: Bytes of gradients in one collective, where the software fills buckets with them: the last one is full
+        when the backward pass ends, and has nothing to hide behind. 0 where each layer has its own collective.
+      reduce_whole: Whether ZeRO-1 sums whole gradients on every device, once a step, by all-reduces over fsdp and data.
+      broadcast_arrays: Arrays of a layer, where ZeRO-1 and 2 leave each of them whole to one device of fsdp, which
+        sends it to the others in a broadcast after the update; 0 where all devices gather shards.
+      exposed_update: Whether a step ends with that gather or broadcast of updated parameters, and nothing hides it.
       overlap: Share of collectives over fsdp and data that computation hides, while there is enough of it.
       copies: The same for all-reduces of gradients over data, where that is another share.
       interference: By which share of the time that their bytes would take inside a node hidden collectives of fsdp
@@ -94,6 +99,9 @@ class SoftwareModel:
     keep: float = 0.0
     eager: bool = False
     layerwise: bool = True
+    bucket: float = 0.0
+    reduce_whole: bool = False
+    broadcast_arrays: int = 0
     exposed_update: bool = False
     overlap: float
     copies: float | None = None
@@ -146,7 +154,7 @@ class SoftwareModel:
             "software model",
             {key: (0.0, 1e4) for key in ("worked", "relaid", "residual", "logits", "accumulate", "update", "keep")}
             | {key: (0.0, 1.0) for key in ("overlap", "tensor_overlap", "context_overlap")}
-            | {"interference": (0.0, 10.0), "host": (0.0, 60.0)},
+            | {"interference": (0.0, 10.0), "host": (0.0, 60.0), "bucket": (0.0, 1e15), "broadcast_arrays": (0, 1e4)},
         )
         pairs = {"core": (1e-3, 1.0)} | dict.fromkeys(
             ("scores", "kept", "stream", "inner", "wire", "waits"), (0.0, 1e4)

@@ -42,15 +42,30 @@ def pieces(layers: Any, candidate: Candidate, software: SoftwareModel) -> Any:
     return np.where(together | (not software.layerwise), 1, layers + 1)
 
 
-def updated(parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel) -> Any:
+def buckets(parameters: Any, count: Any, software: SoftwareModel) -> Any:
+    """Returns in how many collectives so many gradients are reduced: in `count`, or bucket by bucket."""
+    return np.ceil(software.wire[1] * parameters / software.bucket) if software.bucket else count
+
+
+def updated(parameters: Any, candidate: Candidate, hardware: Hardware, software: SoftwareModel, *, layers: Any) -> Any:
     """Returns the seconds in which devices of fsdp send each other what each has updated, once a step.
 
-    One gather of all shards, by ZeRO-1 and 2: else nothing.
+    One gather of all shards. Or one broadcast for every device that owns arrays; embedding, head and last norm are
+    among them. They follow each other, and each passes through a ring of all devices, so that they take
+
+        min(devices, arrays) (launch + hops) + bytes / bandwidth
+
+    By ZeRO-1 and 2: else nothing.
+
+    Sources: NCCL, src/device/broadcast.h, a chain through the ring; internlm/solver/optimizer/hybrid_zero_optim.py
+    @fa7337b3, `_partition_param_list` and `broadcast_params`.
     """
     sharers, stride = _over(candidate, software)
-    return np.where(
-        np.isin(candidate.zero, (1, 2)), hardware.gather(software.wire[0] * parameters, sharers, stride), 0.0
-    )
+    size, count = software.wire[0] * parameters, 1
+    if software.broadcast_arrays:
+        count = np.minimum(sharers, software.broadcast_arrays * layers + 3)
+        size = size * sharers / np.maximum(sharers - 1, 1)  # each link carries all bytes, where a gather spares a share
+    return np.where(np.isin(candidate.zero, (1, 2)), hardware.gather(size, sharers, stride, pieces=count), 0.0)
 
 
 def gradients(
@@ -66,20 +81,21 @@ def gradients(
     around = software.everywhere & np.greater(candidate.pipe, 1)
     wires = software.wire[0], np.where(around, SUMMED, software.wire[1])
     # gradients of the head are scattered when they are made, by themselves
-    counts = count, count + np.greater(count, 1)
+    counts = count, buckets(parameters, count + np.greater(count, 1), software)
     gather, scatter = (
         hardware.gather(size * parameters, *over, pieces=pieces) for size, pieces in zip(wires, counts, strict=True)
     )
     whole = 0.0
     if not software.exposed_update:
-        whole = updated(parameters, candidate, hardware, software)
+        whole = updated(parameters, candidate, hardware, software, layers=layers)
     ticks = np.where(around, 1 + (candidate.pipe - 1) / (candidate.microbatches * candidate.chunks), 1.0)
     eager = _eager(candidate, software)
+    summed = eager | software.reduce_whole
     zero = [np.equal(candidate.zero, stage) for stage in (0, 1, 2, 3)]
     nothing = 0.0 * gather
     gathers = np.where(software.keeps_gathered(candidate), 1, 2)
     each = np.select(zero, [nothing, nothing, ticks * scatter, ~around * (gathers * gather + scatter)])
-    once = [2 * scatter, ~eager * scatter + whole, nothing + whole, around * (gather + scatter)]
+    once = [2 * scatter, ~summed * scatter + whole, nothing + whole, around * (gather + scatter)]
     return each, np.select(zero, once)
 
 
@@ -89,11 +105,11 @@ def replicas(
     """Returns the seconds of all-reduces of so many gradients over data and context: per microbatch, and per step.
 
     One for both axes, in as many pieces as fsdp's; and for fsdp too where stage 1 reduces every one of several
-    microbatches. Where context shares what fsdp shards, it is none of them. Around a table
+    microbatches, or sums whole gradients. Where context shares what fsdp shards, it is none of them. Around a table
     data comes once a step, after fsdp; context inside of it, where fsdp has not sharded anything yet.
     """
     eager = _eager(candidate, software)
-    whole = eager & np.equal(candidate.zero, 1)
+    whole = (eager | software.reduce_whole) & np.equal(candidate.zero, 1)
     sharers = software.sharers(candidate)
     shard = np.where(np.greater(candidate.zero, 0) & ~whole, sharers, 1)
     table = software.everywhere & np.greater(candidate.pipe, 1)
@@ -103,7 +119,7 @@ def replicas(
     near, far = (
         hardware.members(size, candidate.stride(axis)) for axis, size in (("context", context), ("data", data))
     )
-    count = pieces(layers, candidate, software)
+    count = buckets(parameters, pieces(layers, candidate, software), software)
     ways = np.where(whole, sharers, 1)
     members = near * far * np.where(whole, hardware.members(*_over(candidate, software)), 1)
     both = 2 * hardware.gather(size / shard, data * context * ways, candidate.tensor, members=members, pieces=count)
@@ -139,6 +155,8 @@ def around(work: Work, candidate: Candidate, hardware: Hardware, software: Softw
     shards, copies = (price(*parts, hardware, software, layers=work.layers) for price in (gradients, replicas))
     last = work.compute / candidate.microbatches * 2 / 3
     room, share = work.compute - last, software.overlap
+    if software.bucket:  # the last of them is full when nothing is left to hide it
+        share = share * (1 - 1 / buckets(work.parameters, 1, software))
     if software.copies is None:
         each, once = (one + other for one, other in zip(shards, copies, strict=True))
         left = exposed(each * candidate.microbatches, room, share) + exposed(once, last, share)
@@ -157,7 +175,7 @@ def around(work: Work, candidate: Candidate, hardware: Hardware, software: Softw
         alone = ENDS * hardware.gather(layer, *_over(candidate, software)) * candidate.microbatches
         left = left + np.where(np.equal(candidate.zero, 3), alone, 0.0)
     if software.exposed_update:
-        left = left + updated(*parts, hardware, software)
+        left = left + updated(*parts, hardware, software, layers=work.layers)
     return {"sharding": left}
 
 
