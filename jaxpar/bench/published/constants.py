@@ -13,7 +13,7 @@ from jaxpar.plan.machine.hardware import Hardware
 from jaxpar.plan.machine.kernels import FLASH_1
 from jaxpar.plan.machine.software import TORCHTITAN, SoftwareModel
 
-EAGER = ("EAGER", "EAGER_FLASH_1")
+EAGER = ("EAGER", "EAGER_FLASH_1", "INTERNLM")
 XLA = ("MAXTEXT", "PAX")
 NVL = 835.5e12  # bfloat16 peak of an H100 NVL, near which that of torchtitan's cards of 500 W lies
 Machine = tuple[Hardware, SoftwareModel]

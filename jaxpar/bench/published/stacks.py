@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from jaxpar.plan.machine.hardware import HARDWARE, Hardware, capped
 from jaxpar.plan.machine.software import MAXTEXT, MEGATRON_2022, MEGATRON_BLOCKING, TORCHTITAN, SoftwareModel
-from jaxpar.plan.machine.stacks import EAGER, EAGER_FLASH_1, FMS, MEGATRON_CORE, PAX
+from jaxpar.plan.machine.stacks import EAGER, EAGER_FLASH_1, FMS, INTERNLM, MEGATRON_CORE, PAX
 
 CHIPS: Mapping[str, Hardware] = {
     "A100": HARDWARE["a100"],
@@ -35,6 +35,7 @@ PRACTICES: Mapping[str, SoftwareModel] = {
     "EAGER": EAGER,
     "EAGER_FLASH_1": EAGER_FLASH_1,
     "FMS": FMS,
+    "INTERNLM": INTERNLM,
     "PAX": PAX,
 }
 GPT = ("MEGATRON_2022", "MEGATRON_BLOCKING")  # of models with biases and learned positions
@@ -47,6 +48,7 @@ SYSTEMS: Mapping[str, Callable[[Mapping[str, str]], str]] = {
     "llm-foundry": lambda row: "EAGER_FLASH_1",
     "torchtitan": lambda row: "TORCHTITAN" if _compiled(row) else "EAGER",
     "fms-fsdp": lambda row: "FMS",
+    "InternLM": lambda row: "INTERNLM",
     "JAX-Toolbox Pax": lambda row: "PAX",
     "Megatron-DeepSpeed": lambda row: "MEGATRON_BLOCKING",
     "Meta": lambda row: "MEGATRON_CORE",

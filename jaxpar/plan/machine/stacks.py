@@ -3,6 +3,7 @@
     eager PyTorch        elementwise ops twice what torch.compile leaves of them, and the host's time between steps
     compiled PyTorch     `software.TORCHTITAN`
     Megatron Core        with Transformer Engine: fused ops, cuDNN's attention, gradients beside computation
+    InternLM             eager PyTorch; its ZeRO-1 sums whole gradients, and owners of arrays broadcast them
     MaxText              `software.MAXTEXT`; Pax without Transformer Engine has XLA's own attention
 
 Numbers that are called fitted come from published runs: `jaxpar bench planner --leave-out group` prints them.
@@ -29,6 +30,20 @@ EAGER_FLASH_1 = replace(
     EAGER,
     kernel=FLASH_1,
     source=f"llm-foundry in 2023, with FlashAttention in Triton; {EAGER.source}",
+)
+
+INTERNLM = replace(
+    EAGER_FLASH_1,  # of Triton; InternLM has CUDA's v1.0.5: doc/en/install.md
+    # a microbatch's gradient added up reads 2 + 2 and writes 2; the first one is not, but once a step buckets are
+    # filled, divided and emptied, which moves 12
+    accumulate=6.0,
+    wire=(2.0, 2.0),  # `reduce_tensor` with the dtype of the parameters
+    bucket=2.0 * 512 * 2**20,  # reduce_bucket_size=512 * 1024 * 1024 elements: configs/7B_sft.py
+    reduce_whole=True,  # dst_rank is None: all_reduce over ParallelMode.DATA
+    broadcast_arrays=9,  # qkv and output with biases, three of the feed-forward, two norms
+    exposed_update=True,  # `broadcast_params(overlap=False)`
+    source="InternLM's HybridZeroOptimizer as first released, internlm/solver/optimizer/hybrid_zero_optim.py "
+    "@fa7337b3; nothing of it fitted, else as EAGER_FLASH_1",
 )
 
 FMS = replace(
