@@ -34,10 +34,13 @@ import optax
 from flax import nnx
 
 from jaxpar.exchange import (
+    AsynchronousEasgd,
+    Downpour,
     Exponential,
     Link,
     Stale,
     Times,
+    TwoLevels,
     algorithms,
     contraction,
     mean_staleness,
@@ -45,6 +48,7 @@ from jaxpar.exchange import (
     programs,
     ring,
 )  # fmt: skip
+from jaxpar.train import elastic_on_clock, on_clock, race
 
 # %% [markdown]
 # ## 1. Ranks
@@ -403,6 +407,128 @@ for name, bound in (("asynchronous", None), ("a lead of 3", 3), ("a lead of 0", 
 # waiting depends on the rate: on a parabola with curvature $\lambda$, gradients that are $\tau$ updates late converge only where
 # $\eta\lambda < 2 \sin\frac{\pi}{2(2\tau + 1)}$: 2 for $\tau = 0$, and 0.21 for $\tau = 7$. Asynchronous SGD does converge, at a
 # lower rate, and so more slowly per example.
+#
+# ## 11. A parameter server
+#
+# Before all-reduces there were parameter servers: workers fetch the parameters from a server, and push gradients to it. The server may
+# be in shards, each with some of the parameters and versions of its own (DistBelief's *Downpour*, Dean et al. 2012), or in two
+# levels. In *asynchronous elastic averaging* ([2014](https://arxiv.org/abs/1412.6651)) the server holds a center to which
+# workers, each with parameters of its own, are drawn every so many steps. Here the eight workers have eight digits each, compute
+# for a second in the mean, and a message takes a tenth of one.
+#
+# Every method has a rate at which one gradient moves the parameters by 0.05 of itself: where the server takes the mean of
+# eight, the rate is 0.4. In elastic averaging each worker trains by itself, at 0.4.
+#
+# **Predict.** All see the same 2,560 digits. Who needs the least time for them, and who has the least loss at the end?
+
+# %%
+alone = jp.compose(Net, jp.Parallel(), jax.devices()[:1])
+late = Times(law=Exponential(), compute=1.0, travel=0.1)
+
+
+def share(number):
+    """Returns the eight digits of a worker's gradient."""
+    batch = digits.batch(number // 8, BATCH)
+    return {name: value[number % 8 * 8 :][:8] for name, value in batch.items()}
+
+
+def simulate(method, rate):
+    """Returns virtual seconds and loss of each update."""
+    points, worker = [], jp.train_step(alone, jp.classify, optax.sgd(rate))
+    told = lambda update, loss: points.append((update.seconds, loss))  # noqa: E731
+    if isinstance(method, AsynchronousEasgd):
+        elastic_on_clock.run(worker, method.local_steps(8, 40, late), method.alpha(8), share, told)
+    else:
+        on_clock.run(worker, method.updates(8, 40, late), share, told)
+    return np.array(sorted(points)).T
+
+
+SERVERS = {
+    "all wait for all, as an all-reduce": (Stale(bound=0), 0.4),
+    "stale-synchronous, a lead of 3": (Stale(bound=3), 0.07),
+    "asynchronous": (Stale(), 0.05),
+    "Downpour, 3 shards": (Downpour(shards=3), 0.05),
+    "two levels, 2 servers": (TwoLevels(servers=2), 0.2),
+    "asynchronous EASGD, every 4": (AsynchronousEasgd(every=4), 0.4),
+}
+points = {name: simulate(*method) for name, method in SERVERS.items()}
+for name, (seconds, losses) in points.items():
+    print(
+        f"{name:<36}{len(seconds):4} updates in {seconds[-1]:4.0f} virtual seconds, loss {losses[-len(losses) // 8 :].mean():.3f}"
+    )
+
+# %%
+figure, ax = plt.subplots(figsize=(7.5, 3.6), dpi=110, layout="constrained")
+for name, (seconds, losses) in points.items():
+    window = max(1, len(losses) // 10)
+    ax.plot(seconds, [losses[max(0, i + 1 - window) : i + 1].mean() for i in range(len(losses))], lw=1.3, label=name)
+ax.set(xlabel="virtual seconds (modelled)", ylabel="loss, mean of a tenth of the updates")
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False, fontsize=9)
+plt.show()
+
+# %% [markdown]
+# Who waits for all takes 124 virtual seconds, who waits for none 51: 2.7 times less but for the messages. With gradients
+# that are seven updates late the loss is no worse here, as 0.05 is a rate at which they are stable. Two levels wait for four workers at a
+# time, and are between. In elastic averaging the losses are of the workers' own parameters: each has made 40 steps, from 8 digits
+# each, and is drawn to the others' center a ninth of the way every fourth step, so that it learns more slowly from the same digits, and
+# sends a quarter.
+#
+# ## 12. Without locks
+#
+# On one machine workers may be threads, and the server its memory. *Hogwild!* ([Recht et al. 2011](https://arxiv.org/abs/1106.5730)) takes
+# no locks at all: threads read parameters while others write them, and an update may overwrite another. This is not simulated: the
+# threads below race on this notebook's processor.
+#
+# The paper's example is a sparse support vector machine: an example has few of many features, so that threads seldom write the
+# same element.
+#
+# **Predict.** On sparse examples four threads reach what one reaches by as many updates. And with the network of section 5, in which
+# every gradient changes every parameter, at a rate of 0.3?
+
+# %%
+rng = np.random.default_rng(0)
+FEATURES, ACTIVE = 5_000, 10
+truth = rng.normal(size=FEATURES).astype(np.float32)
+
+
+class Margin(nnx.Module):
+    def __init__(self, rngs):
+        self.weights = nnx.Param(np.zeros(FEATURES, np.float32))
+
+    def __call__(self, features, values):
+        return (self.weights[...][features] * values).sum(-1)
+
+
+def hinge(model, batch):
+    """Returns the loss of a support vector machine, and the count of examples."""
+    margins = model(batch["features"], batch["values"]) * batch["labels"]
+    return jax.numpy.maximum(0, 1 - margins).sum(), margins.size
+
+
+def sparse(number):
+    """Returns 8 examples with few active features each."""
+    rng = np.random.default_rng(number)
+    features = np.stack([rng.choice(FEATURES, ACTIVE, replace=False) for _ in range(8)])
+    values = rng.normal(size=features.shape).astype(np.float32)
+    return {"features": features, "values": values, "labels": np.sign((truth[features] * values).sum(-1))}
+
+
+margins = jp.train_step(jp.compose(Margin, jp.Parallel(), jax.devices()[:1]), hinge, optax.sgd(1.0))
+network = jp.train_step(alone, jp.classify, sgd)
+for name, step, examples, rate in (("sparse", margins, sparse, 0.4), ("dense", network, share, 0.3)):
+    for workers in (1, 4):
+        result = race(step, examples, workers=workers, updates=1000, rate=rate)
+        print(
+            f"{name:<6} {workers} threads: loss {result.loss[-100:].mean():.2f}, elements that an update writes "
+            f"{result.write_share.mean():4.0%}, updates of others meanwhile {result.staleness.mean():.0f}"
+        )
+
+# %% [markdown]
+# As predicted on sparse examples: an update writes one element in seventy, and three others were made meanwhile, mostly of other
+# elements. The dense network is hurt: gradients are three updates late at a rate at which that is too late, some writes undo others, and
+# part of its units are dead at the end, so that their gradients are zero. A smaller rate helps; so does one thread. Two runs of this
+# section differ, as threads race otherwise each time.
 #
 # ## What to try next
 #
