@@ -111,7 +111,9 @@ def trained(name, sizes, zero):
     """Returns losses and state of three steps."""
     names = {path: leaf.names for path, leaf in as_blueprint(models()["annotated"]).leaves.items()}
     assert names["blocks/up/kernel"][0] == "layers"
-    made = chain.build(Optimizer(name=name, clip=0.0, learning_rate=0.01, decay="constant"), 9, names=lambda: names)
+    made = chain.build(
+        Optimizer(name=name, clip=0.0, learning_rate=RATES.get(name, 0.01), decay="constant"), 9, names=lambda: names
+    )
     parallel = jp.Parallel(**dict(sizes), **({"zero": zero} if zero else {}))
     devices = jax.devices()[: math.prod(parallel.sizes.values())]
     return train(models()["annotated"], parallel, devices, chain=made, steps=3)[:2]
@@ -124,14 +126,25 @@ MESHES = {
     "ZeRO-3": ((("fsdp", 4),), 3),
 }
 OFTEN = ("adafactor", "lamb")
-NAMED = [pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.full) for name in LAYERWISE]
+# acprop divides a gradient by the size of the one before: where that was near 0, rounding grows with the rate
+RATES = {"acprop": 1e-5}
+NAMED = [
+    pytest.param(name, marks=pytest.mark.slow if name in OFTEN else pytest.mark.full)
+    for name in sorted(optimizers().keys() - OTHERS.keys())
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*FLOP of matmuls")  # galore's projections are whole on every device
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.filterwarnings("ignore:.*optimistic_adam")  # for its successor
 @pytest.mark.parametrize("name", NAMED)
-def test_meshes_and_stages_of_zero_train_as_one_device_does(name, mesh):
-    losses, state = trained(name, *MESHES[mesh])
+def test_meshes_and_stages_of_zero_train_as_one_device_does(name):
+    """Prints a row of the table of all optimizers: `pytest -s -n 0 -m "" -k as_one_device_does`."""
     wanted, alone = trained(name, (), None)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-    assert_same_arrays(state.params, alone.params)
+    cells = []
+    for mesh, (sizes, zero) in MESHES.items():
+        losses, state = trained(name, sizes, zero)
+        gap = max(abs(one / other - 1) for one, other in zip(losses, wanted, strict=True))
+        cells.append(f"{mesh} {gap:.1e}")
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+        assert_same_arrays(state.params, alone.params)
+    print(f"\n{name:<24} relative difference of losses: {', '.join(cells)}")
