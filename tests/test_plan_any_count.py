@@ -3,6 +3,7 @@
 import contextlib
 import io
 import random
+import re
 import shlex
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import load
 from jaxpar.job.plan import command, planned
+from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices
 from jaxpar.plan.enumerate import at
@@ -94,6 +96,32 @@ def test_the_first_layout_passes_check_as_it_is_printed_and_as_it_is_written(con
     status, checked = said("check", written)
     assert status == 0, checked
     assert load(train[2], train[3:]) == load(written)
+
+
+COMPILED = ("gpu_gpt2_124m", "gpu_llama_1b3_fsdp8", "pipe2_fsdp2_tensor2", "zero3_fsdp8", "digits")
+
+
+def compiled_grid():
+    for config in CONFIGS:
+        for devices in (8, 12, 24, 48, 100) if config.stem in COMPILED else ():
+            often = (config.stem, devices) == ("zero3_fsdp8", 12)
+            mark = pytest.mark.slow if often else pytest.mark.full
+            yield pytest.param(config, devices, marks=mark, id=f"{config.stem}-{devices}")
+
+
+@pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
+@pytest.mark.parametrize(("config", "devices"), [*compiled_grid()])
+def test_the_first_layout_compiles_and_fits(config, devices):
+    """As `--verify` compiles it for H100s that are not there: the bytes of XLA's own assignment."""
+    rows = devices * max(1, load(config).train.global_batch // devices)
+    words = [f"train.global_batch={rows}", "train.precision=bf16"]
+    status, text = said("plan", config, *words, "--devices", devices, "--chip", "h100", "--verify", 1)
+    assert status == 0, text
+    compiled = text[text.index("replayed (seconds") :].splitlines()[1]
+    number, unit = re.search(r"; .*?, ([\d.]+) ([KMG])iB \(", compiled).groups()
+    size = float(number) / {"K": 2**20, "M": 2**10, "G": 1}[unit]
+    assert 0 < size < 80, compiled
+    print(f"\n{config.stem} on {devices}: {compiled.strip()}")
 
 
 def test_a_command_changes_what_a_plan_changes_and_quotes_what_a_shell_would_read():
