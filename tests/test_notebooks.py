@@ -89,13 +89,14 @@ def test_stored_outputs_are_whole_and_clean(path):
         assert place not in text, f"{path.stem} shows a path of the machine that ran it: {place}"
 
 
-LONG = ("00_by_hand", "08_long_sequences", "09_fine_tune")
+LONG = ("00_by_hand", "03_pipelines", "07_large_batches", "08_long_sequences", "09_fine_tune")
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        # what these do is in tests of their own, too: `test_step.py`, `test_context_compiled.py`, `test_fine_tune.py`
+        # what these do is in tests of their own, too: `test_step.py`, `test_pipeline.py`, `test_large_batch.py`,
+        # `test_context_compiled.py`, `test_fine_tune.py`
         pytest.param(path, id=path.stem, marks=pytest.mark.full if path.stem in LONG else pytest.mark.slow)
         for path in SOURCES
     ],
