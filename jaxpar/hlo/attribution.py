@@ -45,6 +45,8 @@ _LIBRARIES = frozenset(
     "beartype lineax numpy optax optimistix orbax pluggy pytest runpy scipy treescope".split()
 )
 _LOSSES = str(_HOME / "step" / "losses.py")
+_UPDATE = str(_HOME / "optim" / "extra.py")  # the one place that asks an optimizer for its updates
+_EXCHANGES = str(_HOME / "exchange") + "/"
 _SCOPED = re.compile(rf"{SCOPE}([^/()]+)")
 _WRAPPERS = ("jit(", "while", "body", "eval_jaxpr", "checkpoint", "rematted", "closed_call", "pipeline:")
 STAGE_TO_STAGE = "from stage to stage"
@@ -279,6 +281,15 @@ def equation_frame(equation: Any) -> Frame | None:
     traceback = equation.source_info.traceback
     frames = traceback.frames if traceback else ()
     return users_frame([Frame(each.file_name, each.line_num, each.function_name) for each in frames])
+
+
+def is_of_update(equation: Any) -> bool:
+    """Returns whether an equation of a step's jaxpr is of its optimizer, or of how replicas agree: not of the model."""
+    traceback = equation.source_info.traceback
+    return any(
+        (each.file_name == _UPDATE and each.function_name == "update") or each.file_name.startswith(_EXCHANGES)
+        for each in (traceback.frames if traceback else ())
+    )
 
 
 def _merged(shape: Sequence[int]) -> list[tuple[int, ...]]:

@@ -25,7 +25,13 @@ def forward_flop(function: Callable, *args: Any) -> int:
     return _count(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def traced_matmuls(jaxpr: Any, schedule: Schedule | None = None, times: float | None = 1) -> Iterator[tuple[Any, Any]]:
+def traced_matmuls(
+    jaxpr: Any,
+    schedule: Schedule | None = None,
+    times: float | None = 1,
+    *,
+    skip: Callable[[Any], bool] = lambda equation: False,
+) -> Iterator[tuple[Any, Any]]:
     """Yields (equation, FLOP) of each matmul and convolution that a traced step runs, over all devices.
 
     FLOP are None where the equation stands in a loop that turns as often as the data says. Branches of a conditional
@@ -35,8 +41,11 @@ def traced_matmuls(jaxpr: Any, schedule: Schedule | None = None, times: float | 
       jaxpr: As `jax.jit(...).trace(...)` has it.
       schedule: The table that it runs, where it is a pipeline's.
       times: How often the jaxpr is run.
+      skip: Whether an equation is left out, with all that it calls.
     """
     for equation in jaxpr.eqns:
+        if skip(equation):
+            continue
         if flop := matmul_flop(equation):
             yield equation, None if times is None else times * flop
             continue
@@ -53,7 +62,7 @@ def traced_matmuls(jaxpr: Any, schedule: Schedule | None = None, times: float | 
             each = times * schedule.microbatches * schedule.chunks / schedule.ticks
         for value in params.values():
             for inner in _jaxprs(value):
-                yield from traced_matmuls(inner, schedule, each)
+                yield from traced_matmuls(inner, schedule, each, skip=skip)
 
 
 def matmul_flop(equation: Any) -> int:

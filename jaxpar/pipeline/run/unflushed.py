@@ -26,6 +26,7 @@ import numpy as np
 import optax
 
 from jaxpar.errors import refuse
+from jaxpar.optim import extra
 from jaxpar.pipeline.run.execute import run_table
 from jaxpar.pipeline.run.program import COLUMNS, Program, TickKind, program
 from jaxpar.pipeline.run.slots import load, store
@@ -257,7 +258,7 @@ def updating(optimizer: optax.GradientTransformation, join: Callable, split: Cal
         # reduced in float32, then in the dtype of the parameters, for which the optimizer's state was made
         summed = jax.tree.map(lambda g, p: g.astype(p.dtype), join(*reduce(gradients)), whole)
         square = sum(jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(summed))
-        updates, state = optimizer.update(summed, state, whole)
+        updates, state = extra.update(optimizer, summed, state, whole, None)
         return split(optax.apply_updates(whole, updates)), state, square
 
     return update

@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxpar.errors import nearest, refuse
-from jaxpar.hlo.attribution import equation_frame
+from jaxpar.hlo.attribution import equation_frame, is_of_update
 from jaxpar.hlo.text import Frame
 from jaxpar.hlo.traced_flop import matmul_flop, traced_matmuls
 from jaxpar.models.settings.computing import Precision
@@ -89,7 +89,7 @@ def listed(kept: tuple[Kept, ...]) -> str:
 
 
 def products(jaxpr: Any, schedule: Schedule | None = None) -> Matmuls:
-    """Returns the matmuls of a traced step.
+    """Returns the matmuls of a traced step, but for those of its optimizer and exchange, which compute in float32.
 
     Args:
       jaxpr: As `jax.jit(...).trace(...)` has it.
@@ -98,7 +98,7 @@ def products(jaxpr: Any, schedule: Schedule | None = None) -> Matmuls:
     total = low = eight = 0
     flop, flop_low = 0.0, 0.0
     others: dict[tuple[str, str], list[tuple[float, str, bool]]] = defaultdict(list)
-    for equation, work in traced_matmuls(jaxpr, schedule):
+    for equation, work in traced_matmuls(jaxpr, schedule, skip=is_of_update):
         left, right = (var.aval for var in equation.invars)
         work = matmul_flop(equation) if work is None else work  # a loop that turns as often as the data says: once
         total, flop = total + 1, flop + work
