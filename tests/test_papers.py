@@ -502,7 +502,7 @@ def difference(actual, target):
 
 
 def draws_of(state, metrics):
-    """Returns what jaxpar drew in a step, as far as its state and its metrics show it."""
+    """Returns the random draws of a step of jaxpar, read from its state and its metrics."""
     draws = {"memory": vectors(state.exchange["lost"])} if "lost" in state.exchange else {}
     for name in ("from", "learning_rate"):
         if f"{name}/0" in metrics:
@@ -511,7 +511,7 @@ def draws_of(state, metrics):
 
 
 def differences(method, patch):
-    """Returns how far jaxpar is from the paper after each step: its parameters, and its memory if it has one."""
+    """Returns the relative difference to the paper after each step, of parameters and of any error memory."""
     parallel = jp.Parallel(data=method.replicas, exchange=method.exchange)
     layout = jp.compose(lambda rngs: Net(rngs), parallel, jax.devices()[: method.replicas])
     step, state = jp.train_step(layout, loss, method.optimizer), jp.init_state(layout, method.optimizer)
@@ -662,7 +662,7 @@ CLOCKS = {
 
 
 def clock_differences(method, loop, times, monkeypatch):
-    """Returns how far jaxpar is from the paper after each update: its parameters, and its time."""
+    """Returns the relative difference to the paper after each update, of parameters and of its time."""
     history, apply = [], on_clock._Server.update
 
     def update(server, *args):

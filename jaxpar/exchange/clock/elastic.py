@@ -61,7 +61,7 @@ class AsynchronousEasgd:
         return workers
 
     def alpha(self, workers: int) -> float:
-        """Returns how much of the way to the other both go at a meeting."""
+        """Returns the share of their difference by which a worker and the center move towards each other."""
         return self.beta / workers
 
     def local_steps(self, workers: int, steps: int, times: Times) -> list[LocalStep]:

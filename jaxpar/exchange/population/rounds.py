@@ -53,7 +53,7 @@ class Rounds(Population):
 
     @abstractmethod
     def remember(self, places: "jax.Array") -> Tree:
-        """Returns what the search remembers between rounds, at the first. Arrays [member] or [member, setting].
+        """Returns the initial state of the search, carried between rounds: arrays [member] or [member, setting].
 
         Args:
           places: Coordinates of the members' settings. Shape [member, setting].

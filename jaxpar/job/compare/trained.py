@@ -185,7 +185,7 @@ def _simulate(job: Job, method: Method, how: Simulated, times: Times, link: Link
 
 
 def _elastic(job: Job, method: Method, how: AsynchronousEasgd, times: Times, link: Link) -> Curve:
-    """Returns how workers train that meet a center: an entry for each local step, in the order of their ends."""
+    """Returns the curve of asynchronous EASGD, with an entry for each local step in the order of completion."""
     workers = replicas(job)
     size, source = _examples(job, how, method.name), open_data(job)
     step = assemble(_of_one(job, workers, job.train.steps, size), _devices(job, workers))
@@ -205,7 +205,7 @@ def _elastic(job: Job, method: Method, how: AsynchronousEasgd, times: Times, lin
 
 
 def _shares(source: Source, global_batch: int, size: int) -> on_clock.Examples:
-    """Returns what gives the examples of a share, so many of a global batch each."""
+    """Returns a function from the number of a share to its `size` examples of a global batch."""
     shares = global_batch // size
 
     @lru_cache(maxsize=8)
