@@ -256,14 +256,14 @@ for job, devices in ((LLAMA_70B, 32), (LLAMA_405B, 128)):
 # %% [markdown]
 # ## 6. How wrong it may be
 #
-# Others have published what their runs took. `jaxpar bench planner` predicts thirteen of them. The constants are fitted on these
+# Others have published what their runs took. `python -m tests.bench.planner` predicts thirteen of them. The constants are fitted on these
 # and 120 more, all together; predicted by constants that never saw its group, a run is 5 % off on average
-# (`jaxpar bench planner --runs package --leave-out group`).
+# (`python -m tests.bench.planner --runs package --leave-out group`).
 
 # %%
 file = Path(tempfile.mkdtemp()) / "runs.json"
-bench = [sys.executable, "-m", "jaxpar", "bench", "planner", "--json", str(file)]
-subprocess.run(bench, check=True, stdout=subprocess.DEVNULL)
+bench = [sys.executable, "-m", "tests.bench.planner", "--json", str(file)]
+subprocess.run(bench, check=True, cwd="..", stdout=subprocess.DEVNULL)
 runs = json.loads(file.read_text())["runs"]
 figure, ax = plt.subplots(figsize=(9, 3.8), dpi=110, layout="constrained")
 for system, colour in {"Megatron-LM": "#1f4e79", "torchtitan": "#d55e00", "MaxText": "#2f8f6b"}.items():
@@ -283,7 +283,7 @@ for system in ("Megatron-LM", "torchtitan", "MaxText"):
 # %% [markdown]
 # Megatron-LM's eight runs: 3.1 % on average, 8.1 % at most. The H100s of others: up to 6.0 %.
 #
-# jaxpar's own programs are compiled for absent GPUs and replayed: `jaxpar bench layouts` draws thirty layouts of
+# jaxpar's own programs are compiled for absent GPUs and replayed: `python -m tests.bench.layouts` draws thirty layouts of
 # this model by chance, and prints the plan's seconds and bytes beside the compiler's, with their rank correlation.
 #
 # What was **not** checked:

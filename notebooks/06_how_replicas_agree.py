@@ -380,7 +380,7 @@ plt.show()
 #
 # **Explain the gap** with Adam: after 80 steps the memory has done no harm, and no good either; both are behind. Adam makes of signs, which
 # all have one size, nearly what it makes of gradients, so that little was lost. In longer runs of a larger decoder the memory does
-# harm: after 300 steps 1.59 times the loss of an all-reduce, without it 1.10 (`jaxpar/bench/README.md`).
+# harm: after 300 steps 1.59 times the loss of an all-reduce, without it 1.10 (`tests/bench/README.md`).
 #
 # ## 10. Late
 #

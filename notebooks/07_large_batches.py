@@ -282,4 +282,4 @@ for batch in (16, 64):
 # * `scaling="sqrt"` in section 2 ([You et al. 2019](https://arxiv.org/abs/1904.00962) use it with LAMB): which is better at 256?
 # * `name="lars"` or `"lamb"`, with rates of their own: they scale each layer's step to its weights.
 # * `decay="constant"`: does the knee move?
-# * `jaxpar bench batches configs/digits.toml`: the same with a vision transformer and three seeds.
+# * `python -m tests.bench.batches configs/digits.toml`: the same with a vision transformer and three seeds.

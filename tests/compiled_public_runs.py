@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import optax
 
 import jaxpar as jp
-from jaxpar.bench.gpu.jobs import stand_in_attention
-from jaxpar.bench.record import commit, versions
+from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.memory import total
+from jaxpar.measure.record import commit, versions
 from jaxpar.models.islands import in_place_of_cudnn
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.model.shape import Shape

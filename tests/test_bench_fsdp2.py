@@ -4,7 +4,8 @@ import json
 import subprocess
 import sys
 
-from jaxpar.bench.fsdp2.pairs import compare
+from bench.command import environment
+from bench.fsdp2.pairs import compare
 
 
 def test_the_better_way_of_each_side_counts_and_rounds_are_paired():
@@ -24,11 +25,17 @@ def test_the_better_way_of_each_side_counts_and_rounds_are_paired():
 
 def test_a_process_answers_every_turn_and_needs_no_jax():
     code = (
-        "import sys; from jaxpar.bench.fsdp2 import torch_side, turns; assert 'jax' not in sys.modules\n"
+        "import sys; from bench.fsdp2 import torch_side, turns; assert 'jax' not in sys.modules\n"
         "turns.serve('1.0', {'none': float, 'full': lambda count: print('a library speaks') or -float(count)})"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], input="none 3\nfull 2\n", capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code],
+        input="none 3\nfull 2\n",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=environment(),
     )
     first, *turns = map(json.loads, done.stdout.splitlines())
     assert first == {"version": "1.0"}

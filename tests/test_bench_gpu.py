@@ -9,25 +9,25 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from bench.command import main as bench
+from bench.gpu import day, fitted, identity, predicted, show
+from bench.gpu.identity import REHEARSED, Identity, identify, sources
+from bench.gpu.jobs import traced
+from bench.gpu.jobs.training import REAL, TINY
+from bench.gpu.lines import NAME, Lines, read
+from bench.gpu.one_stage import main as one_stage
+from bench.gpu.one_stage import work
+from bench.gpu.process import Ended, run_limited
+from bench.gpu.runner import WHOLE, Budget, run
+from bench.gpu.stage import Stage
+from bench.gpu.stages import machine
+from bench.gpu.table import STAGES, chosen
 
-from jaxpar.bench.gpu import day, fitted, identity, predicted, show
-from jaxpar.bench.gpu.__main__ import main as one_stage
-from jaxpar.bench.gpu.__main__ import work
-from jaxpar.bench.gpu.identity import REHEARSED, Identity, identify, sources
-from jaxpar.bench.gpu.jobs import traced
-from jaxpar.bench.gpu.jobs.stand_in_attention import NAME as NAME_OF_STAND_IN
-from jaxpar.bench.gpu.jobs.training import REAL, TINY
-from jaxpar.bench.gpu.lines import NAME, Lines, read
-from jaxpar.bench.gpu.process import Ended, run_limited
-from jaxpar.bench.gpu.runner import WHOLE, Budget, run
-from jaxpar.bench.gpu.stage import Stage
-from jaxpar.bench.gpu.stages import machine
-from jaxpar.bench.gpu.table import STAGES, chosen
-from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.hlo.text import parse
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.memory import total
+from jaxpar.inspector.stand_in_attention import NAME as NAME_OF_STAND_IN
 from jaxpar.inspector.timeline import price_kernels, replay
 from jaxpar.mesh.absent import target_devices
 from jaxpar.mesh.target import find_plugin
@@ -207,7 +207,7 @@ def test_a_full_disk_stops_the_run_and_leaves_whole_lines(tmp_path, monkeypatch)
 
 
 def test_a_record_has_a_size_that_it_does_not_outgrow(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxpar.bench.gpu.lines.MOST", 1000)
+    monkeypatch.setattr("bench.gpu.lines.MOST", 1000)
     lines = Lines(tmp_path / NAME, H100)
     lines.add(stage="a", what="b")
     with pytest.raises(JaxparError, match="the file is full"):
@@ -254,7 +254,7 @@ def planned(folder, **changes):
 )
 def test_a_prediction_of_other_code_or_another_compiler_is_refused(changes, said, tmp_path, capsys):
     planned(tmp_path, **changes)
-    assert main(["bench", "gpu", "--rehearse", "--out", str(tmp_path)]) == 1
+    assert bench("gpu", ["--rehearse", "--out", str(tmp_path)]) == 1
     assert said in capsys.readouterr().err
     assert not (tmp_path / NAME).exists()
 
@@ -313,7 +313,7 @@ def test_predictions_of_sources_that_are_edited_meanwhile_are_not_signed(tmp_pat
 
 def test_without_a_gpu_nothing_is_measured_and_the_way_out_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
-    assert main(["bench", "gpu", "--out", str(tmp_path / "gpu")]) == 1
+    assert bench("gpu", ["--out", str(tmp_path / "gpu")]) == 1
     assert "bench gpu without a GPU" in capsys.readouterr().err
     assert not (tmp_path / "gpu").exists()
 
@@ -330,13 +330,13 @@ def test_tables_hold_measurements_to_predictions_and_take_no_rehearsal(tmp_path,
     lines.add(stage="gemm", what="bf16 8", seconds=1.1)
     code = dataclasses.replace(identify(rehearsal=True), sources=H100.sources)
     predicted.write(tmp_path, "h100", {"gemm": {"bf16 8": {"planner_seconds": 1.0}}}, code, rehearsal=False)
-    assert main(["bench", "gpu", "--table", "--out", str(tmp_path)]) == 0
+    assert bench("gpu", ["--table", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "One NVIDIA H100 80GB HBM3, driver 580.1, jax 0.11.2, sources abc." in said
     assert "| gemm | bf16 8 | 1.1 s | planner 1 s (+10.0%) |" in said
     (tmp_path / NAME).unlink()
     Lines(tmp_path / NAME, identify(rehearsal=True)).add(stage="gemm", what="bf16 8", seconds=1.1)
-    assert main(["bench", "gpu", "--table", "--out", str(tmp_path)]) == 0
+    assert bench("gpu", ["--table", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert said == "No run on a GPU is on record yet. 1 lines of a rehearsal are none.\n"
 
@@ -365,16 +365,16 @@ def test_a_rehearsal_goes_from_predictions_to_a_record(tmp_path, monkeypatch, ca
     monkeypatch.setattr(day, "run_limited", here)
     told = {}
     monkeypatch.setattr(jax.config, "update", told.__setitem__)  # other tests' devices are made already
-    assert main(["bench", "gpu", "--plan", "--rehearse", "--only", "gemm", "--out", folder]) == 0
+    assert bench("gpu", ["--plan", "--rehearse", "--only", "gemm", "--out", folder]) == 0
     assert told == {"jax_platforms": "cpu"}
     monkeypatch.undo()
     monkeypatch.setattr(day, "run_limited", here)
-    assert main(["bench", "gpu", "--rehearse", "--only", "gemm", "--out", folder]) == 0
+    assert bench("gpu", ["--rehearse", "--only", "gemm", "--out", folder]) == 0
     said = capsys.readouterr().out
     assert "gemm        measured; " in said
     assert "FLOP" not in said
     assert {path.name for path in (tmp_path / "day").iterdir()} == {"predicted.json", NAME, "h100.toml"}
-    assert main(["bench", "gpu", "--rehearse", "--only", "gemm", "--out", folder]) == 0
+    assert bench("gpu", ["--rehearse", "--only", "gemm", "--out", folder]) == 0
     assert "gemm        there already; " in capsys.readouterr().out
 
 

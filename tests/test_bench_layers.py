@@ -11,10 +11,10 @@ import pytest
 from tiny import Annotated, Staged, batches, token_loss
 
 import jaxpar as jp
-from jaxpar.bench import layers as bench
-from jaxpar.bench.pieces import Pieces
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.measure import layers as bench
+from jaxpar.measure.pieces import Pieces
 from jaxpar.models.mlp import MLP
 from jaxpar.models.settings.mlp import MLPSettings
 from jaxpar.parallel.compose import as_blueprint
@@ -182,7 +182,7 @@ def test_the_verb_writes_a_profile_that_the_partitioner_reads(tmp_path, monkeypa
     monkeypatch.setattr(bench, "is_simulated", lambda devices: False)
     profile, result = tmp_path / "own.graph.txt", tmp_path / "layers.json"
     small = ["model.layers=2", "model.dim=32", "data.seq=16", "train.global_batch=2"]
-    words = ["bench", "layers", str(CONFIGS / "quickstart.toml"), *small, "--write", str(profile)]
+    words = ["measure", "layers", str(CONFIGS / "quickstart.toml"), *small, "--write", str(profile)]
     assert main([*words, "--json", str(result)]) == 0
     said = capsys.readouterr().out
     assert "Input: 2 rows, fp32, remat none; measured on one cpu" in said
@@ -204,17 +204,17 @@ def test_the_verb_writes_a_profile_that_the_partitioner_reads(tmp_path, monkeypa
     ("words", "said"),
     [
         (["layers"], "the following arguments are required: JOB"),
-        (["planner", "job.toml"], "unrecognized arguments: job.toml"),
-        (["planner", "--rounds", "3"], "unrecognized arguments: --rounds 3"),
+        (["gemm", "job.toml"], "unrecognized arguments: job.toml"),
+        (["layers", "job.toml", "--rounds", "3"], "unrecognized arguments: --rounds 3"),
     ],
 )
 def test_each_bench_takes_what_is_its_own(words, said, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["bench", *words])
+        main(["measure", *words])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_job_that_is_not_there_is_refused(capsys):
-    assert main(["bench", "layers", "nothing.toml"]) == 1
+    assert main(["measure", "layers", "nothing.toml"]) == 1
     assert "nothing.toml" in capsys.readouterr().err

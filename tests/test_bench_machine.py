@@ -10,13 +10,14 @@ import types
 import jax
 import numpy as np
 import pytest
+from bench.command import main as bench
 
 import jaxpar as jp
-from jaxpar.bench import gemm, links
-from jaxpar.bench.chip import Destination
-from jaxpar.bench.clock import REPEATS, once
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.measure import gemm, links
+from jaxpar.measure.chip import Destination
+from jaxpar.measure.clock import REPEATS, once
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.machine.file import load_hardware, write_table
@@ -27,17 +28,17 @@ from jaxpar.plan.machine.hardware import HARDWARE
 @pytest.mark.parametrize("name", ["links", "gemm"])
 def test_simulated_devices_have_no_speed_and_no_file(name, tmp_path, capsys):
     file = tmp_path / "mine.toml"
-    assert main(["bench", name, "--write", str(file)]) == 1
+    assert main(["measure", name, "--write", str(file)]) == 1
     said = capsys.readouterr()
-    assert f"bench {name} on 8 x cpu (simulated)" in said.err
+    assert f"measure {name} on 8 x cpu (simulated)" in said.err
     assert "GB/s" not in said.out + said.err
     assert not file.exists()
 
 
 def test_no_rounds_are_refused(capsys):
-    assert main(["bench", "links", "--rounds", "0"]) == 1
+    assert main(["measure", "links", "--rounds", "0"]) == 1
     assert "--rounds 0" in capsys.readouterr().err
-    assert main(["bench", "overhead", "--beside", "expert", "--rounds", "-1"]) == 1
+    assert bench("overhead", ["--beside", "expert", "--rounds", "-1"]) == 1
     assert "a count is at least 0" in capsys.readouterr().err
 
 
@@ -109,7 +110,7 @@ def test_a_timing_says_what_was_sent(kind, monkeypatch):
 def test_the_clock_takes_the_difference_of_two_programs(monkeypatch):
     calls = []
     times = iter([0.0, 8.0, 21.0] * 3)  # 7 s to call, 0.5 s a repeat: 2 repeats take 8 s, 12 take 13
-    monkeypatch.setattr("jaxpar.bench.clock.time", types.SimpleNamespace(perf_counter=lambda: next(times)))
+    monkeypatch.setattr("jaxpar.measure.clock.time", types.SimpleNamespace(perf_counter=lambda: next(times)))
     found = once(lambda repeats: lambda x: calls.append(repeats) or x, 1.0, rounds=3)
     assert found == pytest.approx(0.5)
     assert calls == [*REPEATS] * 4

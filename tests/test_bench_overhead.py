@@ -1,12 +1,11 @@
-"""`jaxpar bench overhead` beside the expert: rows are kept, one can be chosen, and none is begun that may not end."""
+"""`bench.overhead` beside the expert: rows are kept, one can be chosen, and none begins that may not end in time."""
 
 import itertools
 import json
 from pathlib import Path
 
 import pytest
-
-from jaxpar.bench.overhead import against_expert as bench
+from bench.overhead import against_expert as bench
 
 SHOWN = (("launches", 1, ".0f"), ("wire", 2**20, ".3f"))
 BYTES = {"temporary": 2**20, "launches": 2, "wire": 2**20}

@@ -5,11 +5,11 @@ import io
 import json
 
 import pytest
+from bench.command import main as bench
+from bench.published.judged import Judged, grouped, judge, judge_all, score
+from bench.published.page import place, write
+from bench.published.read import load
 
-from jaxpar.bench.published.judged import Judged, grouped, judge, judge_all, score
-from jaxpar.bench.published.page import place, write
-from jaxpar.bench.published.read import load
-from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
 from jaxpar.plan.time import StepTime
 from jaxpar.plan.validation import rank_correlation
@@ -122,8 +122,8 @@ def test_the_page_shows_every_run_and_escapes_what_a_table_says(package, tmp_pat
 def test_the_verb_prints_runs_and_groups_and_writes_page_and_record(tmp_path, capsys):
     path = table(tmp_path, {}, {"group": "ours", "model": "other"})
     page, record = tmp_path / "a.html", tmp_path / "a.json"
-    words = ["bench", "planner", "--runs", str(path), "--by", "model", "--html", str(page), "--json", str(record)]
-    assert main(words) == 0
+    words = ["--runs", str(path), "--by", "model", "--html", str(page), "--json", str(record)]
+    assert bench("planner", words) == 0
     said = capsys.readouterr().out
     assert said.count("llm-foundry mpt-70b, 512 x H100") == 1
     assert "ours" in said
@@ -140,5 +140,5 @@ def test_the_verb_prints_runs_and_groups_and_writes_page_and_record(tmp_path, ca
     ],
 )
 def test_the_verb_refuses_what_is_wrong(words, said, capsys):
-    assert main(["bench", "planner", *words]) == 1
+    assert bench("planner", [*words]) == 1
     assert said in capsys.readouterr().err

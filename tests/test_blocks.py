@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench.checkpoint import flips_found
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxpar.bench.checkpoint import flips_found
 from jaxpar.checkpoint import Checkpoints, Store, manifest
 from jaxpar.checkpoint.arrays import blocks, save
 from jaxpar.errors import JaxparError

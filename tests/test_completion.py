@@ -13,7 +13,7 @@ VERB_NAMES = [verb.__name__.rpartition(".")[2] for verb in VERBS]
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("trian", "did you mean 'train'?"), ("chekpoint", "did you mean 'checkpoint'?"), ("xyz", "one of: bench, check"),
+    [("trian", "did you mean 'train'?"), ("chekpoint", "did you mean 'checkpoint'?"), ("xyz", "one of: check,"),
      ("configs/quickstart.toml", "jaxpar train configs/quickstart.toml")],
 )  # fmt: skip
 def test_a_verb_that_there_is_not_is_answered_with_the_one_that_was_meant(word, said, capsys):

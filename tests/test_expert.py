@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bench import expert
 
 import jaxpar as jp
-from jaxpar.bench import expert
 
 TINY = {"vocab": 64, "seq": 16, "layers": 2, "dim": 16, "heads": 4, "hidden": 32}
 

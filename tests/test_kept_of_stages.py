@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
-from jaxpar.bench.gpu.jobs import stand_in_attention
 from jaxpar.hlo.text import parse
+from jaxpar.inspector import stand_in_attention
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.target import find_plugin

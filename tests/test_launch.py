@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.faults.planted import FAULTS
+from bench.faults.run import started
 
-from jaxpar.bench.faults.planted import FAULTS
-from jaxpar.bench.faults.run import started
 from jaxpar.errors import JaxparError
 from jaxpar.job.file.parse import loads
 from jaxpar.job.shrink import fewer

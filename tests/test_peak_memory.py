@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from bench.command import main as bench
+from bench.memory import kinds, shown, summary
 
-from jaxpar.cli.main import main
-from jaxpar.job.benches.peak_memory import kinds, shown, summary
 from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.candidate import Candidate
 
@@ -39,12 +39,12 @@ def test_errors_are_of_all_and_of_each_kind():
 @pytest.mark.skipif(find_plugin() is not None, reason=f"compiling for absent GPUs: {find_plugin()}")
 def test_the_bench_compares_peaks_and_goes_on_after_what_it_has(tmp_path, capsys, monkeypatch):
     out = tmp_path / "peaks.jsonl"
-    words = ["bench", "memory", JOB, *SMALL, "--devices", "8", "--count", "2", "--seed", "1", "--out", str(out)]
-    status = main(words)
+    words = [JOB, *SMALL, "--devices", "8", "--count", "2", "--seed", "1", "--out", str(out)]
+    status = bench("memory", words)
     said = capsys.readouterr().out
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 2
     assert "seed 1" in said
-    monkeypatch.setattr("jaxpar.job.benches.peak_memory.compiled", None)  # not called again
-    assert main(words) == status
+    monkeypatch.setattr("bench.memory.compiled", None)  # not called again
+    assert bench("memory", words) == status
     assert capsys.readouterr().out == said

@@ -1,4 +1,4 @@
-"""The planner's peak memory beside XLA's, and what programs no longer keep. `jaxpar bench memory` draws layouts."""
+"""The planner's peak memory beside XLA's, and what programs no longer keep. `bench.memory` draws layouts."""
 
 import re
 from dataclasses import replace
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from bench.memory import compiled
 
 import jaxpar as jp
-from jaxpar.job.benches.peak_memory import compiled
 from jaxpar.job.file.parse import load
 from jaxpar.job.plan import question
 from jaxpar.mesh.target import find_plugin

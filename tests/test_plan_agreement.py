@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import fields
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bench.command import main as bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -236,7 +236,7 @@ def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
     small = ["model.layers=4", "model.dim=256", "model.heads=8", "model.kv_heads=4", "model.hidden=512", "data.seq=256"]
     small += ["model.vocab=2048", "data.vocab=2048", "train.global_batch=32"]
     file = tmp_path / "found.json"
-    status = main(["bench", "layouts", EIGHT_B, *small, "--devices", "8", "--count", "3", "--json", str(file)])
+    status = bench("layouts", [EIGHT_B, *small, "--devices", "8", "--count", "3", "--json", str(file)])
     found = json.loads(file.read_text())
     assert status == (0 if found["holds"] else 1)
     assert found["agreement"]["layouts"] == 3
@@ -247,7 +247,7 @@ def test_the_bench_compares_layouts_that_were_compiled(tmp_path, capsys):
 def on_record(seed):
     """Returns what was compiled of a draw, beside what is predicted now."""
     record, other = (
-        json.loads(files("jaxpar.bench").joinpath(f"records/layouts_{name}_jax0.12.0.json").read_text())
+        json.loads((Path(__file__).parent / f"bench/records/layouts_{name}_jax0.12.0.json").read_text())
         for name in (f"seed{seed}", "context")
     )
     kept = record["question"]
@@ -287,7 +287,7 @@ def test_predictions_still_agree_with_the_compiled_programs_on_record(seeds, cou
     ZeRO-1 and 2 (18 layouts of each) became other programs twice, were compiled again, and showed five terms more.
     Programs keep less since, stages first and then all of them: pipelines without remat are left out, and the bytes on
     record are of programs that are gone. Layouts that cut sequences keep shares in 16 bits since: those were compiled
-    again, and showed two terms of what XLA makes of gathered scores. `jaxpar bench memory` compiles those of today, and
+    again, and showed two terms of what XLA makes of gathered scores. `bench.memory` compiles those of today, and
     has their bounds.
     """
     every = [each for seed in seeds for each in on_record(seed)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.bench.links import table_of
 from jaxpar.cli.main import main
 from jaxpar.errors import JaxparError
+from jaxpar.measure.links import table_of
 from jaxpar.mesh.chip_file import load_chip
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.links import Link
@@ -96,7 +96,7 @@ def test_a_table_that_is_spread_over_the_file_is_not_replaced(example):
     assert load_hardware(path, devices=8).inside.bandwidth == 80e9
 
 
-@pytest.mark.parametrize(("name", "bench"), [("gemm", "bench gemm"), ("links", "bench links")])
+@pytest.mark.parametrize(("name", "bench"), [("gemm", "measure gemm"), ("links", "measure links")])
 def test_a_table_that_is_missing_comes_with_the_bench_that_measures_it(example, name, bench):
     head, _, rest = EXAMPLE.partition(f"[{name}]")
     tail = "[links]" + rest.partition("[links]")[2] if name == "gemm" else ""
@@ -152,7 +152,7 @@ def test_all_that_is_wrong_is_said_at_once(example):
 def test_one_machine_needs_no_network_and_several_do(example):
     path = example(("between = {latency = 1e-5, bandwidth = 11e9}", ""))
     assert load_hardware(path, devices=8).between == load_hardware(path, devices=8).inside
-    with pytest.raises(JaxparError, match=r"(?s)no links.between in .* for 16 devices on machines of 8.*bench links"):
+    with pytest.raises(JaxparError, match=r"(?s)no links.between in .* for 16 devices on machines of 8.*measure links"):
         load_hardware(path, devices=16)
     with pytest.raises(JaxparError, match=r"for 8 devices on machines of 4"):
         load_hardware(path, devices=8, per_node=4)
@@ -207,7 +207,7 @@ def test_one_node_is_not_told_of_a_network(example, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--chip", "v5e"], "jaxpar bench gemm --write v5e.toml"),
+        (["--chip", "v5e"], "jaxpar measure gemm --write v5e.toml"),
         (["--chip", "v6e"], "whose links and share of the peak nobody measured"),
         (["--chip", "v5p"], "a10, a100, b200, b300, gb200, gb300, gh200, h100, h200, l40s, mi300x, rtx4090, rtx5090"),
         (["--chip", "l40s", "--per-node", "4"], "--between 12.5GB, of one GPU's share of the network; or --per-node 8"),

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bench import pipeline
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxpar as jp
-from jaxpar.bench import pipeline
 from jaxpar.errors import JaxparError
 from jaxpar.inspector.compiled import compile_program
 from jaxpar.inspector.memory import total

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.published.read import Run, load
 from compiled_public_runs import needed, record
 
-from jaxpar.bench.published.read import Run, load
 from jaxpar.mesh.target import find_plugin
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.choices import Choices

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from bench.published.constants import CONSTANTS, machine
+from bench.published.first import first
+from bench.published.fit import slopes, solve, values_of
+from bench.published.held_out import after_one, held_out, residual
+from bench.published.judged import judge, judge_all, score
+from bench.published.read import load
 
-from jaxpar.bench.published.constants import CONSTANTS, machine
-from jaxpar.bench.published.first import first
-from jaxpar.bench.published.fit import slopes, solve, values_of
-from jaxpar.bench.published.held_out import after_one, held_out, residual
-from jaxpar.bench.published.judged import judge, judge_all, score
-from jaxpar.bench.published.read import load
 from jaxpar.errors import JaxparError
 from jaxpar.plan.candidate import Candidate
 from jaxpar.plan.machine.hardware import HARDWARE, TOGETHER, Gemm

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench.planner import BOUNDS, predict, published, read
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.bench.planner import BOUNDS, predict, published, read
 from jaxpar.errors import JaxparError
 from jaxpar.mesh.links import Link
 from jaxpar.pipeline.tables.library import LIBRARY, schedule

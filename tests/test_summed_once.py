@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bench.overhead.program import compiled
 from jax.sharding import AxisType, PartitionSpec
 
 import jaxpar as jp
-from jaxpar.bench.overhead.program import compiled
 from jaxpar.pipeline.jaxprs.summed import once as room
 from jaxpar.pipeline.jaxprs.summed import sums
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxpar.cli.main import VERBS
 
-HELP = [[], *([verb.__name__.rpartition(".")[2]] for verb in VERBS), ["bench", "overhead"], ["checkpoint", "ls"]]
+HELP = [[], *([verb.__name__.rpartition(".")[2]] for verb in VERBS), ["measure", "gemm"], ["checkpoint", "ls"]]
 GPT = "configs/gpu_gpt2_124m.toml"
 VGG = str(Path(__file__).parent / "data" / "pipedream" / "vgg16.graph.txt")
 PRINTED = [
@@ -17,7 +17,6 @@ PRINTED = [
     ["train", "--print-defaults"],
     ["schedule", "--compare", "--stages", "4", "--microbatches", "8"],
     ["partition", VGG, "16@10Gb/s"],
-    ["bench", "planner"],
     ["plan", GPT, "--devices", "8", "--advise", "--html", "{tmp}/plan.html", "--write", "{tmp}/planned.toml"],
 ]
 REFUSED = [

@@ -5,17 +5,18 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxpar.cli import (
-    bench,
     check,
     checkpoint,
     completion,
     doctor,
     exchange,
     inspect,
+    measure,
     new,
     partition,
     plan,
@@ -31,7 +32,7 @@ from jaxpar.mesh.plugin import hush_plugin
 
 VERBS = (
     new, train, sweep, launch, check, inspect, plan, partition, schedule, exchange, sample, report, checkpoint,
-    bench, doctor, completion,
+    measure, doctor, completion,
 )  # fmt: skip
 LASTING = ("train", "sweep", "launch")  # their output outlasts its reader
 
@@ -41,17 +42,23 @@ def main(argv: list[str] | None = None) -> int:
 
     A run that a signal stopped ends with 128 and the number of the signal.
     """
+    words = sys.argv[1:] if argv is None else argv
+    command = parser()
+    _check_verb(command, words)
+    return execute(command, words)
+
+
+def execute(command: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Parses words and runs the function `run` that the parser sets; returns the exit status as `main` does."""
     open_closed()
     if "JAXPAR_PROCESS" in os.environ:
         sys.excepthook = _crash
         follow()
     hush_plugin()  # whichever verb it is that makes the first device
-    made = parser()
-    _check_verb(made, sys.argv[1:] if argv is None else argv)
-    args, more = made.parse_known_args(argv)
-    args.parser = made
+    args, more = command.parse_known_args(words)
+    args.parser = command
     if wrong := [word for word in more if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")]:
-        made.error(f"unrecognized arguments: {' '.join(wrong)}")
+        command.error(f"unrecognized arguments: {' '.join(wrong)}")
     if more:  # overrides after an option: argparse has closed their list by then
         args.overrides += more
     try:

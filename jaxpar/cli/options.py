@@ -83,7 +83,7 @@ def prefer_huge_pages() -> None:
     if sys.platform != "linux" or "hugetlb" in tunables or os.environ.get("JAXPAR_NO_HUGE_PAGES"):
         return
     os.environ["GLIBC_TUNABLES"] = ":".join(filter(None, [tunables, "glibc.malloc.hugetlb=1"]))
-    os.execv(sys.executable, [sys.executable, "-m", "jaxpar", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def simulates(job: str, overrides: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ EXAMPLE = """\
     objective: coefficient ring, overlap 0.5
 
   $ jaxpar partition vgg16.graph.txt 4@12GB/s 4@10Gb/s      4 servers, 10 Gb/s between them, of 4 GPUs
-  $ jaxpar bench layers JOB --write own.graph.txt           a profile of a model of your own
+  $ jaxpar measure layers JOB --write own.graph.txt           a profile of a model of your own
 
 Levels are innermost first; a bandwidth is that of one part, one way. Stages may have unequal numbers of replicas and
 update after every minibatch: for layouts that `jaxpar train` runs, `jaxpar plan JOB`.

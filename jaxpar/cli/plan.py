@@ -14,7 +14,7 @@ EXAMPLE = """\
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --advise --price 2.5
   $ jaxpar plan configs/gpu_llama_8b_fsdp8.toml --devices 8 --chip mine.toml
 
-mine.toml is what `jaxpar bench gemm --write mine.toml` and `jaxpar bench links --write mine.toml` measured.
+mine.toml is what `jaxpar measure gemm --write mine.toml` and `jaxpar measure links --write mine.toml` measured.
 
 All of it is modelled; --verify compiles the first layouts and shows what XLA made of them beside it.
 Ends with status 1 where nothing fits.

@@ -187,11 +187,11 @@ def _hardware(chip: str, devices: int, per_node: int | None, between: float) -> 
         raise refuse(
             f"--chip {chip}, whose links and share of the peak nobody measured",
             rule=f"chips with known constants are {', '.join(sorted(HARDWARE))}; others come with a file of their own",
-            fix=f"on one: jaxpar bench gemm --write {file}; jaxpar bench links --write {file}; then --chip {file}",
+            fix=f"on one: jaxpar measure gemm --write {file}; jaxpar measure links --write {file}; then --chip {file}",
         )
     raise refuse(
         f"--chip {chip}",
-        rule="a chip whose constants are known, or a .toml file of jaxpar bench links and gemm",
+        rule="a chip whose constants are known, or a .toml file of jaxpar measure links and gemm",
         fix=nearest(chip, HARDWARE),
     )
 

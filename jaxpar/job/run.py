@@ -22,8 +22,6 @@ from typing import Any
 
 import jax
 
-from jaxpar.bench.record import versions
-from jaxpar.bench.where import where
 from jaxpar.buckets import Bucket, is_address, local_folder
 from jaxpar.checkpoint import Store, start_from
 from jaxpar.checkpoint.one_model import replicas_of
@@ -45,6 +43,8 @@ from jaxpar.job.parts.measures import derived_of
 from jaxpar.job.parts.models import sound
 from jaxpar.job.parts.names import COUNTED
 from jaxpar.job.parts.optimizers import best_of
+from jaxpar.measure.record import versions
+from jaxpar.measure.where import where
 from jaxpar.mesh.chips import find_chip
 from jaxpar.mesh.devices import describe, is_simulated
 from jaxpar.models.huggingface.folder import is_folder

@@ -12,8 +12,8 @@ from contextlib import ExitStack
 
 import jax
 
-from jaxpar.bench.gpu.jobs import stand_in_attention
 from jaxpar.errors import JaxparError
+from jaxpar.inspector import stand_in_attention
 from jaxpar.job.file.schema import Job
 from jaxpar.job.inspect import observe
 from jaxpar.job.plan import compiled_chip, machines, planned

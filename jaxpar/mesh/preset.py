@@ -1,7 +1,7 @@
 """What XLA is told about the collectives of several GPUs: each option with its reason.
 
 Chosen by the exposed communication that the timeline models for jobs under configs/, as compiled for their absent GPUs:
-`jaxpar bench collectives`, whose record says what each option does to each job. No GPU has measured it.
+`python -m tests.bench.collectives`, whose record says what each option does to each job. No GPU has measured it.
 
     kept as they are   the latency hiding scheduler, which XLA has on: without it all communication is exposed
     left out           a threshold for all-reduces: as much of them is exposed with it

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 def uncollected() -> Iterator[None]:
     """Keeps Python from looking for garbage for a while, among those objects and all that imports have made.
 
-    It is a tenth of the time to the end of the first step: `jaxpar bench overhead`.
+    It is a tenth of the time to the end of the first step: `python -m tests.bench.overhead`.
     """
     if not gc.isenabled():
         yield

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.bench import gemm, links
+from jaxpar.measure import gemm, links
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -40,7 +40,7 @@ def plan(
       *overrides: Of a job: `section.key=value` each, as on the command line. Of a step: its global batch, as arrays or
         shapes.
       devices: How many GPUs.
-      chip: Which, such as h200, or the file of a chip that `jaxpar bench links` and `gemm` wrote.
+      chip: Which, such as h200, or the file of a chip that `jaxpar measure links` and `gemm` wrote.
       per_node: How many of them NVLink joins; None is as many as usual.
       inside: Bytes per second and GPU inside a node, as text: "300GB".
       between: The same between nodes: "46GB", "10Gb/s".

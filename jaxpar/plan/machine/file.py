@@ -1,4 +1,4 @@
-"""A machine of the user's own, in TOML: its chip, and what `jaxpar bench gemm` and `jaxpar bench links` measured on it.
+"""A machine of the user's own, in TOML: its chip, and the results of `jaxpar measure gemm` and `jaxpar measure links`.
 
 [chip]                       # as in mesh/chip_file.py
 name = "Acme One"
@@ -86,7 +86,7 @@ def load_hardware(path: str | Path, *, devices: int, per_node: int = 0, between:
         raise refuse(
             f"no links.between in {path}, for {devices} devices on machines of {size}",
             rule="a plan over several machines knows what joins them",
-            fix=f"jaxpar bench links --write {path} on two machines, or --between 12GB",
+            fix=f"jaxpar measure links --write {path} on two machines, or --between 12GB",
         )
     return Hardware(
         chip=chip, per_node=size, inside=inside, between=far or inside, gemm=Gemm(**gemm), streaming=STREAMING,
@@ -100,7 +100,7 @@ def _table(name: str, read: Mapping[str, Any], path: Path, problems: list[Proble
     table, needs = read.get(name), _NUMBERS[name]
     ranges = {**needs, **_MAY.get(name, {})}
     if not isinstance(table, dict):
-        problems.append(Problem(f"no table [{name}] in {path}", _SAYS[name], f"jaxpar bench {name} --write {path}"))
+        problems.append(Problem(f"no table [{name}] in {path}", _SAYS[name], f"jaxpar measure {name} --write {path}"))
         return {}
     known = [*ranges, "source", *(_TIERS if name == "links" else ())]
     problems += [
@@ -110,7 +110,7 @@ def _table(name: str, read: Mapping[str, Any], path: Path, problems: list[Proble
     ]
     needed = [*needs, "source", *(("inside",) if name == "links" else ())]
     for key in (key for key in needed if key not in table):
-        problems.append(Problem(f"no {name}.{key} in {path}", _SAYS[name], f"jaxpar bench {name} --write {path}"))
+        problems.append(Problem(f"no {name}.{key} in {path}", _SAYS[name], f"jaxpar measure {name} --write {path}"))
     for key in (key for key in ranges if key in table):
         _check(f"{name}.{key}", table[key], ranges[key], path, problems)
     source = table.get("source", "-")

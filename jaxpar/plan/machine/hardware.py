@@ -194,7 +194,8 @@ _LINKS = (
     "GB/s (NVIDIA/nccl-tests issue 212); NICs .92: 46 of 50 GB/s (issue 290); both at once 324 GB/s on 4 x 8 H100; "
     "latencies and .85 of the memory's bandwidth assumed; jitter as fitted on published runs"
 )
-# fitted on 133 published runs, all chips and stacks together: `jaxpar bench planner --leave-out group` prints them
+# fitted on 133 published runs, all chips and stacks together; `python -m tests.bench.planner --leave-out group` prints
+# them
 WAVE, RAGGED, JITTER = 1.63e-6, 0.214, 0.0118
 _PUBLISHED = "fitted on 133 published runs, power and clocks under load in it"
 _CURVE = "half: Calculon's steps for A100, .95, .9 and .6 of the peak from 128, 16 and 1 GFLOP on, drawn as a curve"

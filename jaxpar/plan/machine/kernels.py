@@ -106,7 +106,7 @@ class Parts:
 
 
 _LOST = {"short": 224.0, "narrow": 0.14}
-_LOST_SOURCE = "losses at short lengths and narrow heads fitted on published runs: jaxpar bench planner --leave-out"
+_LOST_SOURCE = "losses at short lengths and narrow heads fitted on published runs"
 FLASH_2 = Kernel(
     name="FlashAttention-2",
     shares={"a100": (0.60, 0.50), "h100": (0.34, 0.30), "h200": (0.34, 0.30)},

@@ -167,7 +167,8 @@ class SoftwareModel:
                 )
 
 
-# fitted on published runs, with the constants of hardware.py: `jaxpar bench planner --leave-out group` prints them
+# fitted on published runs with the constants of hardware.py; `python -m tests.bench.planner --leave-out group` prints
+# them
 HOST = 0.0445  # seconds of a step in which eager PyTorch's chips wait for the host; where it is compiled, half
 _OP = 2.14e-4  # seconds of an op where every launch is waited for: Python, autograd, launch, and the wait for its end
 _INTERFERENCE = 0.8

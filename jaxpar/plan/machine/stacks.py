@@ -6,7 +6,7 @@
     InternLM             eager PyTorch; its ZeRO-1 sums whole gradients, and owners of arrays broadcast them
     MaxText              `software.MAXTEXT`; Pax without Transformer Engine has XLA's own attention
 
-Numbers that are called fitted come from published runs: `jaxpar bench planner --leave-out group` prints them.
+Numbers that are called fitted come from published runs: `python -m tests.bench.planner --leave-out group` prints them.
 """
 
 from dataclasses import replace

@@ -23,7 +23,7 @@ BELIEF = 0.3
 
 
 class Measured(Protocol):
-    """A run that somebody timed, such as `jaxpar.bench.published.read.Run`."""
+    """A run that somebody timed, such as `tests.bench.published.read.Run`."""
 
     @property
     def name(self) -> str:

@@ -5,9 +5,9 @@
     apart              how far errors of two runs of one group differ, whose machine and software are the same
 
 Alike are runs on the same chip, with or without a pipeline and a tensor axis, on about as many devices. Their errors
-are in `without_system.csv`, which `jaxpar bench planner --runs package --leave-out system --write FILE` writes. A
-system is a training program, such as Megatron-LM, in all its versions and on all chips: jaxpar, for which a plan is
-made, is none of them. All are tuned runs of decoders; nothing is published of other models.
+are in `without_system.csv`, written by `python -m tests.bench.planner --runs package --leave-out system --write FILE`.
+A system is a training program, such as Megatron-LM, in all its versions and on all chips: jaxpar, for which a plan
+is made, is none of them. All are tuned runs of decoders; nothing is published of other models.
 """
 
 import csv
@@ -35,7 +35,7 @@ class Residual:
     Attributes:
       system: The program that made the run.
       group: Of the run: one system, chip and version.
-      stack: Its software, by the name in `jaxpar.bench.published.stacks`.
+      stack: Its software, by the name in `tests.bench.published.stacks`.
       chip: Key of its chip.
       devices: How many.
       pipe: Stages of its pipeline.

@@ -5,7 +5,7 @@
     ends       the gradient of the embedding, whole, when all of a layer's arrays are gone
 
 One program runs on all stages: slots, sums and copies of parameters are as large on each as on the one that needs
-most, and every stage has logits. Counted in the buffers of compiled programs: `jaxpar bench memory`.
+most, and every stage has logits. Counted in the buffers of compiled programs: `python -m tests.bench.memory`.
 """
 
 from collections.abc import Iterator

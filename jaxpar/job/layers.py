@@ -1,0 +1,44 @@
+"""A job's model, measured layer by layer on the device that is there."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from jaxpar.errors import JaxparError
+from jaxpar.job.check import check
+from jaxpar.job.file.schema import Job, MeshTable
+from jaxpar.job.parts.batches import abstract_batch
+from jaxpar.job.parts.models import resolve_loss, resolve_model
+from jaxpar.measure.layers import layers
+from jaxpar.partition.profile import dumps
+from jaxpar.step.numerics import Numerics
+
+
+def measured(job: Job, write: str | None = None) -> dict[str, Any]:
+    """Returns the layers of a job's model as JSON has them, with where they were measured; prints them.
+
+    The minibatch is the job's global batch, on one device; its mesh and layout do not count.
+
+    Args:
+      job: Model, loss, data, batch, precision and remat.
+      write: File for the profile, as PipeDream writes it; an existing one is replaced.
+
+    Raises:
+      JaxparError: With everything that is wrong with the job.
+    """
+    train = dataclasses.replace(job.train, accumulate=1)
+    alone = dataclasses.replace(job, mesh=MeshTable(devices=1), parallel=type(job.parallel)(), train=train)
+    if problems := check(alone):
+        raise JaxparError(*problems)
+    loss = resolve_loss(job)
+    numerics = Numerics(precision=train.precision, remat=train.remat)
+    found = layers(resolve_model(job, loss), loss, abstract_batch(job), numerics)
+    profile = found["profile"]
+    if write:
+        Path(write).write_text(dumps(profile), encoding="utf-8")
+        print(f"profile: {write}")
+    nodes = [{**dataclasses.asdict(node), "storage": node.storage} for node in profile.nodes]
+    work = [dataclasses.asdict(each) for each in found["work"]]
+    for node, each in zip(nodes[1:], work, strict=True):  # the input computes nothing
+        node |= each
+    return {"layers": nodes, "where": found["where"], "how": {"times": "measured", "bytes": "exact"}}

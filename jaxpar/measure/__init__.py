@@ -1,0 +1,8 @@
+"""Measurements of the user's own machine and job: `jaxpar measure gemm`, `links` and `layers`.
+
+    gemm, links  ─► tables of a chip's file (chip.py), for `jaxpar plan --chip FILE`
+    layers       ─► a profile of a model, for `jaxpar partition`
+
+Nouns: a *destination* is the chip's file that a measurement goes into; a *record* names the devices, versions and
+commit of a number. To add a measurement: a module with a function that returns a table, and a row of `cli/measure.py`.
+"""

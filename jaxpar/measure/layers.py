@@ -1,0 +1,152 @@
+"""The layers of a model, measured one by one on one device, as a profile that `jaxpar partition` reads.
+
+input ──► embedding ──► block 0, 1, ... ──► head and loss
+                        `jp.pipelined(layers, x)` says where they are; one of these equal blocks is measured
+
+Bytes are exact: of what a piece hands on, and of the parameters that it reads; a tied table counts in both that read
+it. Times are measured: the median of some runs of a compiled piece, forward alone, and with its backward less that.
+Work and depth are counted in a forward pass's jaxpr: see `jaxpar.plan.model.work_depth`.
+The format has one number for what a layer hands on and what it keeps, so a plan's memory is that of remat = full.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpar.errors import refuse
+from jaxpar.measure.pieces import Pieces
+from jaxpar.measure.where import where
+from jaxpar.mesh.devices import is_simulated, visible
+from jaxpar.partition.profile import Node, Profile
+from jaxpar.pipeline.jaxprs.dataflow import Traced
+from jaxpar.plan.model.work_depth import WorkDepth, work_depth
+from jaxpar.sharding.names import Tree
+from jaxpar.step.numerics import Numerics
+from jaxpar.units import show_bytes, show_count, show_seconds
+
+LEAST, LONGEST = 5, 0.5  # runs of a piece; seconds that more of them may take
+
+
+def layers(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> dict[str, Any]:
+    """Measures a model, prints its layers, and returns them with where they were measured.
+
+    Args:
+      model: As `compose` takes it.
+      loss: (model, batch) to (sum, count), or to a dict of them with the entry `loss`.
+      batch: Shapes of the minibatch that one device takes.
+      numerics: How it computes.
+
+    Raises:
+      JaxparError: If the devices are simulated ones, or the model does not say where its layers are.
+    """
+    devices = visible()
+    if len(devices) > 1 and is_simulated(devices):
+        raise refuse(
+            f"{len(devices)} simulated devices",
+            rule="times are measured on a device that is there; simulated ones share a processor",
+            fix="a process with one device: without XLA_FLAGS=--xla_force_host_platform_device_count",
+        )
+    taken = where()
+    rows = next(iter(batch.values())).shape[0]
+    said = f"{rows} rows, {numerics.matmuls.compute}, remat {numerics.remat}; measured on one {devices[0].device_kind}"
+    said += f" ({taken['machine']}), jax {jax.__version__}{', commit ' * bool(taken['commit'])}{taken['commit']}"
+    profile = measure(model, loss, batch, numerics, said=said)
+    print(f"Input: {said}; times measured, bytes exact")
+    print("layer             forward  backward   activations    parameters       storage        work     depth")
+    work = counted(model, loss, batch, numerics)
+    for node, each in zip(profile.nodes[1:], work, strict=True):
+        times = "".join(f"{show_seconds(ms / 1e3):>10}" for ms in (node.forward, node.backward))
+        sizes = "".join(f"{show_bytes(size):>14}" for size in (node.activations, node.parameters, node.storage))
+        print(f"{node.layer:<16}{times}{sizes}{show_count(each.work):>12}{show_count(each.depth):>10}")
+    whole = reduce(WorkDepth.then, work)
+    print("Storage is w + f + grad w + grad o: parameters, activations, and a gradient of each")
+    print(
+        f"A forward pass: {'at least ' * whole.unknown}{show_count(whole.work)} operations, {show_count(whole.depth)} "
+        f"one after the other: an average parallelism of {show_count(round(whole.parallelism))}"
+    )
+    if devices[0].platform == "cpu":
+        print("These times are of this processor and say nothing about a GPU; the bytes hold on any.")
+    return {"profile": profile, "work": work, "where": taken}
+
+
+def measure(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics, *, said: str = "") -> Profile:
+    """Returns the profile of a model; `said` goes into the line of its input.
+
+    Raises:
+      JaxparError: If the model has no stack of equal layers, or does not say where it is.
+    """
+    pieces = Pieces.of(model, loss, numerics)
+    zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+    known = (jax.jit(lambda key: pieces.blueprint.init(key)[1])(jax.random.key(0)), zeros)
+    shared, one = pieces.arrays()
+    x, per_layer = jax.jit(pieces.embed)(shared, known)
+    mine = jax.tree.map(lambda leaf: leaf[:1], per_layer)
+    before, block, head = _functions(pieces)
+    nodes = [Node("node0", f"Input{': ' * bool(said)}{said}", 0.0, 0.0, _size(zeros), 0.0)]
+    nodes.append(Node("node1", "Embedding", *_times(before, 1, shared, known), _size(x), _read(before, shared, known)))
+    times, parameters = _times(block, 2, one, x, known, mine), _read(block, one, x, known, mine)
+    for layer in range(pieces.count):
+        nodes.append(Node(f"node{layer + 2}", f"Block {layer}", *times, _size(x), parameters))
+    times, parameters = _times(head, 2, shared, x, known), _read(head, shared, x, known)
+    size = _size(jax.eval_shape(head, shared, x, known))
+    nodes.append(Node(f"node{pieces.count + 2}", "Head and loss", *times, size, parameters))
+    names = [node.name for node in nodes]
+    return Profile(tuple(nodes), tuple(pairwise(names)))
+
+
+def counted(model: Any, loss: Callable, batch: Mapping[str, Any], numerics: Numerics) -> list[WorkDepth]:
+    """Returns what each layer does in a forward pass, in the order of `measure`; nothing is run."""
+    pieces = Pieces.of(model, loss, numerics)
+    before, block, head = _functions(pieces)
+    known = (jax.eval_shape(lambda key: pieces.blueprint.init(key)[1], jax.random.key(0)), dict(batch))
+    shared, one = jax.eval_shape(pieces.arrays)
+    x, per_layer = jax.eval_shape(pieces.embed, shared, known)
+    mine = jax.eval_shape(lambda per_layer: jax.tree.map(lambda leaf: leaf[:1], per_layer), per_layer)
+    each = work_depth(block, one, x, known, mine)
+    return [work_depth(before, shared, known), *[each] * pieces.count, work_depth(head, shared, x, known)]
+
+
+def _functions(pieces: Pieces) -> tuple[Callable, Callable, Callable]:
+    """Returns embedding, block and head with what is differentiated first."""
+    return (
+        lambda shared, known: pieces.embed(shared, known)[0],
+        lambda one, x, known, mine: pieces.block(one, known, mine, x),
+        lambda shared, y, known: pieces.head(shared, known, y),
+    )
+
+
+def _times(function: Callable, count: int, *args: Any) -> tuple[float, float]:
+    """Returns milliseconds forward, and backward to the first `count` arguments."""
+
+    def both(*args):
+        y, pull = jax.vjp(lambda *own: function(*own, *args[count:]), *args[:count])
+        return y, pull(jax.tree.map(jnp.ones_like, y))
+
+    forward, whole = (_milliseconds(jax.jit(run), args) for run in (function, both))
+    return forward, max(0.0, whole - forward)
+
+
+def _milliseconds(run: Callable, args: tuple) -> float:
+    jax.block_until_ready(run(*args))
+    spent: list[float] = []
+    while len(spent) < LEAST or (sum(spent) < LONGEST and len(spent) < 100):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*args))
+        spent.append(time.perf_counter() - begin)
+    return statistics.median(spent) * 1e3
+
+
+def _read(function: Callable, params: dict[str, jax.Array], *args: Any) -> float:
+    """Returns the bytes of the parameters, its first argument, that a function reads."""
+    reads = Traced(function, params, *args).reads()[0]
+    return float(sum(leaf.nbytes for path, leaf in params.items() if reads[path]))
+
+
+def _size(tree: Tree) -> float:
+    return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)))

@@ -1,0 +1,214 @@
+"""Measures the links of this machine as the planner sees them: the latency and bandwidth that collectives reach.
+
+    inside      groups of 2, 4, ... and all devices of a machine; neighbours are neighbours
+    between     groups of 2, 4, ... and all machines, one device of each; all devices take part at once
+
+All groups of a size run at the same time, as on a mesh axis. `plan/machine/fit.py` has the formulas that are fitted.
+A repeat is a collective and a kernel that takes one element on to the next: what a kernel takes to start is in
+`launch`. Not run on GPUs yet: compiled for H100s, and its parts tested on simulated devices.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpar.errors import refuse
+from jaxpar.measure.chip import Destination, today
+from jaxpar.measure.clock import measured_devices, once
+from jaxpar.measure.where import where
+from jaxpar.mesh.collective import wire_bytes
+from jaxpar.mesh.devices import describe
+from jaxpar.plan.machine.fit import KINDS, LinkFit, Timing, fit_link
+from jaxpar.units import show_bytes, show_seconds
+
+SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24, 26, 28))  # bytes of the whole array
+_BYTES = 4  # float32, which every backend sends as it is
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Groups of one size over one kind of link.
+
+    Attributes:
+      name: inside or between.
+      devices: Each row is a group, its neighbours side by side. Shape [groups, group].
+    """
+
+    name: str
+    devices: np.ndarray
+
+
+def tiers(devices: Sequence[Any], per_node: int) -> list[Tier]:
+    """Returns the groups to measure.
+
+    Args:
+      devices: Machine by machine.
+      per_node: How many a machine has.
+
+    Raises:
+      JaxparError: If machines do not divide the devices, or there is one device alone.
+    """
+    if per_node < 1 or len(devices) % per_node:
+        raise refuse(
+            f"--per-node {per_node} of {len(devices)} devices",
+            rule="all machines have the same number of devices",
+            fix="--per-node 8",
+        )
+    if len(devices) < 2:
+        raise refuse(
+            f"links of {describe(devices)}",
+            rule="measuring a link needs at least two devices",
+            fix="two devices or more",
+        )
+    grid = np.array(devices, dtype=object).reshape(-1, per_node)
+    return [
+        Tier(name, whole.reshape(-1, group))
+        for name, whole in (("inside", grid), ("between", grid.T))
+        for group in groups(whole.shape[1])
+    ]
+
+
+def groups(count: int) -> list[int]:
+    """Returns the powers of two that divide a number of devices, and that number.
+
+    >>> groups(8), groups(6), groups(1)
+    ([2, 4, 8], [2, 6], [])
+    """
+    return sorted({1 << power for power in range(1, 32) if count % (1 << power) == 0} | ({count} - {1}))
+
+
+def program(kind: str, devices: np.ndarray, repeats: int) -> Callable[[Any], Any]:
+    """Returns the program of so many collectives, each of which waits for the one before.
+
+    Args:
+      kind: One of `KINDS`; a collective-permute sends to the next in the ring.
+      devices: As in `Tier`.
+      repeats: How many.
+
+    Returns:
+      A function of a flat array, a part on each device, which it takes in place. An all-reduce is followed by another
+      value on each device: XLA makes a multiplication of a sum over equal values.
+    """
+    mesh = Mesh(devices, ("rest", "ring"), axis_types=(AxisType.Auto,) * 2)
+    ring = [(i, (i + 1) % devices.shape[1]) for i in range(devices.shape[1])]
+
+    def body(x):
+        for _ in range(repeats):
+            if kind == "all-reduce":
+                x = jax.lax.psum(x, "ring").at[0].set(jax.lax.axis_index("ring").astype(x.dtype))
+            elif kind == "all-gather":
+                x = x.at[0].set(jax.lax.all_gather(x, "ring", tiled=True)[0])
+            elif kind == "reduce-scatter":
+                x = x.at[0].set(jax.lax.psum_scatter(x, "ring", tiled=True)[0])
+            else:
+                x = jax.lax.ppermute(x, "ring", ring)
+        return x
+
+    spec = P(("rest", "ring"))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec), donate_argnums=0)
+
+
+def entries(kind: str, group: int, size: int) -> int:
+    """Returns how many numbers a device holds at first, for a collective of so many bytes: at least one each."""
+    return max(1, size // _BYTES // group) * (1 if kind == "all-gather" else group)
+
+
+def time_collective(kind: str, devices: np.ndarray, size: int, *, rounds: int = 20) -> Timing:
+    """Returns the seconds of one collective of about `size` bytes, as `Timing` counts them.
+
+    Args:
+      kind: One of `KINDS`.
+      devices: As in `Tier`.
+      size: Bytes; rounded down to what divides over the group.
+      rounds: As in `clock.once`.
+    """
+    group = devices.shape[1]
+    count = entries(kind, group, size)
+    sharding = NamedSharding(Mesh(devices, ("rest", "ring"), axis_types=(AxisType.Auto,) * 2), P(("rest", "ring")))
+    x = jax.jit(lambda: jnp.zeros(count * devices.size, jnp.float32), out_shardings=sharding)()
+    seconds = once(lambda repeats: program(kind, devices, repeats), x, rounds=rounds)
+    whole = count * (group if kind == "all-gather" else 1) * _BYTES
+    return Timing(kind=kind, group=group, size=whole, seconds=seconds)
+
+
+def links(*, write: str = "", per_node: int = 0, rounds: int = 20, sizes: Sequence[int] = SIZES) -> dict[str, Any]:
+    """Times every collective, prints the fitted latency and bandwidth, and returns both.
+
+    Args:
+      write: The TOML file of the chip that gets the table [links], or "".
+      per_node: Devices of a machine; 0 takes a process for a machine.
+      rounds: As in `clock.once`.
+      sizes: Bytes.
+
+    Raises:
+      JaxparError: If the devices are simulated, or there is one alone; if no link fits the times.
+    """
+    devices = measured_devices("links")
+    size = per_node or jax.local_device_count()
+    found = tiers(devices, size)
+    destination = Destination.of(write, devices)
+    say = print if jax.process_index() == 0 else lambda *_, **__: None
+    say(f"{describe(devices)}, {len(devices) // size} machines of {size}, jax {jax.__version__}; measured")
+    timings: dict[str, list[Timing]] = {}
+    for tier in found:
+        for kind in KINDS:
+            some = [time_collective(kind, tier.devices, each, rounds=rounds) for each in sizes]
+            timings.setdefault(tier.name, []).extend(some)
+            say(line(tier.name, some), flush=True)
+    if jax.process_index():  # the clock of the first process is the one that counts
+        return {"holds": True, "where": where()}
+    fits = fit(timings)
+    for name, one in fits.items():
+        print(said(name, one))
+    source = f"jaxpar measure links on {describe(devices)}, {today()}, jax {jax.__version__}"
+    table = table_of(fits, size, source)
+    destination.write("links", table)
+    return {
+        "timings": {name: [asdict(each) for each in some] for name, some in timings.items()},
+        "fits": {name: asdict(one) for name, one in fits.items()},
+        "links": table, "holds": True, "where": where(),
+    }  # fmt: skip
+
+
+def fit(timings: dict[str, list[Timing]]) -> dict[str, LinkFit]:
+    """Returns the link of each tier; what a launch takes is the machine's, so `between` has that of `inside`."""
+    fits: dict[str, LinkFit] = {}
+    for name in sorted(timings, reverse=True):  # inside first
+        fits[name] = fit_link(timings[name], launch=fits["inside"].launch if "inside" in fits else None)
+    return fits
+
+
+def table_of(fits: dict[str, LinkFit], per_node: int, source: str) -> dict[str, Any]:
+    """Returns the table [links] of a chip's file; where machines have one device, `between` stands for inside."""
+    first = fits.get("inside") or fits["between"]
+    link = {name: {"latency": one.link.latency, "bandwidth": one.link.bandwidth} for name, one in fits.items()}
+    if not first.apart:
+        source += "; groups of two do not tell launch and latency apart: launch has both"
+    inside = {"inside": link.get("inside") or link["between"]}
+    return {"per_node": per_node, "launch": first.launch} | inside | link | {"source": source}
+
+
+def line(name: str, timings: Sequence[Timing]) -> str:
+    """Returns the times of one collective: the smallest size, the largest, and what the wire carried there."""
+    small, large = timings[0], timings[-1]
+    seconds = statistics.median(timing.seconds / timing.size for timing in timings[-3:]) * large.size
+    rate = wire_bytes(large.kind, large.size, large.group) / seconds if seconds > 0 else float("nan")
+    return (
+        f"{name:<9}{large.group:>4} x {large.kind:<20}{show_bytes(small.size):>10} {show_seconds(small.seconds):>9}"
+        f"{show_bytes(large.size):>10} {show_seconds(large.seconds):>9}{rate / 1e9:>9.4g} GB/s on the wire"
+    )
+
+
+def said(name: str, fit: LinkFit) -> str:
+    """Returns a fit in a line."""
+    return (
+        f"{name}: {fit.link.bandwidth / 1e9:.4g} GB/s, {fit.link.latency * 1e6:.3g} us a hop, "
+        f"{fit.launch * 1e6:.3g} us to launch; off by {fit.error:.0%} in the median, {fit.worst:.0%} at most"
+    )
